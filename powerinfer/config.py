@@ -1,0 +1,84 @@
+"""Frozen configuration: what a model is (`ModelConfig`) and how the engine runs it (`EngineConfig`).
+
+Every default and every help text lives here once; the command line and the Python API take both from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    theta: base of the frequencies; dim: rotated dimensions of a head; interleaved: pairs are (2i, 2i+1), as GGUF
+    files of architecture `llama` store them, instead of (i, i + dim/2).
+    scaling: None, "linear", "llama3" or "yarn"; the fields below it hold that scaling's parameters, named as in a
+    Hugging Face `rope_scaling` (Llama 3: low/high_freq_factor; YaRN, arXiv 2309.00071: beta_fast/slow,
+    attention_factor, None when it follows from `factor`).
+    """
+
+    theta: float = 10000.0
+    dim: int = 0
+    interleaved: bool = False
+    scaling: str | None = None
+    factor: float = 1.0
+    original_context_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of a decoder-only transformer, the same whatever file it came from."""
+
+    architecture: str  # "llama", "mistral", "qwen2", "qwen3": the family, for people; the switches below decide
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope: RopeConfig
+    activation: str = "silu"
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] | None = None  # which layers use the window; None: all of them
+    name: str = ""
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that `layer` may look back over, its own included; None: all."""
+        if self.sliding_window is None or (self.sliding_layers is not None and not self.sliding_layers[layer]):
+            return None
+        return self.sliding_window
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
+
+    threads: int = option(0, "CPU threads; 0 takes every core this process may use", metavar="N")
+    context: int = option(0, "context length in tokens; 0 takes the model's own", metavar="N")
+    kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
+    prefill_chunk: int = option(512, "tokens of a prompt computed at once", metavar="N")
+    max_batch: int = option(8, "requests that decode together", metavar="N")
+    prefix_cache: bool = option(True, "reuse the KV cache of a prompt prefix that was computed before")
+    quantize: str | None = option(None, "quantise a float model's matrices on load", choices=("q8_0", "q4_0"))
+    isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
