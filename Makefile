@@ -1,0 +1,75 @@
+# `make run PROMPT="..."` and `make test` work on a fresh machine: Python >= 3.11, a C++ compiler, make, a package index.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python that is new enough; `make PYTHON=/path/to/python3 ...` chooses another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+ARGS ?=
+
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
+
+.PHONY: help run test check fuzz bench install test-neon clean
+
+help:
+	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
+	@echo 'make test               everything the tests need, then all of them (ARGS="-k name" for some)'
+	@echo 'make check              ruff, mypy and the import-order test'
+	@echo 'make fuzz               10,000 mutated model files against the readers'
+	@echo 'make bench              measure this machine with the default model'
+	@echo 'make test-neon          the NEON kernels, cross-compiled, under qemu'
+	@echo 'make clean              remove .venv and the build'
+
+# The package is installed in editable form: Python files are used where they lie, the native module is rebuilt (only what changed)
+# when a stamp is older than its sources. cmake and ninja come from the package index where the system has none.
+$(VENV)/stamp-build-tools:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; install one or set PYTHON=" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install 'scikit-build-core>=1.1,<2' 'nanobind>=3.1,<4' 'cmake>=3.20' ninja
+	@touch $@
+
+$(VENV)/stamp-core: $(VENV)/stamp-build-tools $(NATIVE)
+	@echo "building powerinfer (a few minutes the first time)"
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable .
+	@touch $@
+
+# torch first and alone: its exact version is the one whose build for this platform is known to serve, and nothing below may change it.
+$(VENV)/stamp-test: $(VENV)/stamp-core pyproject.toml
+	@echo "installing what the tests need"
+	@$(PIP) install torch==2.13.0
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/stamp-check: $(VENV)/stamp-core pyproject.toml
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable '.[check]' 'pytest>=9,<10'
+	@touch $@
+
+install: $(VENV)/stamp-core
+
+run: $(VENV)/stamp-core
+	@$(BIN)/powerinfer run "$$PROMPT" $(ARGS)
+run: export PROMPT := $(PROMPT)
+
+test: $(VENV)/stamp-test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/stamp-check
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
+
+fuzz: $(VENV)/stamp-test
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+bench: $(VENV)/stamp-core
+	@$(BIN)/powerinfer bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,50 @@
+"""Fast inference of large language models on ordinary machines.
+
+    from powerinfer import LLM, SamplingParams
+
+    llm = LLM()                                   # the default model; or a path, or a name `powerinfer pull` knows
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
+
+The names are loaded when first used, so that `import powerinfer` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from powerinfer.config import EngineConfig as EngineConfig
+    from powerinfer.errors import ModelError as ModelError
+    from powerinfer.errors import PowerInferError as PowerInferError
+    from powerinfer.errors import RequestError as RequestError
+    from powerinfer.runtime.engine import LLM as LLM
+    from powerinfer.runtime.request import Completion as Completion
+    from powerinfer.runtime.request import SamplingParams as SamplingParams
+
+_HOMES = {
+    "LLM": "powerinfer.runtime.engine",
+    "SamplingParams": "powerinfer.runtime.request",
+    "Completion": "powerinfer.runtime.request",
+    "EngineConfig": "powerinfer.config",
+    "PowerInferError": "powerinfer.errors",
+    "RequestError": "powerinfer.errors",
+    "ModelError": "powerinfer.errors",
+}
+
+__all__ = ["LLM", "Completion", "EngineConfig", "ModelError", "PowerInferError", "RequestError", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'powerinfer' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
