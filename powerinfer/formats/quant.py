@@ -1,0 +1,440 @@
+"""Block formats of GGUF files: their sizes, and numpy code that reads and writes them.
+
+A row of a quantised matrix is a run of blocks; a block holds `block` elements in `nbytes` bytes. The numpy code is the
+truth that the native kernels are tested against and the way a type that no kernel takes is converted on load; results
+are the same bits as ggml's reference code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import ModelError
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A storage type: `block` elements of a row take `nbytes` bytes; `id` is ggml's number for it."""
+
+    name: str
+    id: int
+    block: int
+    nbytes: int
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of a row of `cols` elements, which must be whole blocks (ValueError)."""
+        if cols % self.block:
+            raise ValueError(f"{cols} columns are not whole {self.name} blocks of {self.block}")
+        return cols // self.block * self.nbytes
+
+
+_SIZES = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q8_1": (9, 32, 36),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "Q8_K": (15, 256, 292),
+    "IQ2_XXS": (16, 256, 66),
+    "IQ2_XS": (17, 256, 74),
+    "IQ3_XXS": (18, 256, 98),
+    "IQ1_S": (19, 256, 50),
+    "IQ4_NL": (20, 32, 18),
+    "IQ3_S": (21, 256, 110),
+    "IQ2_S": (22, 256, 82),
+    "IQ4_XS": (23, 256, 136),
+    "I8": (24, 1, 1),
+    "I16": (25, 1, 2),
+    "I32": (26, 1, 4),
+    "I64": (27, 1, 8),
+    "F64": (28, 1, 8),
+    "IQ1_M": (29, 256, 56),
+    "BF16": (30, 1, 2),
+    "TQ1_0": (34, 256, 54),
+    "TQ2_0": (35, 256, 66),
+    "MXFP4": (39, 32, 17),
+    "NVFP4": (40, 64, 36),
+    "Q1_0": (41, 128, 18),
+}
+
+BLOCK_TYPES: dict[int, BlockType] = {id: BlockType(name, id, *sizes) for name, (id, *sizes) in _SIZES.items()}
+"""Every type a GGUF tensor may have, by ggml id. Not all of them can be read: see `can_dequantize`."""
+
+_BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
+
+
+def block_type(name: str) -> BlockType:
+    """The type of that name; ModelError if there is none."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ModelError(f"unknown tensor type {name!r}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading. Each function takes blocks, uint8 [n, nbytes], and gives their values, float32 [n, block].
+
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled; scales are halved
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def _half(blocks: Bytes, start: int) -> Floats:
+    """The float16 at byte `start` of every block, float32 [n, 1]."""
+    return blocks[:, start : start + 2].view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """4-bit fields, uint8 [n, bytes] -> [n, 2 * bytes]: all low halves, then all high halves."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
+
+
+def _fields(packed: Bytes, span: int, shifts: tuple[int, ...], mask: int) -> Bytes:
+    """Bit fields of `span`-byte runs: uint8 [n, bytes] -> [n, bytes * len(shifts)], run by run, shift by shift."""
+    runs = packed.reshape(len(packed), -1, 1, span)
+    shifted = (runs >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
+    return shifted.reshape(len(packed), -1)
+
+
+def _f32(blocks: Bytes) -> Floats:
+    return blocks.view("<f4").astype(np.float32)
+
+
+def _f64(blocks: Bytes) -> Floats:
+    with np.errstate(over="ignore"):
+        return blocks.view("<f8").astype(np.float32)
+
+
+def _f16(blocks: Bytes) -> Floats:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def _bf16(blocks: Bytes) -> Floats:
+    return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2)
+
+
+def _five_bits(high: Bytes, low: Bytes) -> Floats:
+    """5-bit values: bit i of the 4 `high` bytes is bit 4 of value i."""
+    top = np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
+    return (_nibbles(low) | top).astype(np.float32)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.float32(16))
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
+
+
+def _q2_k(blocks: Bytes) -> Floats:
+    scales = blocks[:, :16]
+    scale = (_half(blocks, 80) * (scales & 0x0F).astype(np.float32))[:, :, None]
+    floor = (_half(blocks, 82) * (scales >> 4).astype(np.float32))[:, :, None]
+    values = _fields(blocks[:, 16:80], 32, (0, 2, 4, 6), 3).reshape(-1, 16, 16)
+    return (scale * values - floor).reshape(-1, 256)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    packed = blocks[:, 96:108]  # 16 scales of 6 bits: 8 bytes of low halves, 4 bytes of high pairs
+    scales = _nibbles(packed[:, :8]) | _fields(packed[:, 8:], 4, (0, 2, 4, 6), 3) << np.uint8(4)
+    scale = _half(blocks, 108) * (scales.astype(np.float32) - np.float32(32))
+    low = _fields(blocks[:, 32:96], 32, (0, 2, 4, 6), 3).astype(np.float32)
+    high = _fields(blocks[:, :32], 32, (0, 1, 2, 3, 4, 5, 6, 7), 1).astype(np.float32)
+    values = low + np.float32(4) * high - np.float32(4)
+    return (scale[:, :, None] * values.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
+    """The 8 scales and 8 minima of 6 bits that Q4_K and Q5_K keep in 12 bytes; each float32 [n, 8]."""
+    d, m, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([d & 0x3F, (both & 0x0F) | ((d >> 2) & 0x30)], axis=1)
+    floors = np.concatenate([m & 0x3F, (both >> 4) | ((m >> 2) & 0x30)], axis=1)
+    return scales.astype(np.float32), floors.astype(np.float32)
+
+
+def _k_values(blocks: Bytes, values: Bytes) -> Floats:
+    scales, floors = _k_scales(blocks[:, 4:16])
+    scale = (_half(blocks, 0) * scales)[:, :, None]
+    floor = (_half(blocks, 2) * floors)[:, :, None]
+    return (scale * values.reshape(-1, 8, 32) - floor).reshape(-1, 256)
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    return _k_values(blocks, _fields(blocks[:, 16:], 32, (0, 4), 0x0F))
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    high = _fields(blocks[:, 16:48], 32, (0, 1, 2, 3, 4, 5, 6, 7), 1)
+    return _k_values(blocks, _fields(blocks[:, 48:], 32, (0, 4), 0x0F) | high << np.uint8(4))
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    low = _fields(blocks[:, :128], 64, (0, 4), 0x0F)
+    high = _fields(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
+    values = (low | high << np.uint8(4)).astype(np.float32) - np.float32(32)
+    return (scale[:, :, None] * values.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _trits(packed: Bytes, powers: tuple[int, ...]) -> Bytes:
+    """Base-3 digits of bytes that hold 5 (or 4) of them as a fraction of 256; 0, 1 or 2, digit by digit."""
+    digits = packed[:, None, :] * np.array(powers, np.uint8)[:, None]  # wraps modulo 256 on purpose
+    return ((digits.astype(np.uint16) * 3) >> 8).astype(np.uint8).reshape(len(packed), -1)
+
+
+def _tq1_0(blocks: Bytes) -> Floats:
+    five = (1, 3, 9, 27, 81)
+    digits = [_trits(blocks[:, :32], five), _trits(blocks[:, 32:48], five), _trits(blocks[:, 48:52], five[:4])]
+    return _half(blocks, 52) * (np.concatenate(digits, axis=1).astype(np.float32) - np.float32(1))
+
+
+def _tq2_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 64) * (_fields(blocks[:, :64], 32, (0, 2, 4, 6), 3).astype(np.float32) - np.float32(1))
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:])]
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    high = (blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & 3
+    low = _fields(blocks[:, 4:8], 1, (0, 4), 0x0F)
+    scale = _half(blocks, 0) * ((low | high << np.uint8(4)).astype(np.float32) - np.float32(32))
+    values = _IQ4[_fields(blocks[:, 8:], 16, (0, 4), 0x0F)]
+    return (scale[:, :, None] * values.reshape(-1, 8, 32)).reshape(-1, 256)
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    exponent = blocks[:, :1].astype(np.uint32)
+    tiny = np.uint32(0x00200000) << np.minimum(exponent, 1)  # 2**-128 and 2**-127 are subnormal
+    scale = np.where(exponent < 2, tiny, np.maximum(exponent, 1) - 1 << np.uint32(23)).view(np.float32)
+    return scale * _E2M1[_nibbles(blocks[:, 1:])]
+
+
+def _nvfp4(blocks: Bytes) -> Floats:
+    code = blocks[:, :4]
+    exponent, mantissa = (code >> 3 & 15).astype(np.float32), (code & 7).astype(np.float32)
+    normal = (1 + mantissa / 8) * np.exp2(exponent - 7)
+    scale = np.where(exponent == 0, mantissa * np.float32(2**-9), normal) * np.float32(0.5)
+    scale = np.where(code == 0x7F, np.float32(0), scale)
+    values = _E2M1[_fields(blocks[:, 4:], 8, (0, 4), 0x0F)]
+    return (scale[:, :, None] * values.reshape(-1, 4, 16)).reshape(-1, 64)
+
+
+_READERS: dict[str, Callable[[Bytes], Floats]] = {
+    "F32": _f32,
+    "F64": _f64,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+}
+
+
+_CHUNK = 1 << 17  # elements worked on at once: the temporaries stay in the second-level cache
+
+
+def can_dequantize(type_name: str) -> bool:
+    """Whether `dequantize` reads that type."""
+    return type_name in _READERS
+
+
+def dequantize(data: Bytes, type_name: str) -> Floats:
+    """Values of quantised rows: uint8 [rows, row_bytes] -> float32 [rows, cols].
+
+    ModelError for a type that cannot be read or a row that is not whole blocks.
+    """
+    kind = block_type(type_name)
+    reader = _READERS.get(kind.name)
+    if reader is None:
+        raise ModelError(f"tensors of type {kind.name} cannot be read; re-quantise the model to Q4_K, Q8_0 or F16")
+    rows, row_bytes = data.shape
+    if row_bytes % kind.nbytes:
+        raise ModelError(f"a row of {row_bytes} bytes is not whole {kind.name} blocks of {kind.nbytes}")
+    cols = row_bytes // kind.nbytes * kind.block
+    blocks = np.ascontiguousarray(data).reshape(-1, kind.nbytes)
+    if kind.block == 1:
+        return reader(blocks.reshape(rows, row_bytes)).reshape(rows, cols)
+    out = np.empty((len(blocks), kind.block), np.float32)
+    step = _CHUNK // kind.block
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale gives NaN: the values, not a mishap
+        for start in range(0, len(blocks), step):
+            out[start : start + step] = reader(blocks[start : start + step])
+    return out.reshape(rows, cols)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing. Each function takes values, float32 [n, block], and gives blocks, uint8 [n, nbytes].
+
+_ALMOST_HALF = np.float32(0.5) - np.float32(2**-25)  # trunc(x + this) rounds halves away from zero, exactly
+
+
+def _inverse(scale: Floats) -> Floats:
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+
+
+def _signed_peak(values: Floats) -> Floats:
+    """The value of largest magnitude of each row (the first of equals), [n, 1]."""
+    highest, lowest = values.max(axis=1, keepdims=True), values.min(axis=1, keepdims=True)
+    peak: Floats = np.where(highest > -lowest, highest, lowest)
+    ties = (highest == -lowest) & (highest != 0)
+    if ties.any():  # rare, so the slow exact rule is applied to these rows only
+        rows = np.flatnonzero(ties[:, 0])
+        first = np.abs(values[rows]).argmax(axis=1)
+        peak[rows, 0] = values[rows, first]
+    return peak
+
+
+def _codes(values: Floats, inverse: Floats, shift: float, top: int) -> Bytes:
+    """trunc(values * inverse + shift), at most `top`."""
+    scaled = values * inverse
+    scaled += np.float32(shift)
+    codes = scaled.astype(np.uint8)
+    return np.minimum(codes, np.uint8(top), out=codes)
+
+
+def _pack_nibbles(codes: Bytes) -> Bytes:
+    half = codes.shape[1] // 2
+    return (codes[:, :half] & np.uint8(0x0F)) | (codes[:, half:] << np.uint8(4))
+
+
+def _fifth_bits(codes: Bytes) -> Bytes:
+    return np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
+
+
+def _halves(scale: Floats) -> Bytes:
+    with np.errstate(over="ignore"):
+        half = scale.astype("<f2")
+    if not np.isfinite(half).all():
+        raise ModelError("a weight is too large, infinite or not a number, so it cannot be quantised")
+    return half.view(np.uint8)
+
+
+def _to_q8_0(values: Floats) -> Bytes:
+    scale = np.abs(values).max(axis=1, keepdims=True)
+    scale /= np.float32(127)
+    scaled = values * _inverse(scale)
+    scaled += np.copysign(_ALMOST_HALF, values)
+    return np.concatenate([_halves(scale), scaled.astype(np.int8).view(np.uint8)], axis=1)
+
+
+def _to_q4_0(values: Floats) -> Bytes:
+    scale = _signed_peak(values) / np.float32(-8)
+    codes = _codes(values, _inverse(scale), 8.5, 15)
+    return np.concatenate([_halves(scale), _pack_nibbles(codes)], axis=1)
+
+
+def _to_q5_0(values: Floats) -> Bytes:
+    scale = _signed_peak(values) / np.float32(-16)
+    codes = _codes(values, _inverse(scale), 16.5, 31)
+    return np.concatenate([_halves(scale), _fifth_bits(codes), _pack_nibbles(codes)], axis=1)
+
+
+def _affine(values: Floats, top: int) -> tuple[Bytes, Bytes]:
+    """Scale and floor (4 bytes) and codes 0..top of a type that stores both."""
+    floor = values.min(axis=1, keepdims=True)
+    scale = (values.max(axis=1, keepdims=True) - floor) / np.float32(top)
+    codes = _codes(values - floor, _inverse(scale), 0.5, top)
+    return np.concatenate([_halves(scale), _halves(floor)], axis=1), codes
+
+
+def _to_q4_1(values: Floats) -> Bytes:
+    head, codes = _affine(values, 15)
+    return np.concatenate([head, _pack_nibbles(codes)], axis=1)
+
+
+def _to_q5_1(values: Floats) -> Bytes:
+    head, codes = _affine(values, 31)
+    return np.concatenate([head, _fifth_bits(codes), _pack_nibbles(codes)], axis=1)
+
+
+def _to_f32(values: Floats) -> Bytes:
+    return values.astype("<f4").view(np.uint8)
+
+
+def _to_f16(values: Floats) -> Bytes:
+    with np.errstate(over="ignore"):
+        return values.astype("<f2").view(np.uint8)
+
+
+def _to_bf16(values: Floats) -> Bytes:
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    quiet = bits >> np.uint32(16) | np.uint32(64)  # a NaN must stay one
+    return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(np.uint8)
+
+
+_WRITERS: dict[str, Callable[[Floats], Bytes]] = {
+    "F32": _to_f32,
+    "F16": _to_f16,
+    "BF16": _to_bf16,
+    "Q8_0": _to_q8_0,
+    "Q4_0": _to_q4_0,
+    "Q4_1": _to_q4_1,
+    "Q5_0": _to_q5_0,
+    "Q5_1": _to_q5_1,
+}
+
+
+def quantize(x: Floats, type_name: str) -> Bytes:
+    """Rows in a block type: float32 [rows, cols] -> uint8 [rows, row_bytes], rounded as ggml's reference code does.
+
+    ModelError for a type that cannot be written (`Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `F16`, `BF16`, `F32` can),
+    columns that are not whole blocks, or values that the type cannot hold.
+    """
+    kind = block_type(type_name)
+    writer = _WRITERS.get(kind.name)
+    if writer is None:
+        raise ModelError(f"cannot quantise to {kind.name}; choose one of {', '.join(sorted(_WRITERS))}")
+    rows, cols = x.shape
+    if cols % kind.block:
+        raise ModelError(f"cannot quantise rows of {cols} elements to {kind.name}: its blocks hold {kind.block}")
+    values = np.ascontiguousarray(x, np.float32).reshape(-1, kind.block)
+    out = np.empty((len(values), kind.nbytes), np.uint8)
+    step = _CHUNK // kind.block
+    with np.errstate(invalid="ignore"):  # a NaN or infinity is found in the scale, and refused there
+        for start in range(0, len(values), step):
+            out[start : start + step] = writer(values[start : start + step])
+    return out.reshape(rows, cols // kind.block * kind.nbytes)
