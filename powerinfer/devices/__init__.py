@@ -1,0 +1,35 @@
+"""What computes a forward pass: the protocol that the runtime sees, and its executors."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.devices.batch import Batch as Batch
+
+__all__ = ["Batch", "Executor"]
+
+
+class Executor(Protocol):
+    """A model loaded on a device, with its KV cache.
+
+    The result for a token must not depend on the batch, the chunk or the cache page it is computed in.
+    """
+
+    page_size: int  # tokens of a KV page
+    n_pages: int  # pages of the whole KV cache
+    max_tokens: int  # most tokens of one forward call
+    vocab_size: int
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
+
+        The result is a view that stays valid until the next call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the weights and the cache; the executor cannot be used afterwards."""
+        ...

@@ -1,0 +1,26 @@
+"""The tokens of one forward call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Batch:
+    """T tokens of S sequences whose keys and values lie in pages.
+
+    The tokens of one sequence are consecutive and in order of position; the key and value of position p of the
+    sequence in row r lie in page `page_table[r, p // page_size]`, slot `p % page_size`. A token attends to the
+    positions 0 .. its own of its sequence. All arrays are C-contiguous.
+    """
+
+    tokens: Int32  # [T]
+    positions: Int32  # [T]
+    rows: Int32  # [T] row of page_table of each token
+    page_table: Int32  # [S, P] page ids, -1 where unused
+    logit_rows: Int32  # [R] indices into tokens, ascending: whose logits are wanted
