@@ -1,0 +1,88 @@
+"""Files that other people wrote: opened, measured and mapped so that no content of theirs can hang or crash us."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import ModelError
+
+
+def shown(text: object, limit: int = 80) -> str:
+    """A name out of a file, fit for a one-line message: quoted, control characters escaped, not too long."""
+    text = str(text)
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+class MappedFile:
+    """A regular file, its size taken once; headers are read with `read`, big data is mapped by `view`.
+
+    A mapping of a file that somebody cuts short kills the process on access, so headers never go through it, and
+    `check` tells before data is handed out whether the file is still as long as it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`; ModelError if it cannot be opened or is no regular file."""
+        self.path = path
+        # O_NONBLOCK: opening a named pipe must not wait for a writer
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        try:
+            self._fd = os.open(path, flags)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ModelError(f"cannot open {path}: {reason}") from None
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{path} is not a regular file")
+        self.size = status.st_size
+        self.modified_ns = status.st_mtime_ns
+        self._view: NDArray[np.uint8] | None = None
+
+    def __del__(self) -> None:
+        # An array over the mapping keeps the mapping alive by itself; only the descriptor needs closing.
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Exactly `count` bytes from `offset`; ModelError if the file ends before."""
+        parts = []
+        while count > 0:
+            part = self._read_some(offset, count)
+            if not part:
+                raise ModelError(f"{self.path} is truncated")
+            parts.append(part)
+            offset, count = offset + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read_some(self, offset: int, count: int) -> bytes:
+        try:
+            if hasattr(os, "pread"):
+                return os.pread(self._fd, count, offset)
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            return os.read(self._fd, count)
+        except OSError as error:
+            raise ModelError(f"cannot read {self.path}: {error.strerror}") from None
+
+    def check(self) -> None:
+        """ModelError if the file is no longer as long as when it was opened."""
+        if os.fstat(self._fd).st_size != self.size:
+            raise ModelError(f"{self.path} changed while it was in use; load the model again")
+
+    def view(self) -> NDArray[np.uint8]:
+        """The whole file, memory-mapped: uint8 [size], read-only. Keep it (or a slice) and the mapping stays."""
+        if self._view is None:
+            if self.size == 0:
+                return np.empty(0, np.uint8)
+            self.check()
+            try:
+                mapping = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"cannot map {self.path} into memory: {error}") from None
+            self._view = np.frombuffer(mapping, np.uint8)
+        return self._view
