@@ -251,7 +251,7 @@ def _no_such_model(name: str) -> RequestError:
     from difflib import get_close_matches
 
     known = sorted({*CATALOGUE, *(model.name for model in list_stored())})
-    near = get_close_matches(name.lower(), known, n=1)
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}?" if near else "known names: " + ", ".join(known)
     return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
 

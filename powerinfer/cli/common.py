@@ -1,0 +1,173 @@
+"""What the verbs share: flags made from the configuration's dataclasses, output, the model flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line and end with exit status 2 like every wrong request."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def common_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="end stdout with one JSON document, all else on stderr")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-m", "--model", metavar="MODEL", help="GGUF file, model folder or pulled name; default: the default model"
+    )
+
+
+# ---------------------------------------------------------------- flags from dataclasses
+
+
+def _whole(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def _number(text: str) -> float | None:
+    return None if text.lower() == "none" else float(text)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, separator, bias = text.partition("=")
+    if not separator:
+        raise ValueError(text)
+    return int(token), float(bias)
+
+
+# argparse names the converter in its messages: "invalid whole number value: 'x'"
+_whole.__name__ = "whole number"
+_number.__name__ = "number"
+_bias.__name__ = "ID=BIAS"
+
+# The annotation of a field decides how its flag reads.
+_READERS: dict[str, dict[str, Any]] = {
+    "int": {"type": _whole},
+    "int | None": {"type": _whole},
+    "float": {"type": _number},
+    "float | None": {"type": _number},
+    "str": {},
+    "str | None": {},
+    "Sequence[str]": {"action": "append"},
+    "Sequence[int]": {"action": "append", "type": int},
+    "Mapping[int, float]": {"action": "append", "type": _bias, "metavar": "ID=BIAS"},
+}
+
+
+def config_flags(parser: argparse.ArgumentParser, config: type, title: str, only: Iterable[str] = ()) -> None:
+    """Give `parser` a flag for each option of a configuration dataclass, with the class's own help and default."""
+    group = parser.add_argument_group(title)
+    wanted = set(only)
+    for field in dataclasses.fields(config):
+        if "help" not in field.metadata or (wanted and field.name not in wanted):
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        help_text = field.metadata["help"].replace("%", "%%")
+        details: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+        if field.type == "bool":
+            if field.default:
+                flag = "--no-" + field.name.replace("_", "-")
+                group.add_argument(flag, action="store_false", help=f"do not {help_text}", **details)
+            else:
+                group.add_argument(flag, action="store_true", help=help_text, **details)
+            continue
+        details.update(_READERS[str(field.type)])
+        details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}
+        if field.default not in (None, ()) and "default" not in help_text:
+            help_text += f" (default {field.default})"
+        group.add_argument(flag, help=help_text, **details)
+
+
+def config_from(args: argparse.Namespace, config: Callable[..., Any], **overrides: Any) -> Any:
+    """The configuration that the flags ask for; a field without a flag keeps its default."""
+    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(args).items() if name in names}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return config(**{**overrides, **given})
+
+
+# ---------------------------------------------------------------- output
+
+
+class Output:
+    """Where a verb writes: people read stdout, or with --json a program reads one document at its end."""
+
+    def __init__(self, json_mode: bool) -> None:
+        self.json_mode = json_mode
+        self._terminal = not json_mode and sys.stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        """A line for people: stdout, or stderr with --json."""
+        print(text, file=sys.stderr if self.json_mode else sys.stdout)
+
+    def note(self, text: str) -> None:
+        """A remark beside the work: always stderr."""
+        print(text, file=sys.stderr, flush=True)
+
+    def text(self, piece: str) -> None:
+        """A piece of generated text, at once; silent with --json, whose document holds the whole text."""
+        if self.json_mode or not piece:
+            return
+        sys.stdout.write(printable(piece) if self._terminal else piece)
+        sys.stdout.flush()
+
+    def document(self, document: dict[str, Any]) -> None:
+        """The result for programs: the last line of stdout, only with --json."""
+        if self.json_mode:
+            import json
+
+            sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, default=_plain) + "\n")
+            sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Numpy numbers and dataclasses as JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if hasattr(value, "item"):
+        return value.item()
+    return str(value)
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Text that cannot command a terminal: control characters are shown, not sent."""
+    return text.translate(_CONTROLS)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
+    """The engine for -m and the engine flags, with progress on stderr."""
+    from powerinfer.cli.progress import Bar
+    from powerinfer.formats.hub import resolve_model
+
+    path = resolve_model(args.model, say=out.note)
+    config = config_from(args, EngineConfig, **overrides)
+    from powerinfer.runtime.engine import LLM
+
+    with Bar() as bar:
+        return LLM(path, config, progress=bar)

@@ -1,0 +1,70 @@
+"""The rooms of the house import one another in one direction only, and heavy libraries only where they are used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "powerinfer"
+
+# A room may import rooms of a smaller rank, and itself; rooms of one rank do not know each other.
+RANK = {
+    **dict.fromkeys(("config", "neurons", "errors"), 0),
+    **{"formats": 1, "kernels": 2, "devices": 3, "models": 4, "memory": 4, "sparsity": 5, "placement": 6},
+    **{"runtime": 7, "serve": 8, "evaluate": 9, "report": 9, "cli": 10},
+}
+# Imported when they are used: slow to import, or not in the core install.
+LAZY = {"tokenizers", "huggingface_hub", "safetensors", "jinja2", "torch", "triton"}
+NEVER = {"pickle", "transformers", "gguf", "requests"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(absolute module name, line) of every import below `tree`, those under TYPE_CHECKING left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            names = [f"powerinfer.{a.name}" for a in node.names] if node.module == "powerinfer" else [node.module or ""]
+            yield from ((name, node.lineno) for name in names)
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield from imported(node)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    here = room(".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts)))
+    if here == "__init__":
+        return  # the package's own face looks into every room, lazily
+    assert here in RANK, f"{path} is in no room that has a rank"
+    for module, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        if module.startswith("powerinfer.") and room(module) not in (here, "_native", "__version__"):
+            assert RANK[room(module)] < RANK[here], f"{path}:{line}: {here} may not import {module}"
+        if module == "powerinfer._native":
+            assert RANK[here] >= RANK["kernels"], f"{path}:{line}: {here} may not import the native module"
+        assert module.split(".")[0] not in NEVER, f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_heavy_imports_are_inside_functions(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.If | ast.Try)]
+    for module, line in imported(tree):
+        assert module.split(".")[0] not in LAZY, f"{path}:{line} imports {module} at the top of the file"
+
+
+def test_the_native_module_has_one_door() -> None:
+    users = set()
+    for path in FILES:
+        modules = {module for module, _ in imported(ast.parse(path.read_text(encoding="utf-8")))}
+        if "powerinfer._native" in modules:
+            users.add(path.relative_to(PACKAGE).parts[0])
+    assert users <= {"kernels", "devices"}
