@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 MAX_CHARS = 1024  # above it the native engine, once built, is quicker
@@ -48,7 +49,7 @@ def ascii_words(pattern: str, digits_alone: bool) -> Callable[[str], list[str]]:
 
 def merge(symbols: list[str], rank: Callable[[str, str], tuple[Any, ...] | None]) -> list[str]:
     """Joins neighbours, lowest rank first and leftmost among equals, until no pair has a rank."""
-    ranks = [rank(left, right) or _NEVER for left, right in zip(symbols, symbols[1:], strict=False)]
+    ranks = [rank(left, right) or _NEVER for left, right in pairwise(symbols)]
     while ranks:
         best = min(ranks)
         if best is _NEVER:

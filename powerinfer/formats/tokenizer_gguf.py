@@ -1,0 +1,283 @@
+"""A tokenizer from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import ModelError
+from powerinfer.formats import bpe
+from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, SmallEncoder, Tokenizer, Vocabulary
+
+if TYPE_CHECKING:
+    import tokenizers
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a byte-level vocabulary cuts text into words before it merges: the meaning of `tokenizer.ggml.pre`.
+
+    pattern: Unicode regular expression of a word (classes inside brackets, for `bpe.ascii_words`).
+    """
+
+    pattern: str
+    digits_alone: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a piece is taken whole
+    add_bos: bool = False  # what a file that does not say means
+
+
+_GPT2 = PreTokenizer(r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|[\s]+(?![^\s])|[\s]+")
+_SMOLLM = PreTokenizer(_GPT2.pattern, digits_alone=True)
+_LLAMA3 = PreTokenizer(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}]+|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
+    ignore_merges=True,
+    add_bos=True,
+)
+_QWEN2 = PreTokenizer(_LLAMA3.pattern.replace("{1,3}", ""), nfc=True)
+_TEKKEN = PreTokenizer(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|[\p{N}]| ?[^\s\p{L}\p{N}]+[\r\n/]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
+    ignore_merges=True,
+    add_bos=True,
+)
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("gpt-2", "gpt2", "default"), _GPT2),
+    "smollm": _SMOLLM,
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+
+
+def read(metadata: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that a GGUF file's `tokenizer.*` keys describe; ModelError when they are malformed or unknown."""
+    model = metadata.get("tokenizer.ggml.model")
+    makers = {"gpt2": _gguf_byte_level, "llama": _gguf_scored, "t5": _gguf_unigram, "unigram": _gguf_unigram}
+    if not isinstance(model, str):
+        raise ModelError("the GGUF file has no tokenizer (key tokenizer.ggml.model)")
+    if model not in makers:
+        known = ", ".join(sorted(makers))
+        raise ModelError(f"tokenizer.ggml.model {model[:40]!r} is not supported; supported: {known}")
+    return makers[model](_GGUF(metadata))
+
+
+class _GGUF:
+    """Checked access to the tokenizer keys of a GGUF file."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self._metadata = metadata
+        self.pieces = self.strings("tokens")
+        self.vocab = dict(zip(self.pieces, range(len(self.pieces)), strict=True))
+        if len(self.vocab) != len(self.pieces):
+            twice = next(piece for at, piece in enumerate(self.pieces) if self.vocab[piece] != at)
+            raise ModelError(f"tokenizer.ggml.tokens lists {twice[:40]!r} twice")
+        self.types = self._types()
+
+    def strings(self, name: str) -> list[str]:
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(values, list) or not values or set(map(type, values)) != {str}:
+            raise ModelError(f"tokenizer.ggml.{name} is missing or not a list of strings: the tokenizer is unusable")
+        return values
+
+    def numbers(self, name: str, kind: str) -> Any:
+        """A numeric array of one entry per token: numpy, [vocab]; None when the key is absent."""
+        import numpy as np
+
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if values is None:
+            return None
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            array = np.empty(0, dtype=object)
+        if array.dtype.kind not in kind or array.shape != (len(self.pieces),):
+            raise ModelError(f"tokenizer.ggml.{name} must hold one number for each of the {len(self.pieces)} tokens")
+        return array
+
+    def _types(self) -> dict[int, int]:
+        """Type of every token that is not a normal one."""
+        array = self.numbers("token_type", "iu")
+        if array is None:
+            return {}
+        odd = (array != NORMAL).nonzero()[0]
+        return dict(zip(odd.tolist(), array[odd].tolist(), strict=True))
+
+    def token(self, name: str) -> int | None:
+        value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is None:
+            return None
+        size = len(self.pieces)
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < size:
+            raise ModelError(f"tokenizer.ggml.{name}_token_id {str(value)[:40]} is not one of the {size} tokens")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, (bool, int)):
+            raise ModelError(f"tokenizer.ggml.{name} must be true or false")
+        return bool(value)
+
+    def raw(self, name: str) -> bytes | None:
+        import numpy as np
+
+        value = self._metadata.get(f"tokenizer.ggml.{name}")
+        if value is None:
+            return None
+        try:
+            return np.asarray(value).astype(np.uint8, casting="unsafe").tobytes()
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"tokenizer.ggml.{name} must be an array of bytes") from error
+
+    def vocabulary(self, **fields: Any) -> Vocabulary:
+        """The part of a Vocabulary that is read the same way for every model. `fields` complete it."""
+        ends = {at for at in map(self.token, ("eos", "eot", "eom")) if at is not None}
+        special = {at for at, kind in self.types.items() if kind in (CONTROL, UNKNOWN)} | ends
+        special |= {at for at in (self.token("bos"),) if at is not None}
+        added = [Added(self.pieces[at], at, special=True) for at in special if self.pieces[at]]
+        literal = [at for at, kind in self.types.items() if kind == USER_DEFINED and self.pieces[at]]
+        added += [Added(self.pieces[at], at, special=False) for at in literal]
+        ends |= {token.id for token in added if token.special and token.text in END_OF_GENERATION}
+        template = self._metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ModelError("tokenizer.chat_template must be a string")
+        return Vocabulary(
+            piece=self.pieces.__getitem__,
+            size=len(self.pieces),
+            added=tuple(sorted({token.id: token for token in reversed(added)}.values(), key=lambda token: token.id)),
+            bos_id=self.token("bos"),
+            eos_id=self.token("eos"),
+            eos_ids=frozenset(ends),
+            unk_id=self.token("unknown"),
+            chat_template=template,
+            **fields,
+        )
+
+
+def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
+    name = gguf._metadata.get("tokenizer.ggml.pre")
+    if not isinstance(name, str):
+        raise ModelError("the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre): convert the model again")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ModelError(f"pre-tokenizer {name[:40]!r} (tokenizer.ggml.pre) is not supported; supported: {known}")
+    pre, merges = PRE_TOKENIZERS[name], gguf.strings("merges")
+    if "\n".join(merges).count(" ") != len(merges):
+        raise ModelError("tokenizer.ggml.merges must hold two pieces with one space between them in every entry")
+    vocabulary = gguf.vocabulary(
+        byte_level=True, add_bos=gguf.flag("add_bos_token", pre.add_bos), add_eos=gguf.flag("add_eos_token", False)
+    )
+
+    def build() -> tokenizers.Tokenizer:
+        from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+        pairs: Any = [tuple(entry.split(" ")) for entry in merges]
+        engine = Tokenizer(models.BPE(gguf.vocab, pairs, ignore_merges=pre.ignore_merges))
+        split = pre_tokenizers.Split(Regex(pre.pattern), "isolated")
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits_alone else []
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        engine.pre_tokenizer = pre_tokenizers.Sequence([*digits, split, level])
+        if pre.nfc:
+            engine.normalizer = normalizers.NFC()
+        return _with_added(engine, vocabulary)
+
+    def small() -> SmallEncoder:
+        words = bpe.ascii_words(pre.pattern, pre.digits_alone)
+        return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges)
+
+    return Tokenizer(_with_bos(vocabulary), build, small)
+
+
+def _gguf_scored(gguf: _GGUF) -> Tokenizer:
+    scores = _scores(gguf)
+    prefix = gguf.flag("add_space_prefix", True)
+    vocabulary = gguf.vocabulary(
+        byte_level=False,
+        byte_pieces=_byte_pieces(gguf),
+        strip_space=prefix,
+        add_bos=gguf.flag("add_bos_token", True),
+        add_eos=gguf.flag("add_eos_token", False),
+    )
+    atoms = frozenset(gguf.pieces[at] for at in {*gguf.types, *(token.id for token in vocabulary.added)})
+
+    def build() -> tokenizers.Tokenizer:
+        from tokenizers import Tokenizer, models, normalizers
+
+        unknown = None if vocabulary.unk_id is None else gguf.pieces[vocabulary.unk_id]
+        pairs = bpe.score_merges(gguf.vocab, scores, atoms)
+        fallback = bool(vocabulary.byte_pieces)
+        engine = Tokenizer(models.BPE(gguf.vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+        first = [normalizers.Prepend("▁")] if prefix else []
+        engine.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+        return _with_added(engine, vocabulary)
+
+    def small() -> SmallEncoder:
+        return bpe.SmallScoredBPE(gguf.vocab, scores, atoms, vocabulary.unk_id, prefix)
+
+    return Tokenizer(_with_bos(vocabulary), build, small)
+
+
+def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
+    scores = _scores(gguf)
+    prefix, squeeze = gguf.flag("add_space_prefix", True), gguf.flag("remove_extra_whitespaces", True)
+    charsmap = gguf.raw("precompiled_charsmap")
+    vocabulary = gguf.vocabulary(
+        byte_level=False,
+        byte_pieces=_byte_pieces(gguf),
+        strip_space=prefix,
+        add_bos=gguf.flag("add_bos_token", False),
+        add_eos=gguf.flag("add_eos_token", True),
+    )
+
+    def build() -> tokenizers.Tokenizer:
+        from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+        pairs = list(zip(gguf.pieces, scores, strict=True))
+        engine = Tokenizer(models.Unigram(pairs, vocabulary.unk_id, bool(vocabulary.byte_pieces)))
+        steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+        if squeeze:
+            steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        if steps:
+            engine.normalizer = normalizers.Sequence(steps)
+        engine.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always" if prefix else "never")
+        return _with_added(engine, vocabulary)
+
+    return Tokenizer(_with_bos(vocabulary), build, None)
+
+
+def _with_added(engine: tokenizers.Tokenizer, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken
+
+    engine.add_tokens([AddedToken(token.text, special=token.special, normalized=False) for token in vocabulary.added])
+    return engine
+
+
+def _with_bos(vocabulary: Vocabulary) -> Vocabulary:
+    if vocabulary.add_bos and vocabulary.bos_id is None:
+        raise ModelError("tokenizer.ggml.add_bos_token is true but no tokenizer.ggml.bos_token_id names that token")
+    return vocabulary
+
+
+def _scores(gguf: _GGUF) -> list[float]:
+    import numpy as np
+
+    scores = gguf.numbers("scores", "f")
+    if scores is None or not np.isfinite(scores).all():
+        raise ModelError("tokenizer.ggml.scores must hold one finite score for every token")
+    values: list[float] = scores.astype(np.float64).tolist()
+    return values
+
+
+def _byte_pieces(gguf: _GGUF) -> dict[int, int]:
+    found = {at: gguf.pieces[at] for at, kind in gguf.types.items() if kind == BYTE}
+    spelled = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for at, piece in found.items():
+        if piece not in spelled:
+            raise ModelError(f"token {at} is of type byte but spelled {piece[:40]!r}, not like <0x0A>")
+    return {at: spelled[piece] for at, piece in found.items()}
