@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from powerinfer.config import EngineConfig
@@ -16,13 +16,27 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and end with exit status 2 like every wrong request."""
+    """An ArgumentParser whose errors are one line and whose usage is short; the flags are listed below it anyway."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(formatter_class=_help_formatter, allow_abbrev=False, **kwargs)
+
+    def format_help(self) -> str:
+        places = [action for action in self._actions if not action.option_strings and action.help != argparse.SUPPRESS]
+        names = [str(action.metavar or "|".join(action.choices or ()) or action.dest) for action in places]
+        shown = [f"[{name}]" if action.nargs == "?" else name for name, action in zip(names, places, strict=True)]
+        self.usage = " ".join(["%(prog)s", *shown, "[flags]"])
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    from shutil import get_terminal_size
+
+    width = min(get_terminal_size().columns, 120)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
 
 
 def common_flags(parser: argparse.ArgumentParser) -> None:
@@ -73,16 +87,21 @@ _READERS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_flags(parser: argparse.ArgumentParser, config: type, title: str, only: Iterable[str] = ()) -> None:
-    """Give `parser` a flag for each option of a configuration dataclass, with the class's own help and default."""
+def config_flags(
+    parser: argparse.ArgumentParser, config: type, title: str, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Give `parser` a flag for each option of a configuration dataclass, with the class's own help and default.
+
+    `defaults` are those in which the verb differs from the class.
+    """
     group = parser.add_argument_group(title)
-    wanted = set(only)
     for field in dataclasses.fields(config):
-        if "help" not in field.metadata or (wanted and field.name not in wanted):
+        if "help" not in field.metadata:
             continue
         flag = "--" + field.name.replace("_", "-")
         help_text = field.metadata["help"].replace("%", "%%")
-        details: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+        own = (defaults or {}).get(field.name, argparse.SUPPRESS)
+        details: dict[str, Any] = {"default": own, "dest": field.name}
         if field.type == "bool":
             if field.default:
                 flag = "--no-" + field.name.replace("_", "-")
@@ -92,8 +111,9 @@ def config_flags(parser: argparse.ArgumentParser, config: type, title: str, only
             continue
         details.update(_READERS[str(field.type)])
         details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}
-        if field.default not in (None, ()) and "default" not in help_text:
-            help_text += f" (default {field.default})"
+        default = field.default if own is argparse.SUPPRESS else own
+        if default not in (None, ()) and "default" not in help_text:
+            help_text += f" (default {default})"
         group.add_argument(flag, help=help_text, **details)
 
 
@@ -165,9 +185,12 @@ def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.hub import resolve_model
 
+    options = dataclasses.asdict(config_from(args, EngineConfig, **overrides))
     path = resolve_model(args.model, say=out.note)
-    config = config_from(args, EngineConfig, **overrides)
     from powerinfer.runtime.engine import LLM
 
     with Bar() as bar:
-        return LLM(path, config, progress=bar)
+        llm = LLM(path, progress=bar, **options)
+    for note in llm.checkpoint.notes if llm.checkpoint else ():
+        out.note(note)
+    return llm

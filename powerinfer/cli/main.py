@@ -33,7 +33,7 @@ def usage() -> str:
         "usage: powerinfer VERB ...\n\n"
         "Runs large language models on ordinary machines.\n\n"
         f"verbs:\n{verbs}\n\n"
-        "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used; it is fetched\n"
+        "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used, fetched\n"
         "once. Every verb takes --json (the last line of stdout is one JSON document) and --debug (tracebacks).\n\n"
         'examples:\n  powerinfer run "Why is the sky blue?"\n  powerinfer chat -m model.gguf\n  powerinfer pull\n'
     )
@@ -81,7 +81,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise RequestError(f"no verb {verb}; the verbs are {', '.join(VERBS)}")
-    # The engine computes with its own threads. OpenBLAS would start a pool on `import numpy`: 60 to 90 ms wasted.
+    # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from importlib import import_module
 

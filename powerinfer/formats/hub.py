@@ -141,7 +141,7 @@ def find_stored(name: str) -> StoredModel | None:
 
 def _folder_of(name: str) -> Path:
     """The cache folder of a model name; the name's own characters never form a path."""
-    return cache_folder() / "models" / re.sub(r"[^\w.-]", "--", name.lower()).lstrip(".")
+    return cache_folder() / "models" / (re.sub(r"[^\w.-]", "--", name.lower()).strip(".") or "--")
 
 
 def _read_manifest(folder: Path) -> StoredModel | None:

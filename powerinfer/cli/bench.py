@@ -1,0 +1,105 @@
+"""Measure how fast a model runs on this machine.
+
+Prefill is the time from a prompt of --prompt-tokens to its first token, decode the time of --gen-tokens after a
+one-token prompt; both greedy, after one round that is not counted. The figures are medians of --repeat rounds.
+
+JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weights read for one token), bandwidth_gb_s
+(those bytes by the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.cli.common import Output, config_flags, model_flag, open_llm
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
+from powerinfer.runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    model_flag(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="prompt length (default 512)")
+    parser.add_argument("--gen-tokens", type=int, default=128, metavar="N", help="tokens to decode (default 128)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds that count (default 5)")
+    config_flags(parser, EngineConfig, "engine")
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    if min(args.prompt_tokens, args.repeat) < 1 or args.gen_tokens < 2:
+        raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
+    args.prefix_cache = False  # every round computes all of its prompt
+    with open_llm(args, out) as llm:
+        prefill, decode = _measure(llm, args, out)
+        document = {
+            "model": llm.config.name,
+            "prompt_tokens": args.prompt_tokens,
+            "gen_tokens": args.gen_tokens,
+            "repeat": args.repeat,
+            "prefill_tok_s": _spread(prefill),
+            "decode_tok_s": _spread(decode),
+            **_bytes_read(llm, _spread(decode)["median"]),
+            "load_s": llm.load_s,
+            "peak_rss_mb": peak_rss_mb(),
+            "choices": llm.choices,
+        }
+    _show(document, out)
+    out.document(document)
+    return 0
+
+
+def _measure(llm: LLM, args: argparse.Namespace, out: Output) -> tuple[list[float], list[float]]:
+    """Prefill and decode rates of each round that counts."""
+    from powerinfer.cli.progress import Bar
+
+    vocab = llm.config.vocab_size
+    prompt = [(7919 * i + 13) % vocab for i in range(args.prompt_tokens)]  # spread over the vocabulary, always the same
+    once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    many = SamplingParams(max_tokens=args.gen_tokens, temperature=0.0, ignore_eos=True)
+    prefill, decode = [], []
+    with Bar() as bar:
+        for i in range(args.repeat + 1):
+            bar("measuring", i, args.repeat + 1)
+            first = llm.generate([prompt], once)[0].timings.prefill_tok_s
+            second = llm.generate([prompt[:1]], many)[0].timings.decode_tok_s
+            assert first is not None and second is not None, "a round without tokens"
+            if i:
+                prefill.append(first)
+                decode.append(second)
+    return prefill, decode
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    from statistics import median
+
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def _bytes_read(llm: LLM, decode_tok_s: float) -> dict[str, Any]:
+    read = llm.bytes_per_token
+    return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * decode_tok_s / 1e9}
+
+
+def peak_rss_mb() -> float:
+    """Most memory this process has had resident, in MiB."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def _show(document: dict[str, Any], out: Output) -> None:
+    for name, label in (("prefill_tok_s", "prefill"), ("decode_tok_s", "decode")):
+        rate = document[name]
+        out.line(f"{label:<12}{rate['median']:>10.1f} tok/s   ({rate['min']:.1f} to {rate['max']:.1f})")
+    if document["bytes_per_token"] is not None:
+        megabytes = document["bytes_per_token"] / 1e6
+        out.line(f"{'weights':<12}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
+    out.line(f"{'peak memory':<12}{document['peak_rss_mb']:>10.1f} MiB")
+    for name, reason in document["choices"].items():
+        out.line(f"{name:<12}{reason}")

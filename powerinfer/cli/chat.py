@@ -1,0 +1,117 @@
+"""Talk with a model; what earlier turns computed is not computed again.
+
+Each line is a message. /reset forgets the conversation, /system TEXT sets the system message and starts afresh,
+/help lists the commands, /exit or Ctrl-D ends. Ctrl-C ends an answer and keeps what was said of it.
+
+JSON: messages (role, content) and turns, each as `run` describes an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_llm
+from powerinfer.cli.run import answer
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
+from powerinfer.runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+
+Message = dict[str, str]
+
+HELP = "/reset forgets the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
+DEFAULT_MAX_TOKENS = 1024  # an answer should end by itself; what is left of the context also bounds it
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    model_flag(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    config_flags(parser, SamplingParams, "sampling", {"max_tokens": DEFAULT_MAX_TOKENS})
+    config_flags(parser, EngineConfig, "engine")
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    params = config_from(args, SamplingParams)
+    with open_llm(args, out) as llm:
+        llm.encode_chat([{"role": "user", "content": "?"}])  # a model that cannot chat says so before the first line
+        conversation = Conversation(llm, params, out, args.system)
+        if conversation.interactive:
+            out.note(HELP)
+        while (line := conversation.read()) is not None:
+            if not conversation.handle(line):
+                break
+        out.document({"messages": conversation.messages, "turns": conversation.turns})
+    return 0
+
+
+class Conversation:
+    """The messages so far, and what a line of input does to them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, out: Output, system: str | None) -> None:
+        self.messages: list[Message] = []
+        self.turns: list[dict[str, Any]] = []
+        self.interactive = sys.stdin.isatty()
+        self._llm = llm
+        self._params = params
+        self._out = out
+        self._system = system
+        self._reset()
+        if self.interactive:
+            import contextlib
+
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  gives input() a line editor and a history
+
+    def _reset(self) -> None:
+        self.messages[:] = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def read(self) -> str | None:
+        """The next line; None at the end of input."""
+        try:
+            return input("> " if self.interactive and not self._out.json_mode else "")
+        except EOFError:
+            return None
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the input is not {error.encoding} text") from None
+
+    def handle(self, line: str) -> bool:
+        """Act on a line; False when it ends the conversation."""
+        command, _, rest = line.strip().partition(" ")
+        if command in ("/exit", "/quit"):
+            return False
+        if command == "/reset":
+            self._reset()
+        elif command == "/system":
+            self._system = rest.strip() or None
+            self._reset()
+        elif command == "/help":
+            self._out.note(HELP)
+        elif command.startswith("/"):
+            self._out.note(f"no command {command}; {HELP}")
+        elif command:
+            self._turn(line)
+        return True
+
+    def _turn(self, line: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": line}]
+        try:
+            prompt = self._llm.encode_chat(asked)
+            room = self._llm.context - len(prompt)
+            if room < 1:
+                raise RequestError(f"{len(prompt)} tokens of conversation fill the context of {self._llm.context}; /reset")
+            params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
+            _, document = answer(self._llm.stream(prompt, params), self._out)
+        except RequestError as error:  # the conversation goes on without this line
+            self._out.note(f"powerinfer: {error}")
+            return
+        self._out.text("\n")
+        if document["finish_reason"] == "length":
+            full = params.max_tokens == room
+            self._out.note("(the context is full; /reset)" if full else "(ended by --max-tokens)")
+        self.messages[:] = [*asked, {"role": "assistant", "content": document["text"]}]
+        self.turns.append(document)

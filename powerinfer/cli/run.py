@@ -1,0 +1,118 @@
+"""Answer one prompt; the text streams to stdout as it is generated.
+
+The prompt goes through the model's chat template; --raw sends it as it is, for a model to continue. Without PROMPT, or
+with -, it is read from standard input. Ctrl-C ends the answer and keeps what was generated.
+
+JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
+prefill_tok_s, decode_tok_s), logprobs where asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_llm
+from powerinfer.cli.main import INTERRUPTED
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
+from powerinfer.runtime.request import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.request import StreamEvent
+
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="what to answer; - reads stdin")
+    model_flag(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument("--raw", action="store_true", help="no chat template: the model continues the prompt")
+    parser.add_argument("-v", "--verbose", action="store_true", help="speed, and what was chosen and why, on stderr")
+    config_flags(parser, SamplingParams, "sampling")
+    config_flags(parser, EngineConfig, "engine")
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    params = config_from(args, SamplingParams)
+    if args.raw and args.system is not None:
+        raise RequestError("--system needs the chat template, which --raw leaves out")
+    prompt = _prompt(args.prompt)
+    with open_llm(args, out) as llm:
+        status, document = answer(_events(llm, prompt, args, params), out)
+        out.text("" if document["text"].endswith("\n") else "\n")
+        if args.verbose:
+            _explain(llm, document, out)
+        if document["finish_reason"] == "length":
+            out.note(f"(ended by --max-tokens {params.max_tokens})" if params.max_tokens else "(the context is full)")
+        out.document(document)
+    return status
+
+
+def _prompt(given: str) -> str:
+    if given != "-":
+        return given
+    if sys.stdin is None or sys.stdin.isatty():
+        raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt on stdin is not {error.encoding} text (byte {error.start})") from None
+
+
+def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams) -> Iterator[StreamEvent]:
+    if args.raw:
+        return llm.stream(prompt, params)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return llm.chat_stream([*system, {"role": "user", "content": prompt}], params)
+
+
+def answer(events: Iterator[StreamEvent], out: Output) -> tuple[int, dict[str, Any]]:
+    """Show a stream as it comes; exit status and document. Ctrl-C ends it with what there is so far."""
+    pieces: list[str] = []
+    ids: list[int] = []
+    try:
+        for event in events:
+            pieces.append(event.text)
+            if event.token_id is not None:
+                ids.append(event.token_id)
+            out.text(event.text)
+            if event.completion is not None:
+                return 0, describe(event.completion)
+    except KeyboardInterrupt:
+        close = getattr(events, "close", None)
+        if close is not None:
+            close()
+    document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
+    return INTERRUPTED, document
+
+
+def describe(completion: Completion) -> dict[str, Any]:
+    """A completion as the JSON document of `run`."""
+    document: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.completion_tokens,
+        "cached_tokens": completion.cached_tokens,
+        "finish_reason": completion.finish_reason,
+        "timings": completion.timings.as_dict(),
+    }
+    if completion.logprobs is not None:
+        document["logprobs"] = [
+            {"token_id": token, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
+            for token, one in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+    return document
+
+
+def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
+    for name, value in document.get("timings", {}).items():
+        if value is not None:
+            out.note(f"{name:<16}{value:.3f}")
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        if name in document:
+            out.note(f"{name:<16}{document[name]}")

