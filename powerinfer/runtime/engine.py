@@ -1,0 +1,238 @@
+"""The Python API: `LLM`, a model that answers prompts and conversations."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.devices import Executor
+from powerinfer.errors import RequestError
+from powerinfer.runtime.request import Completion, Request, SamplingParams, StreamEvent
+from powerinfer.runtime.runner import Runner
+
+if TYPE_CHECKING:
+    from powerinfer.formats.chat import ChatTemplate
+    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A loaded model.
+
+        with LLM("model.gguf", threads=4) as llm:
+            print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
+
+    `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
+    The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads.
+    Raises RequestError (no such model, wrong option) or ModelError (a file that cannot be run).
+    Any thread may use it; requests made at the same time are computed together.
+    """
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    engine: EngineConfig
+    template: ChatTemplate | None
+    load_s: float  # seconds that loading took
+    checkpoint: Checkpoint | None  # where the model came from
+
+    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
+        from powerinfer.formats.checkpoint import open_checkpoint
+        from powerinfer.formats.hub import resolve_model
+        from powerinfer.models import load
+
+        begin = time.perf_counter()
+        engine = _engine_config(options)
+        checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
+        tokenizer = checkpoint.tokenizer()
+        executor = load(checkpoint, engine, progress)
+        template = checkpoint.chat_template()
+        self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
+        self.checkpoint = checkpoint
+
+    @classmethod
+    def from_parts(
+        cls,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        config: ModelConfig,
+        engine: EngineConfig | None = None,
+        template: ChatTemplate | None = None,
+    ) -> LLM:
+        """An LLM on an executor that is there already."""
+        llm = cls.__new__(cls)
+        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), template, 0.0)
+        return llm
+
+    def _set_up(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        config: ModelConfig,
+        engine: EngineConfig,
+        template: ChatTemplate | None,
+        load_s: float,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.engine = engine
+        self.template = template
+        self.load_s = load_s
+        self.checkpoint = None
+        self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return self._runner.context
+
+    @overload
+    def generate(
+        self, prompts: str, params: SamplingParams | None = None, progress: Progress | None = None
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+    ) -> Completion | list[Completion]:
+        """Answer one prompt, or several together, in their order.
+
+        A prompt is text, in which the names of special tokens mean these tokens, or token ids. `params` is one for
+        all or one for each. `progress("answers", done, total)` is called when answers are complete.
+        """
+        if isinstance(prompts, str):
+            if params is not None and not isinstance(params, SamplingParams):
+                raise RequestError("one prompt takes one SamplingParams")
+            return self._complete([prompts], [params or SamplingParams()], progress)[0]
+        if prompts and isinstance(prompts[0], int):
+            raise RequestError("prompts must be a text or a list: wrap the token ids of one prompt in a list")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(params)} SamplingParams: give one, or one for each"
+            )
+        return self._complete(prompts, params, progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request."""
+        request = self._runner.request(self._encode(prompt), params or SamplingParams())
+        return self._follow(request)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
+    ) -> Completion:
+        """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
+        return self._complete([self.encode_chat(messages, **template_options)], [params or SamplingParams()], None)[0]
+
+    def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
+    ) -> Iterator[StreamEvent]:
+        """Answer a conversation token by token. What earlier turns computed is not computed again."""
+        return self.stream(self.encode_chat(messages, **template_options), params)
+
+    def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """The token ids of a conversation, ready for the answer. Special tokens in contents are plain text."""
+        if self.template is None:
+            raise RequestError("this model has no chat template: use a plain prompt (--raw)")
+        from powerinfer.formats.chat import encode_chat
+
+        return encode_chat(self.tokenizer, self.template, messages, **template_options)
+
+    def score(self, tokens: Sequence[int], first: int, use: Callable[[int, NDArray[np.float32]], None]) -> None:
+        """Compute a text and hand its logits to `use(position, float32 [n, vocab])`, from position `first` on."""
+        self._runner.score(tokens, first, use)
+
+    def close(self) -> None:
+        """End what still runs and free the model."""
+        self._runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _complete(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Progress | None
+    ) -> list[Completion]:
+        """Run prompts together until all have ended. An error or Ctrl-C ends those that are still running."""
+        runner = self._runner
+        ended: list[None] = []
+        requests = [
+            runner.request(self._encode(prompt), one, lambda: ended.append(None))
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        told = 0
+        try:
+            for request in requests:
+                runner.submit(request)
+            for request in requests:
+                while not request.ended:
+                    runner.advance(request)
+                    if progress is not None and len(ended) > told:
+                        told = len(ended)
+                        progress("answers", told, len(requests))
+        finally:
+            for request in requests:
+                runner.abort(request)
+        return [_answer(request) for request in requests]
+
+    def _follow(self, request: Request) -> Iterator[StreamEvent]:
+        runner = self._runner
+        events = request.events = deque()
+        try:
+            runner.submit(request)
+            while True:
+                if events:
+                    event = events.popleft()
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+                elif request.error is not None:
+                    raise request.error
+                else:
+                    runner.advance(request)
+        finally:
+            runner.abort(request)
+
+
+def _answer(request: Request) -> Completion:
+    if request.error is not None:
+        raise request.error
+    assert request.completion is not None
+    return request.completion
+
+
+def _engine_config(options: dict[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            raise RequestError(f"LLM has no option {name!r}; it knows {', '.join(known)}")
+    return EngineConfig(**options)

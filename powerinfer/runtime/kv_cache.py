@@ -1,0 +1,84 @@
+"""Which page of the KV cache holds what: reference counts, and reuse of pages by content.
+
+The bytes of the pages belong to the executor; here are only their ids. A full page has a key, the chained hash of all
+tokens up to its end, so that equal keys mean equal prefixes. A page that no request uses keeps its content, and can be
+taken up again by key, until it is needed for something else; the one unused for longest goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+
+def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Key of a full page that holds `tokens` and follows the page with key `parent` (b"" for the first page).
+
+    128 bits of a cryptographic hash: a prompt cannot be made to collide with somebody else's.
+    """
+    return blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+
+
+class PageCache:
+    """Allocation, sharing and reuse of `n_pages` pages. Every operation takes constant time per page."""
+
+    def __init__(self, n_pages: int, reuse: bool = True) -> None:
+        self.n_pages = n_pages
+        self.reuse = reuse
+        self._empty = list(range(n_pages - 1, -1, -1))  # pages whose content nobody can want; the last goes first
+        self._references = [0] * n_pages
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()  # with a key but no user; longest unused first
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can still give."""
+        return len(self._empty) + len(self._unused)
+
+    def find(self, key: bytes) -> int | None:
+        """The page with this key, if its content is still there."""
+        return self._page_of.get(key)
+
+    def take(self, page: int) -> None:
+        """Add a user to a page that `find` gave."""
+        if self._references[page] == 0:
+            del self._unused[page]
+        self._references[page] += 1
+
+    def allocate(self) -> int | None:
+        """A page to write to, with one user; None when every page is in use."""
+        if self._empty:
+            page = self._empty.pop()
+        elif self._unused:
+            page, _ = self._unused.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+        else:
+            return None
+        self._references[page] = 1
+        return page
+
+    def reserve(self, count: int) -> list[int] | None:
+        """`count` pages to write to, or None and nothing taken."""
+        if count > self.available:
+            return None
+        return [page for page in (self.allocate() for _ in range(count)) if page is not None]
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Offer a full page, which nobody will write to again, for reuse. A second page of one key is not offered."""
+        if self.reuse and key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove one user from each of a request's pages, given in order of position."""
+        for page in reversed(pages):  # so that the end of a prefix is forgotten before its beginning
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if page in self._key_of:
+                    self._unused[page] = None
+                else:
+                    self._empty.append(page)

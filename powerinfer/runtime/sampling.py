@@ -1,0 +1,230 @@
+"""Choosing the next token, in numpy.
+
+The steps and their order are those of Hugging Face `generate` (and vLLM), not of llama.cpp, which applies the
+temperature last:
+
+1. `logit_bias` is added (as OpenAI and vLLM do).
+2. Penalties. `repetition_penalty` (CTRL, arXiv 1909.05858; Hugging Face, vLLM): logits of tokens in the prompt or the
+   answer are divided by it when positive and multiplied when negative. `frequency_penalty` times the count and
+   `presence_penalty` once are subtracted from the logits of tokens in the answer (OpenAI, vLLM; the prompt does not
+   count).
+3. Temperature 0 takes the largest logit. Otherwise logits are divided by the temperature, then
+4. `top_k` keeps the k largest (exactly k: of equal ones the lowest ids),
+5. `top_p` keeps the fewest of these, largest first, that hold at least this share of their probability,
+6. `min_p` drops those less likely than `min_p` times the likeliest,
+
+and one of the rest is drawn with its own random generator, so that a seed gives the same tokens whatever else runs.
+Nothing sorts the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.runtime.request import SamplingParams, TokenLogprobs
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Ids = NDArray[np.intp]
+
+GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
+_CONFIDENT = 64  # the top-p set of a confident model is seldom larger
+_COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
+
+
+class Sampler:
+    """Chooses the tokens of one request; remembers what it chose, for the penalties.
+
+    `prompt` counts as seen for `repetition_penalty`. Logits are float32 [vocab] and are not changed. `scratch`,
+    float32 [2, vocab], may be shared by samplers that are not used at the same time.
+    """
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, prompt: Sequence[int] = (), scratch: Float32 | None = None
+    ) -> None:
+        beyond = [token for token in params.logit_bias if token >= vocab_size]
+        if beyond:
+            raise RequestError(f"logit_bias names token {beyond[0]}, but the model has {vocab_size} tokens")
+        if scratch is None:
+            scratch = np.empty((2, vocab_size), np.float32)
+        self._params = params
+        self._scratch = scratch[1]
+        self._edits = _Edits(params, prompt, scratch[0]) if _has_edits(params) else None
+        self._greedy = params.temperature < GREEDY_BELOW
+        self._uniform: Callable[[], float] = float
+        if not self._greedy:
+            from random import Random  # the standard generator gives the same numbers on every platform and version
+
+            self._uniform = Random(params.seed).random
+
+    def sample(self, logits: Float32) -> int:
+        """The next token."""
+        edits = self._edits
+        if edits is not None:
+            logits = edits.apply(logits)
+        if self._greedy:
+            token = int(logits.argmax())
+            value = logits[token]
+            if not -np.inf < value < np.inf:
+                _refuse(float(value))
+        else:
+            token = self._draw(logits)
+        if edits is not None:
+            edits.count(token)
+        return token
+
+    def _draw(self, logits: Float32) -> int:
+        params = self._params
+        highest = logits.max()
+        if not -np.inf < highest < np.inf:
+            _refuse(float(highest))
+        if 0 < params.top_k < len(logits):
+            ids = largest(logits, params.top_k)
+            weights = np.exp((logits[ids].astype(np.float64) - highest) / params.temperature)
+            return self._draw_sorted(ids, weights, float(weights.sum()))
+        weights = np.subtract(logits, highest, out=self._scratch)
+        weights *= np.float32(1.0 / params.temperature)
+        np.exp(weights, out=weights)
+        if params.top_p == 1.0:
+            weights[weights < params.min_p] = 0.0
+            return _Wheel(weights).turn(self._uniform())
+        return self._draw_nucleus(logits, weights)
+
+    def _draw_sorted(self, ids: Ids, weights: Float64, total: float) -> int:
+        """Draw by top_p and min_p from the likeliest tokens, likeliest first; `total` is what top_p is a share of."""
+        params = self._params
+        keep = len(ids)
+        cumulative = weights.cumsum()
+        if params.top_p < 1.0:
+            keep = min(keep, int(cumulative.searchsorted(params.top_p * total)) + 1)
+        if params.min_p > 0.0:  # weights fall, and the first is 1
+            keep = max(1, min(keep, int(np.count_nonzero(weights >= params.min_p))))
+        chosen = cumulative[:keep].searchsorted(self._uniform() * cumulative[keep - 1], side="right")
+        return int(ids[min(int(chosen), keep - 1)])
+
+    def _draw_nucleus(self, logits: Float32, weights: Float32) -> int:
+        """Draw by top_p and min_p from all tokens. Overwrites `weights`."""
+        params = self._params
+        total = float(weights.sum(dtype=np.float64))
+        ids = largest(logits, _CONFIDENT)
+        best = weights[ids].astype(np.float64)
+        if best.sum() >= params.top_p * total:
+            return self._draw_sorted(ids, best, total)
+        # The nucleus is large. Instead of sorting, draw from all tokens until one is in it: what is likelier holds less
+        # than top_p (of equals the lowest id counts as likelier). A try succeeds with probability top_p at least.
+        weights[weights < params.min_p] = 0.0  # of what is likelier than a token that is left, nothing is lost
+        wheel = _Wheel(weights)
+        while True:
+            token = wheel.turn(self._uniform())
+            before = weights[:token]
+            likelier = float(weights.sum(where=weights > weights[token], dtype=np.float64))
+            likelier += float(before.sum(where=before == weights[token], dtype=np.float64))
+            if likelier < params.top_p * total:
+                return token
+
+
+class _Wheel:
+    """Draws an index with probability in proportion to its weight, first a block of 256, then one of the block."""
+
+    def __init__(self, weights: Float32) -> None:
+        self._weights = weights
+        starts = np.arange(0, len(weights), 256)
+        self._blocks: Float64 = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
+
+    def turn(self, uniform: float) -> int:
+        """The index for a number that is uniform in [0, 1)."""
+        blocks = self._blocks
+        goal = uniform * blocks[-1]
+        block = min(int(blocks.searchsorted(goal, side="right")), len(blocks) - 1)
+        inside = self._weights[256 * block : 256 * (block + 1)].cumsum(dtype=np.float64)
+        if block:
+            goal -= blocks[block - 1]
+        at = int(inside.searchsorted(goal, side="right"))
+        # rounding may put the goal at the very end: then it is the last index with any weight
+        return 256 * block + min(at, int(inside.searchsorted(inside[-1])))
+
+
+def largest(logits: Float32, count: int) -> Ids:
+    """Ids of the `count` largest logits, largest first; of equal ones the lowest ids.
+
+    The maxima of disjoint parts are themselves logits, so the count-th largest of them is a lower bound of the
+    count-th largest logit; only what reaches the bound is sorted.
+    """
+    rows = len(logits) // _COLUMNS
+    if rows < 4 or count > _COLUMNS // 4:
+        return np.argsort(-logits, kind="stable")[:count]
+    maxima = logits[: rows * _COLUMNS].reshape(rows, _COLUMNS).max(axis=0)
+    maxima.partition(_COLUMNS - count)
+    ids = np.flatnonzero(logits >= maxima[_COLUMNS - count])
+    order: Ids = np.argsort(-logits[ids], kind="stable")[:count]
+    return ids[order]
+
+
+def token_logprobs(logits: Float32, token: int, count: int) -> TokenLogprobs:
+    """Log-probabilities, by log-softmax of the logits, of `token` and of the `count` likeliest tokens."""
+    highest = float(logits.max())
+    log_total = highest + float(np.log(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
+    top = tuple((int(i), float(logits[i]) - log_total) for i in largest(logits, count)) if count else ()
+    return TokenLogprobs(float(logits[token]) - log_total, top)
+
+
+def _has_edits(params: SamplingParams) -> bool:
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return bool(params.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+
+def _refuse(highest: float) -> None:
+    if highest == -np.inf:
+        raise RequestError("logit_bias forbids every token that could follow")
+    raise PowerInferError(f"the model computed {highest} instead of a logit: its weights may be damaged")
+
+
+class _Edits:
+    """Bias and penalties: changes to the few logits that they name, made in a copy, `edited`."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], edited: Float32) -> None:
+        self._params = params
+        self._edited = edited
+        self._bias_ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
+        self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        self._repeats = params.repetition_penalty != 1.0
+        self._seen: dict[int, int] = {}  # token -> its place in _ids
+        self._ids = np.empty(64, np.intp)
+        self._counts = np.zeros(64, np.float32)  # in the answer
+        if self._repeats:
+            for token in dict.fromkeys(prompt):
+                self._place(token)
+
+    def count(self, token: int) -> None:
+        place = self._place(token)  # may replace the arrays
+        self._counts[place] += 1
+
+    def apply(self, logits: Float32) -> Float32:
+        params, edited = self._params, self._edited
+        np.copyto(edited, logits)
+        if len(self._bias_ids):
+            edited[self._bias_ids] += self._bias
+        if seen := len(self._seen):
+            ids, counts = self._ids[:seen], self._counts[:seen]
+            values = edited[ids]
+            if self._repeats:
+                factor = np.float32(params.repetition_penalty)
+                values = np.where(values > 0, values / factor, values * factor)
+            values -= np.float32(params.frequency_penalty) * counts
+            values -= np.float32(params.presence_penalty) * (counts > 0)
+            edited[ids] = values
+        return edited
+
+    def _place(self, token: int) -> int:
+        place = self._seen.get(token)
+        if place is None:
+            place = self._seen[token] = len(self._seen)
+            if place == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * place)
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token
+        return place

@@ -1,0 +1,58 @@
+"""From tokens to text that may be shown: decoding bit by bit, and stop strings, which are never shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class StreamDecoder(Protocol):
+    """Turns token ids into text without ever giving part of a character."""
+
+    def push(self, token: int, /) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class TextStream:
+    """Text of one request. `stopped` turns true when a stop string was found; nothing may be pushed after that."""
+
+    def __init__(self, decoder: StreamDecoder, stop: Sequence[str] = ()) -> None:
+        self._decoder = decoder
+        self._stop = tuple(stop)
+        self._held = ""  # the start of a stop string, perhaps
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that is certain after this token, up to a stop string."""
+        text = self._decoder.push(token)
+        return self._until_stop(text) if self._stop else text
+
+    def flush(self) -> str:
+        """The rest: no token follows."""
+        text = self._decoder.flush()
+        if self._stop:
+            text = self._until_stop(text) + self._held
+            self._held = ""
+        return text
+
+    def _until_stop(self, new: str) -> str:
+        if not new:
+            return ""
+        text = self._held + new
+        found = [at for at in map(text.find, self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        held = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,134 @@
+"""A model without weights for the tests of the runtime: bytes are tokens, what follows depends on all before it.
+
+A token stores one number in its slot of the paged cache, made from its own id and the number in the slot before, read
+through the page table. Its logits are drawn from a hash of all the numbers it can see, read through the page table
+too. So a wrong page, position, order or reuse changes what is generated. `reference_logits` says the same without
+pages.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+import numpy as np
+
+from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.devices import Batch
+from powerinfer.runtime.engine import LLM
+
+BOS, EOS, VOCAB = 256, 257, 258
+PRIME = 2**31 - 1
+
+
+def next_value(before: int, token: int) -> int:
+    return (before * 1_000_003 + token + 1) % PRIME
+
+
+def logits_of(values: np.ndarray) -> np.ndarray:
+    """Logits after a context whose slots hold `values`."""
+    weights = np.arange(1, len(values) + 1, dtype=np.uint64) * np.uint64(2654435761)
+    seed = int((values.astype(np.uint64) * weights % np.uint64(PRIME)).sum() % np.uint64(PRIME))
+    logits = np.random.default_rng(seed).normal(0, 3, VOCAB).astype(np.float32)
+    logits[BOS] = -20
+    logits[EOS] -= 3  # an answer ends by itself now and then
+    return logits
+
+
+def reference_logits(tokens: Sequence[int]) -> np.ndarray:
+    values, value = [], 0
+    for token in tokens:
+        value = next_value(value, token)
+        values.append(value)
+    return logits_of(np.asarray(values))
+
+
+def reference_greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy answer, the token that ends it included."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(int(reference_logits(tokens).argmax()))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+class ToyExecutor:
+    vocab_size = VOCAB
+
+    def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64) -> None:
+        self.n_pages, self.page_size, self.max_tokens = n_pages, page_size, max_tokens
+        self.store = np.full((n_pages, page_size), -(2**40), np.int64)
+        self.sizes: list[int] = []  # tokens of each call
+        self.positions: list[int] = []  # of every token computed
+        self.sequences: list[int] = []  # how many requests each call served
+        self.interrupt_at: int | None = None  # number of the call that Ctrl-C hits
+        self.closed = False
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        assert 0 < len(batch.tokens) <= self.max_tokens
+        assert len(batch.tokens) == len(batch.positions) == len(batch.rows)
+        for array in (batch.tokens, batch.positions, batch.rows, batch.page_table, batch.logit_rows):
+            assert array.dtype == np.int32 and array.flags.c_contiguous
+        changes = np.count_nonzero(np.diff(batch.rows)) + 1
+        assert changes == len(set(batch.rows.tolist())), "the tokens of a sequence are consecutive"
+        if self.interrupt_at == len(self.sizes):
+            self.interrupt_at = None
+            raise KeyboardInterrupt
+        for token, position, row in zip(batch.tokens, batch.positions, batch.rows, strict=True):
+            before = self._slots(batch, row, position)
+            value = int(before[-1]) if position else 0
+            page = batch.page_table[row, position // self.page_size]
+            assert page >= 0
+            self.store[page, position % self.page_size] = next_value(value, int(token))
+        self.sizes.append(len(batch.tokens))
+        self.positions += batch.positions.tolist()
+        self.sequences.append(changes)
+        rows = [
+            logits_of(self._slots(batch, batch.rows[at], batch.positions[at] + 1)) for at in batch.logit_rows.tolist()
+        ]
+        return np.asarray(rows, np.float32).reshape(len(rows), VOCAB)
+
+    def _slots(self, batch: Batch, row: int, count: int) -> np.ndarray:
+        pages = batch.page_table[row, : -(-int(count) // self.page_size)]
+        assert (pages >= 0).all()
+        return self.store[pages].reshape(-1)[:count]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ToyDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes([token])) if token < 256 else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class ToyTokenizer:
+    vocab_size = VOCAB
+    bos_id, eos_id = BOS, EOS
+    eos_ids = frozenset({EOS})
+    add_bos = False
+
+    def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
+        add = self.add_bos if add_bos is None else add_bos
+        return [BOS] * add + list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def stream(self) -> ToyDecoder:
+        return ToyDecoder()
+
+
+def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
+    config = ModelConfig(
+        architecture="toy", n_layers=1, d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, d_ff=1, vocab_size=VOCAB,
+        context_length=context, norm_eps=1e-5, rope=RopeConfig(),
+    )  # fmt: skip
+    return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]
