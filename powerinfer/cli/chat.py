@@ -103,7 +103,7 @@ class Conversation:
             prompt = self._llm.encode_chat(asked)
             room = self._llm.context - len(prompt)
             if room < 1:
-                raise RequestError(f"{len(prompt)} tokens of conversation fill the context of {self._llm.context}; /reset")
+                raise RequestError(f"the conversation of {len(prompt)} tokens fills the context; /reset")
             params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
             _, document = answer(self._llm.stream(prompt, params), self._out)
         except RequestError as error:  # the conversation goes on without this line
