@@ -48,16 +48,16 @@ class LLM:
     checkpoint: Checkpoint | None  # where the model came from
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
+        begin = time.perf_counter()
+        engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.formats.hub import resolve_model
         from powerinfer.models import load
 
-        begin = time.perf_counter()
-        engine = _engine_config(options)
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         tokenizer = checkpoint.tokenizer()
         executor = load(checkpoint, engine, progress)
-        template = checkpoint.chat_template()
+        template = _chat_template(tokenizer)
         self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
         self.checkpoint = checkpoint
 
@@ -221,6 +221,15 @@ class LLM:
                     runner.advance(request)
         finally:
             runner.abort(request)
+
+
+def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    if tokenizer.chat_template is None:
+        return None
+    from powerinfer.formats.chat import ChatTemplate
+
+    bos, eos = ("" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id))
+    return ChatTemplate(tokenizer.chat_template, bos, eos)
 
 
 def _answer(request: Request) -> Completion:

@@ -1,0 +1,386 @@
+"""The Python API on the toy model: answers, streams, stops, errors, interrupts, threads; perplexity."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, reference_greedy, reference_logits, toy_llm
+
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.evaluate import perplexity
+from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.request import Completion, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return ToyTokenizer().decode(tokens)
+
+
+def usable(llm: LLM) -> None:
+    """Nothing runs, every page is free, and a new request gets the right answer."""
+    executor = llm._runner._executor
+    assert llm._runner.free_pages == executor.n_pages
+    assert not llm._runner._live
+    assert llm.generate([ids("is it well?")], GREEDY)[0].token_ids == reference_answer("is it well?")
+
+
+def reference_answer(prompt: str, max_tokens: int = 30) -> list[int]:
+    tokens = ids(prompt)
+    for _ in range(max_tokens):
+        tokens.append(int(reference_logits(tokens).argmax()))
+    return tokens[-max_tokens:]
+
+
+def test_generate_one_and_many() -> None:
+    llm = toy_llm()
+    one = llm.generate("hello", GREEDY)
+    assert one.token_ids == reference_answer("hello")
+    assert one.text == text_of(one.token_ids)
+    assert (one.prompt_tokens, one.completion_tokens, one.finish_reason) == (5, 30, "length")
+    many = llm.generate(
+        ["hello", ids("world"), ids("hello")], [GREEDY, SamplingParams(temperature=0, max_tokens=4), GREEDY]
+    )
+    assert [answer.token_ids[:4] for answer in many] == [
+        reference_answer(prompt)[:4] for prompt in ("hello", "world", "hello")
+    ]
+    assert [answer.completion_tokens for answer in many] == [30, 4, 30]
+    assert llm.generate([]) == []
+
+
+def test_stream_gives_what_generate_gives() -> None:
+    llm = toy_llm()
+    for params in (GREEDY, SamplingParams(seed=4, max_tokens=25), SamplingParams(temperature=0, stop="e")):
+        whole = llm.generate("a prompt", params)
+        events = list(llm.stream("a prompt", params))
+        assert "".join(event.text for event in events) == whole.text
+        assert [event.token_id for event in events] == whole.token_ids
+        assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [whole.finish_reason]
+        last = events[-1].completion
+        assert last is not None and (last.text, last.token_ids) == (whole.text, whole.token_ids)
+        assert all(event.completion is None for event in events[:-1])
+
+
+def test_streams_may_be_read_in_turn() -> None:
+    llm = toy_llm()
+    streams = [llm.stream(prompt, GREEDY) for prompt in ("one", "two", "three")]
+    rows = list(zip(*streams, strict=True))
+    for n, prompt in enumerate(("one", "two", "three")):
+        assert [row[n].token_id for row in rows] == reference_answer(prompt)
+    executor = llm._runner._executor
+    assert len(executor.sizes) < 40, "they were computed together"  # type: ignore[attr-defined]
+
+
+def test_the_end_token() -> None:
+    """An end token ends the answer; it is counted, but not shown."""
+    llm = toy_llm()
+    ended = [llm.generate(f"prompt {n}", SamplingParams(temperature=0, max_tokens=400)) for n in range(8)]
+    stopped = [answer for answer in ended if answer.finish_reason == "stop"]
+    assert stopped, "the toy model must end some answers by itself"
+    for n, answer in enumerate(ended):
+        assert answer.token_ids == reference_greedy(ids(f"prompt {n}"), 400)
+        assert answer.text == text_of(answer.token_ids)
+        assert EOS not in answer.token_ids[:-1]
+    on = [llm.generate(f"prompt {n}", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)) for n in range(8)]
+    assert {answer.finish_reason for answer in on} == {"length"}
+    assert any(EOS in answer.token_ids for answer in on)
+
+
+def test_stop_tokens_and_stop_strings() -> None:
+    llm = toy_llm()
+    tokens = llm.generate("hello", GREEDY).token_ids
+    at = next(n for n in range(5, 30) if tokens[n] not in tokens[:n] and tokens[n] < 128)
+    stop = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[tokens[at]])
+    answer = llm.generate("hello", stop)
+    assert answer.finish_reason == "stop" and answer.token_ids == tokens[: at + 1]
+    assert answer.text == text_of(tokens[:at])
+    answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=30, stop=[chr(tokens[at])]))
+    assert answer.finish_reason == "stop" and answer.token_ids == tokens[: at + 1]
+    assert answer.text == text_of(tokens[:at])
+    assert llm._runner.free_pages == llm._runner._executor.n_pages
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside() -> None:
+    llm = toy_llm()
+    params = SamplingParams(seed=11, temperature=1.3, max_tokens=40, ignore_eos=True)
+    alone = llm.generate("hello", params).token_ids
+    other = SamplingParams(seed=None, max_tokens=40)
+    beside = llm.generate(["x", "hello", "yy", "zzz"], [other, params, other, GREEDY])[1].token_ids
+    assert alone == beside
+    assert alone != llm.generate("hello", SamplingParams(seed=12, temperature=1.3, max_tokens=40)).token_ids
+
+
+def test_logprobs_are_the_models_own() -> None:
+    llm = toy_llm()
+    params = SamplingParams(seed=1, max_tokens=6, logprobs=3, repetition_penalty=1.5, ignore_eos=True)
+    answer = llm.generate("hello", params)
+    assert answer.logprobs is not None and len(answer.logprobs) == 6
+    tokens = ids("hello")
+    for token, got in zip(answer.token_ids, answer.logprobs, strict=True):
+        logits = reference_logits(tokens).astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum())
+        assert got.logprob == pytest.approx(expected[token], abs=1e-5)
+        assert [one for one, _ in got.top] == np.argsort(-expected)[:3].tolist()
+        tokens.append(token)
+    assert llm.generate("hello", GREEDY).logprobs is None
+    events = list(llm.stream("hello", params))
+    assert [event.logprobs for event in events] == answer.logprobs
+
+
+def test_timings() -> None:
+    llm = toy_llm()
+    timings = llm.generate("hello", GREEDY).timings
+    assert timings.load_s == 0.0
+    assert timings.ttft_s is not None and timings.ttft_s > 0
+    assert timings.prefill_tok_s is not None and timings.prefill_tok_s >= 5 / timings.ttft_s
+    assert timings.decode_tok_s is not None and timings.decode_tok_s > 0
+    one = llm.generate("hello", SamplingParams(max_tokens=1)).timings
+    assert one.decode_tok_s is None, "one token has no rate"
+    assert one.as_dict().keys() == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+
+
+def test_progress_counts_answers() -> None:
+    seen: list[tuple[str, int, int]] = []
+    toy_llm(max_batch=2).generate(["a", "bb", "ccc"], GREEDY, progress=lambda *event: seen.append(event))
+    assert [label for label, _, _ in seen] == ["answers"] * len(seen)
+    counts = [done for _, done, _ in seen]
+    assert counts == sorted(set(counts)) and counts[-1] == 3
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
+    llm = toy_llm(context=64)
+    for prompt, max_tokens, numbers in (
+        ([1] * 40, 25, "40 tokens and max_tokens 25 .* 64 tokens"),
+        ([1] * 64, None, "64 tokens and at least 1 .* 64 tokens"),
+        ([1] * 100, 1, "100 tokens and max_tokens 1 .* 64 tokens"),
+    ):
+        with pytest.raises(RequestError, match=numbers):
+            llm.generate([prompt], SamplingParams(max_tokens=max_tokens))
+        with pytest.raises(RequestError, match=numbers):
+            llm.stream(prompt, SamplingParams(max_tokens=max_tokens))  # at once, not at the first token
+    exact = llm.generate([[1] * 40], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0]
+    assert exact.completion_tokens == 24
+    full = llm.generate([[1] * 40], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0]
+    assert (full.completion_tokens, full.finish_reason) == (24, "length")
+
+
+def test_wrong_requests_are_refused() -> None:
+    llm = toy_llm()
+    for prompts, message in (
+        ([[]], "empty"),
+        ([[3, VOCAB]], f"token {VOCAB}"),
+        ([[3, -1]], "token -1"),
+        ([1, 2, 3], "wrap the token ids"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="2 prompts came with 1 SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(RequestError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(RequestError, match=r"no option 'kv_typo'; it knows .*kv_type"):
+        LLM("nowhere.gguf", kv_typo="f16")
+    usable(llm)
+
+
+def test_a_failing_request_does_not_disturb_the_others() -> None:
+    llm = toy_llm()
+    nothing = SamplingParams(max_tokens=30, logit_bias=dict.fromkeys(range(VOCAB), -math.inf))
+    good = llm.stream("hello", GREEDY)
+    first = next(good)
+    bad = llm.stream("world", nothing)
+    with pytest.raises(RequestError, match="forbids every token"):
+        next(bad)
+    assert [first.token_id] + [event.token_id for event in good] == reference_answer("hello")
+    with pytest.raises(RequestError, match="forbids every token"):
+        llm.generate(["a", "b"], [GREEDY, nothing])
+    usable(llm)
+
+
+def test_a_closed_stream_frees_its_pages() -> None:
+    llm = toy_llm()
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    assert llm._runner.free_pages < llm._runner._executor.n_pages
+    stream.close()  # type: ignore[attr-defined]
+    usable(llm)
+    for _ in llm.stream("hello", GREEDY):
+        break  # the generator goes with the loop
+    usable(llm)
+    llm.stream("never read", GREEDY)
+    usable(llm)
+
+
+@pytest.mark.parametrize("call", [0, 1, 4])
+def test_ctrl_c_in_the_forward_call(call: int) -> None:
+    """It ends the requests of this call; one that somebody else reads goes on, and the prefix cache stays."""
+    executor = ToyExecutor(max_tokens=16)
+    llm = toy_llm(executor)
+    other = llm.stream("somebody else", GREEDY)
+    begin = next(other)
+    executor.interrupt_at = len(executor.sizes) + call
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hello " * 10, "world"], GREEDY)
+    assert [begin.token_id] + [event.token_id for event in other] == reference_answer("somebody else")
+    usable(llm)
+    executor.interrupt_at = len(executor.sizes) + call
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream("hello " * 10, GREEDY))
+    usable(llm)
+    if call == 4:
+        assert llm.generate("hello " * 10, GREEDY).cached_tokens == 32
+
+
+@pytest.mark.parametrize("method", ["plan", "commit", "finish", "_fill", "_stop_running", "_publish", "_take_pages"])
+def test_ctrl_c_in_the_bookkeeping(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it hits, before or after the work of a method, the engine is whole afterwards."""
+    for after in (False, True):
+        for call in range(3):
+            llm = toy_llm(ToyExecutor(n_pages=16, page_size=8), context=128)
+            scheduler = llm._runner._scheduler
+            true = getattr(scheduler, method)
+            left = [call]
+
+            def broken(*args: object, true=true, left=left, after=after) -> object:  # type: ignore[no-untyped-def]
+                left[0] -= 1
+                if left[0] >= 0:
+                    return true(*args)
+                if after:
+                    true(*args)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler, method, broken)
+                with pytest.raises(KeyboardInterrupt):
+                    llm.generate(["a prompt of more than a page", "b", "c"], GREEDY)
+            usable(llm)
+
+
+def test_an_interrupted_stream_of_somebody_else_ends_as_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm()
+    other = llm.stream("somebody else", GREEDY)
+    seen = [next(other)]
+
+    def broken() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner._scheduler, "commit", broken)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("hello", GREEDY)
+    seen += list(other)
+    assert seen[-1].finish_reason == "abort" and seen[-1].completion is not None
+    assert seen[-1].completion.token_ids == [event.token_id for event in seen[:-1]]
+    usable(llm)
+
+
+def test_threads_share_the_engine() -> None:
+    executor = ToyExecutor()
+    llm = toy_llm(executor)
+    answers: dict[str, Completion] = {}
+
+    def work(prompt: str) -> None:
+        answers[prompt] = llm.generate(prompt, GREEDY)
+
+    prompts = [f"thread {n}" for n in range(6)]
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in prompts:
+        assert answers[prompt].token_ids == reference_answer(prompt)
+    usable(llm)
+
+
+def test_close() -> None:
+    executor = ToyExecutor()
+    with toy_llm(executor) as llm:
+        stream = llm.stream("hello", GREEDY)
+        next(stream)
+    assert executor.closed
+    assert next(stream).finish_reason == "abort"
+    llm.close()
+    for use in (lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.score([1], 0, lambda at, logits: None)):
+        with pytest.raises(RequestError, match="was closed"):
+            use()
+
+
+def reference_losses(tokens: list[int], first: int) -> list[float]:
+    losses = []
+    for at in range(first, len(tokens) - 1):
+        logits = reference_logits(tokens[: at + 1]).astype(np.float64)
+        losses.append(float(np.log(np.exp(logits).sum()) - logits[tokens[at + 1]]))
+    return losses
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_perplexity_as_llama_perplexity(add_bos: bool) -> None:
+    """Windows of 200 that do not overlap; positions 100 to 198 of each predict the next; BOS starts each window."""
+    llm = toy_llm(ToyExecutor(max_tokens=48))
+    llm.tokenizer.add_bos = add_bos
+    text = "It was the best of times, it was the worst of times. " * 15  # 795 bytes: three windows and a rest
+    tokens = [BOS] * add_bos + ids(text)
+    losses: list[float] = []
+    for window in range(3):
+        inside = tokens[window * 200 : (window + 1) * 200]
+        if add_bos:
+            inside[0] = BOS
+        losses += reference_losses(inside, 100)
+    seen: list[tuple[str, int, int]] = []
+    result = perplexity(llm, text, context=200, progress=lambda *event: seen.append(event))
+    assert result.tokens == len(losses) == 3 * 99
+    assert result.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert result.error == pytest.approx(result.perplexity * np.std(losses, ddof=1) / math.sqrt(297), rel=1e-4)
+    assert seen == [("perplexity", n, 3) for n in (1, 2, 3)]
+    usable(llm)
+
+
+def test_perplexity_leaves_the_prefix_cache_right() -> None:
+    executor = ToyExecutor(n_pages=16)
+    llm = toy_llm(executor)
+    text = "All happy families are alike; each unhappy family is unhappy in its own way. " * 12
+    before = llm.generate(text[:300], GREEDY)
+    result = perplexity(llm, text, context=300)
+    assert llm.generate(text[:300], GREEDY).token_ids == before.token_ids
+    assert perplexity(llm, text, context=300) == result
+
+
+def test_perplexity_of_a_short_text() -> None:
+    with pytest.raises(RequestError, match="100 tokens, but two windows of 64 need 128"):
+        perplexity(toy_llm(), "x" * 100, context=64)
+    with pytest.raises(RequestError, match="too small"):
+        perplexity(toy_llm(), "x" * 100, context=2)
+
+
+def test_ctrl_c_in_scoring() -> None:
+    executor = ToyExecutor()
+    llm = toy_llm(executor)
+    executor.interrupt_at = 3
+    with pytest.raises(KeyboardInterrupt):
+        perplexity(llm, "x" * 400, context=200)
+    usable(llm)
+    with pytest.raises(RequestError, match="do not fit the context"):
+        perplexity(toy_llm(context=64), "x" * 400, context=100)
+
+
+def test_damaged_weights_are_named() -> None:
+    class Damaged(ToyExecutor):
+        def forward(self, batch: object) -> np.ndarray:
+            return super().forward(batch) * np.float32("nan")  # type: ignore[arg-type]
+
+    llm = toy_llm(Damaged())
+    for params in (GREEDY, SamplingParams()):
+        with pytest.raises(PowerInferError, match="may be damaged"):
+            llm.generate("hello", params)
+    with pytest.raises(PowerInferError, match="may be damaged"):
+        perplexity(llm, "x" * 400, context=100)
