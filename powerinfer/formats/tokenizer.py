@@ -132,7 +132,7 @@ class Tokenizer:
     """Encodes text to ids and decodes ids to text. Made by `tokenizer_from_gguf` and `tokenizer_from_folder`.
 
     `bos_id`, `eos_id`: None where the model has none. `eos_ids`: every token that ends a generation.
-    `chat_template`: the model's own template source, or None.
+    `chat_template`: the model's own template source, or None. `special_tokens`: the texts that are more than text.
     """
 
     def __init__(
@@ -150,6 +150,7 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.eos_ids = vocabulary.bos_id, vocabulary.eos_id, vocabulary.eos_ids
         self.add_bos, self.add_eos = vocabulary.add_bos, vocabulary.add_eos
         self.chat_template = vocabulary.chat_template
+        self.special_tokens = tuple(token.text for token in vocabulary.added if token.special)
 
     @cached_property
     def _engine(self) -> _Engine:
@@ -167,7 +168,7 @@ class Tokenizer:
         beginning-of-sequence token first; None: do with it, and with the end token, as the model says.
         A lone surrogate, which no UTF-8 text can hold, counts as U+FFFD.
         """
-        return self._framed(self._encode(_valid_unicode(text), special), add_bos)
+        return self._framed(self._encode(valid_unicode(text), special), add_bos)
 
     def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
         """As `encode` with special tokens, except that those touching a span [start, end) of `plain` are plain text."""
@@ -175,7 +176,7 @@ class Tokenizer:
             return self.encode(text, add_bos=add_bos)
         ids: list[int] = []
         for run, token in self._cut(text, [token for token in self._added.values() if token.special], plain):
-            ids += [token.id] if token else self._encode(_valid_unicode(run), False, first=not ids)
+            ids += [token.id] if token else self._encode(valid_unicode(run), False, first=not ids)
         return self._framed(ids, add_bos)
 
     def _framed(self, ids: list[int], add_bos: bool | None) -> list[int]:
@@ -305,7 +306,7 @@ class StreamDecoder:
         return text
 
 
-def _valid_unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """`text` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     try:
         text.encode()

@@ -1,0 +1,242 @@
+"""Chat templates: messages to the prompt that the model was trained on.
+
+A special token that stands in a message's content is plain text: it must not end a turn or begin one. Such tokens are
+enclosed in two marker characters before the template sees them, and the markers are taken out of the rendered text
+again, so that what the template writes itself and what came in with a message can be told apart. Contents without
+special tokens, nearly all, reach the template unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from powerinfer.formats.tokenizer import Tokenizer
+
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a rendered prompt. special: special tokens in it count; False: it is plain text."""
+
+    text: str
+    special: bool
+
+
+class ChatTemplate:
+    """A model's chat template, in Jinja. `bos`, `eos`: what it knows as bos_token and eos_token.
+
+    special_tokens: texts of the special tokens, for `render`; `encode_chat` takes those of the tokenizer.
+    """
+
+    def __init__(self, source: str, bos: str = "", eos: str = "", special_tokens: Sequence[str] = ()) -> None:
+        self.source, self.bos, self.eos = source, bos, eos
+        self.special_tokens = tuple(special_tokens) or tuple(token for token in (bos, eos) if token)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[Segment]:
+        """The prompt for `messages`, [{"role": ..., "content": ...}, ...], cut where special tokens are plain text.
+
+        add_generation_prompt: end with the beginning of the assistant's answer. options: other names that the
+        template may use, such as `tools`. RequestError: the template does not take these messages. ModelError: it is
+        broken or takes too much time or memory.
+        """
+        text, plain = self._marked(messages, self.special_tokens, add_generation_prompt, options)
+        segments, done = [], 0
+        for begin, end in plain:
+            segments += [Segment(text[done:begin], True), Segment(text[begin:end], False)]
+            done = end
+        return [segment for segment in [*segments, Segment(text[done:], True)] if segment.text]
+
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], special: Sequence[str], add_prompt: bool, options: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the spans of it, in order, in which no special token may be seen."""
+        if not messages:
+            raise RequestError("a chat needs at least one message")
+        given = _plain_data({**options, "messages": list(messages)})
+        marks = _Marks.choose(given, self.source, special)
+        if marks is not None:
+            given = marks.put(given)
+        names = {"bos_token": self.bos, "eos_token": self.eos, "tools": None, "documents": None}
+        text = _written_out(self.source, given["messages"], add_prompt)
+        if text is None:
+            text = self._run({**names, **given, "add_generation_prompt": add_prompt})
+        return (text, []) if marks is None else marks.take(text)
+
+    def prepare(self) -> None:
+        """Does now, and in any thread, what the first `render` would wait for: importing Jinja, compiling."""
+        if self.source.replace("\\n", "\n") not in _WRITTEN_OUT:
+            from powerinfer.formats import sandbox
+
+            with contextlib.suppress(sandbox.Failed, sandbox.Limit):  # the rendering says it
+                sandbox.prepare(self.source)
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        from powerinfer.formats import sandbox
+
+        try:
+            return sandbox.render(self.source, variables)
+        except sandbox.Refused as error:
+            raise RequestError(f"the chat template does not take these messages: {_line(error)}") from error
+        except sandbox.Failed as error:
+            raise ModelError(f"the model's chat template fails: {_line(error)}; --raw goes without it") from error
+        except sandbox.Limit as error:
+            raise ModelError(f"the model's chat template is refused: {_line(error)}; --raw goes without it") from error
+
+
+# Jinja takes 30 ms to import and to compile a template, a sixth of a short answer's time to its first token. These
+# templates, compared to the letter, are ChatML and need no Jinja: source -> system prompt when the chat has none. A
+# line's end in a string is written as such here, and as \n in some files, which says the same.
+_CHATML = (
+    "{% for message in messages %}%s"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+_WRITTEN_OUT = {
+    _CHATML.replace("%s", ""): None,
+    _CHATML.replace(
+        "%s",
+        "{% if loop.first and messages[0]['role'] != 'system' %}"
+        f"{{{{ '<|im_start|>system\n{_SMOLLM2_SYSTEM}<|im_end|>\n' }}}}{{% endif %}}",
+    ): _SMOLLM2_SYSTEM,
+}
+
+
+def _written_out(source: str, messages: list[Any], add_prompt: bool) -> str | None:
+    """What a template in `_WRITTEN_OUT` renders; None for every other, and for messages that are not plain text."""
+    known = source.replace("\\n", "\n")
+    if known not in _WRITTEN_OUT:
+        return None
+    if not all(isinstance(entry, dict) for entry in messages):
+        return None
+    turns = [(entry.get("role"), entry.get("content")) for entry in messages]
+    if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):
+        return None
+    system = _WRITTEN_OUT[known]
+    if system is not None and turns[0][0] != "system":
+        turns.insert(0, ("system", system))
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+    return text + "<|im_start|>assistant\n" if add_prompt else text
+
+
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that came with a tokenizer; None when it came without."""
+    if tokenizer.chat_template is None:
+        return None
+    bos, eos = (tokenizer.token_text(at) if at is not None else "" for at in (tokenizer.bos_id, tokenizer.eos_id))
+    return ChatTemplate(tokenizer.chat_template, bos, eos, tokenizer.special_tokens)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    **options: Any,
+) -> list[int]:
+    """Token ids of the prompt for `messages`; arguments and errors as in `ChatTemplate.render`.
+
+    The template writes the beginning-of-sequence token where the model wants one; none is added to it.
+    """
+    text, plain = template._marked(messages, tokenizer.special_tokens, add_generation_prompt, options)
+    return tokenizer.encode_masked(text, plain, add_bos=False)
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Two characters that occur nowhere else, and what to put them around."""
+
+    opening: str
+    closing: str
+    tokens: re.Pattern[str]
+
+    @classmethod
+    def choose(cls, given: Any, source: str, special: Sequence[str]) -> _Marks | None:
+        """None when no string in `given` has a special token in it, or ends with the beginning of one."""
+        present = [text for text in special if text]
+        texts = list(_strings(given))
+        whole = [token for token in present if any(token in text for text in texts)]
+        # Two strings that a template writes side by side must not make a token between them.
+        starts = {token[:cut] for token in present for cut in range(1, len(token))}
+        ends = {text.rstrip()[-cut:] for text in texts for cut in range(1, 1 + max(map(len, present), default=0))}
+        parts = sorted(starts & ends, key=len, reverse=True)
+        if not whole and not parts:
+            return None
+        patterns = [re.escape(token) for token in sorted(whole, key=len, reverse=True)]
+        patterns += [rf"{re.escape(part)}(?=\s*\Z)" for part in parts]
+        used = set("".join(texts)) | set(source)
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+        opening, closing = next(free, ""), next(free, "")
+        if not closing:
+            raise RequestError("the messages use every private-use character of Unicode")
+        return cls(opening, closing, re.compile("|".join(patterns)))
+
+    def put(self, value: Any) -> Any:
+        """`value` with the tokens in all its strings enclosed; keys of dicts stay."""
+        if isinstance(value, str):
+            return self.tokens.sub(lambda match: f"{self.opening}{match[0]}{self.closing}", value)
+        if isinstance(value, dict):
+            return {key: self.put(entry) for key, entry in value.items()}
+        return [self.put(entry) for entry in value] if isinstance(value, list) else value
+
+    def take(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text without markers and the spans they enclosed; one that lost its partner is a span of length 0."""
+        # A template that writes JSON in ASCII spells the markers as escapes.
+        for mark in (self.opening, self.closing):
+            text = text.replace(f"\\u{ord(mark):04x}", mark)
+        spans: list[tuple[int, int]] = []
+        parts: list[str] = []
+        at, begin = 0, None
+        for part in re.split(f"([{self.opening}{self.closing}])", text):
+            if part == self.opening:
+                if begin is not None:
+                    spans.append((begin, begin))
+                begin = at
+            elif part == self.closing:
+                spans.append((at if begin is None else begin, at))
+                begin = None
+            else:
+                parts.append(part)
+                at += len(part)
+        if begin is not None:
+            spans.append((begin, begin))
+        return "".join(parts), spans
+
+
+def _plain_data(value: Any, depth: int = 0) -> Any:
+    """A copy of `value` in strings, numbers, lists and dicts with string keys; RequestError for anything else."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"the messages are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, str):
+        from powerinfer.formats.tokenizer import valid_unicode
+
+        return valid_unicode(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain_data(entry, depth + 1) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_data(entry, depth + 1) for entry in value]
+    raise RequestError(f"a message may hold text, numbers, lists and objects, not {type(value).__name__}")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _strings(entry)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
