@@ -149,23 +149,13 @@ def test_two_at_once_fetch_once(cache: Path, index: Path, monkeypatch: pytest.Mo
     assert len(fetched) == 1 and len(paths) == 2 and paths[0].read_bytes() == CONTENT
 
 
-def test_local_paths(tmp_path: Path, cache: Path) -> None:
+def test_local_paths(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(b"GGUF")
     assert hub.resolve_model(file) == file
-    folder = tmp_path / "split"
-    folder.mkdir()
-    for part in ("b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
-        (folder / part).write_bytes(b"GGUF")
-    assert hub.resolve_model(folder) == folder / "b-00001-of-00002.gguf"
-    (folder / "other.gguf").write_bytes(b"GGUF")
-    with pytest.raises(RequestError, match="holds 2 GGUF models"):
-        hub.resolve_model(folder)
-    (folder / "config.json").write_text("{}")
-    assert hub.resolve_model(folder) == folder
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(RequestError, match="holds no model"):
-        hub.resolve_model(tmp_path / "empty")
+    assert hub.resolve_model(tmp_path) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve_model("~/a.gguf") == file
 
 
 def test_a_local_path_is_remembered_and_not_copied(tmp_path: Path, cache: Path) -> None:

@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_llm
+from powerinfer.cli.common import Output, checked_text, config_flags, config_from, model_flag, open_llm
 from powerinfer.cli.run import answer
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
@@ -73,11 +73,12 @@ class Conversation:
     def read(self) -> str | None:
         """The next line; None at the end of input."""
         try:
-            return input("> " if self.interactive and not self._out.json_mode else "")
+            line = input("> " if self.interactive and not self._out.json_mode else "")
         except EOFError:
             return None
-        except UnicodeDecodeError as error:
-            raise RequestError(f"the input is not {error.encoding} text") from None
+        except UnicodeDecodeError:
+            raise RequestError("the input is not UTF-8 text") from None
+        return checked_text(line, "the input")
 
     def handle(self, line: str) -> bool:
         """Act on a line; False when it ends the conversation."""

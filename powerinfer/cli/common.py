@@ -19,9 +19,10 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line and whose usage is short; the flags are listed below it anyway."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(formatter_class=_help_formatter, allow_abbrev=False, **kwargs)
+        super().__init__(formatter_class=_plain_formatter, allow_abbrev=False, **kwargs)
 
     def format_help(self) -> str:
+        self.formatter_class = _help_formatter
         places = [action for action in self._actions if not action.option_strings and action.help != argparse.SUPPRESS]
         names = [str(action.metavar or "|".join(action.choices or ()) or action.dest) for action in places]
         shown = [f"[{name}]" if action.nargs == "?" else name for name, action in zip(names, places, strict=True)]
@@ -30,6 +31,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def _plain_formatter(prog: str) -> argparse.HelpFormatter:
+    """What argparse makes for every flag it is given; a fixed width spares it the question to the terminal."""
+    return argparse.HelpFormatter(prog, width=80)
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
@@ -127,6 +133,15 @@ def config_from(args: argparse.Namespace, config: Callable[..., Any], **override
 
 
 # ---------------------------------------------------------------- output
+
+
+def checked_text(given: str | bytes, what: str) -> str:
+    """Text that came from outside as UTF-8; RequestError when it is not (Python marks such bytes in arguments)."""
+    try:
+        raw = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
+        return raw.decode("utf-8")
+    except UnicodeError:
+        raise RequestError(f"{what} is not UTF-8 text") from None
 
 
 class Output:

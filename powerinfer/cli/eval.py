@@ -1,12 +1,13 @@
 """Measure a model's quality on a text.
 
 perplexity: the text is cut into windows of --context tokens that do not overlap, and the second half of each is
-scored, as llama-perplexity does. JSON: perplexity, tokens.
+scored, as llama-perplexity does. JSON: perplexity, error (one standard error), tokens, context.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from powerinfer.cli.common import Output, config_flags, model_flag, open_llm
 from powerinfer.config import EngineConfig
@@ -30,8 +31,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         from powerinfer.evaluate import perplexity
 
         result = perplexity(llm, text, context=window, progress=bar)
-    out.line(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens")
-    out.document({"perplexity": result.perplexity, "tokens": result.tokens, "context": window})
+    out.line(f"perplexity {result.perplexity:.4f} +- {result.error:.4f}, {result.tokens} tokens scored")
+    out.document({**dataclasses.asdict(result), "context": window})
     return 0
 
 

@@ -88,7 +88,7 @@ def _dispatch(argv: list[str]) -> int:
     from powerinfer.cli.common import Output, Parser, common_flags
 
     module = import_module(f"powerinfer.cli.{verb}")
-    parser = Parser(prog=f"powerinfer {verb}", description=module.__doc__.strip())
+    parser = Parser(prog=f"powerinfer {verb}", description=(module.__doc__ or "").strip())
     common_flags(parser)
     module.configure(parser)
     args = parser.parse_args(argv[1:])
@@ -97,6 +97,9 @@ def _dispatch(argv: list[str]) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that lacks a character shows ?
     status = main(sys.argv[1:])
     try:
         sys.stdout.flush()

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_llm
+from powerinfer.cli.common import Output, checked_text, config_flags, config_from, model_flag, open_llm
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
@@ -54,13 +54,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _prompt(given: str) -> str:
     if given != "-":
-        return given
+        return checked_text(given, "the prompt")
     if sys.stdin is None or sys.stdin.isatty():
         raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the prompt on stdin is not {error.encoding} text (byte {error.start})") from None
+    return checked_text(sys.stdin.buffer.read(), "the prompt on stdin")
 
 
 def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams) -> Iterator[StreamEvent]:

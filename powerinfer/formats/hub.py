@@ -89,7 +89,7 @@ def cache_folder() -> Path:
 
 
 def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None) -> Path:
-    """The path of a model that is ready to open: a GGUF file or a folder with `config.json`.
+    """The path of a model that is ready to open: a GGUF file or a folder.
 
     A model of the catalogue (and with no name, the default one) is fetched when it is not there yet. A Hugging Face
     name must have been pulled before: gigabytes are fetched only when asked for. RequestError when there is no such
@@ -210,21 +210,9 @@ def _tell(say: Say | None, line: str) -> None:
 
 
 def _local_path(name: str) -> Path | None:
-    """A model file or folder of that path; None when nothing lies there."""
+    """The path that a name is, when something lies there."""
     path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        return None
-    if (path / "config.json").is_file():
-        return path
-    files = sorted(path.glob("*.gguf"))
-    wholes = [file for file in files if "-00001-of-" in file.name or not _SHARD.search(file.stem)]
-    if len(wholes) == 1:
-        return wholes[0]
-    if wholes:
-        raise RequestError(f"{path} holds {len(wholes)} GGUF models; name one of them, such as {wholes[0]}")
-    raise RequestError(f"{path} holds no model: neither a config.json nor a .gguf file")
+    return path if path.exists() else None
 
 
 def _register(path: Path) -> StoredModel:

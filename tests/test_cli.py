@@ -1,0 +1,357 @@
+"""The command as a user meets it: a process, its output, its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from powerinfer.cli import common, progress
+from powerinfer.cli.main import VERBS
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
+from powerinfer.runtime.request import SamplingParams
+
+COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
+
+
+def powerinfer(*args: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as installed for this interpreter."""
+    merged = {**os.environ, **environment}
+    return subprocess.run([*COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=120, env=merged)
+
+
+def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
+    """The one line of a failure; nothing else may be said, least of all a traceback."""
+    assert done.returncode == status, (done.returncode, done.stderr)
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("powerinfer: "), done.stderr
+    return lines[0].removeprefix("powerinfer: ")
+
+
+# ---------------------------------------------------------------- the frame
+
+
+def test_version_and_help() -> None:
+    from powerinfer import __version__
+
+    assert powerinfer("--version").stdout == f"powerinfer {__version__}\n"
+    shown = powerinfer("--help")
+    assert shown.returncode == 0 and all(re.search(rf"^  {verb} ", shown.stdout, re.MULTILINE) for verb in VERBS)
+    bare = powerinfer()
+    assert bare.returncode == 2 and bare.stdout == "" and "usage:" in bare.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(verb: str) -> None:
+    shown = powerinfer(verb, "--help", COLUMNS="120")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"usage: powerinfer {verb}")
+    assert "--json" in shown.stdout and "--debug" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["frobnicate"], "no verb frobnicate"),
+        (["run", "--no-such-flag"], "--no-such-flag; see `powerinfer run --help`"),
+        (["run", "hi", "--temp", "1"], "--temp"),  # a prefix is not guessed: a new flag must not change old commands
+        (["run", "hi", "--temperature", "warm"], "invalid number value: 'warm'"),
+        (["run", "hi", "--temperature", "-1"], "temperature must be"),
+        (["run", "hi", "--top-p", "1.5"], "top_p must be"),
+        (["run", "hi", "--top-p", "nan"], "top_p must be"),
+        (["run", "hi", "--max-tokens", "0"], "max_tokens must be"),
+        (["run", "hi", "--max-tokens", "1.5"], "invalid whole number value"),
+        (["run", "hi", "--logit-bias", "5"], "invalid ID=BIAS value"),
+        (["run", "hi", "--kv-type", "f8"], "choose from"),
+        (["run", "hi", "--raw", "--system", "x"], "--system needs the chat template"),
+        (["run", "hi", "-m", "/nowhere/model.gguf"], "no file or folder /nowhere/model.gguf"),
+        (["run", "hi", "-m", "owner/name"], "powerinfer pull owner/name"),
+        (["inspect", "-m", "smollm3"], "did you mean smollm2-135m-instruct?"),
+        (["bench", "--repeat", "0"], "--repeat"),
+        (["eval", "perplexity"], "--file"),
+        (["eval", "perplexity", "--file", "/nowhere.txt"], "/nowhere.txt"),
+        (["eval", "agreement", "--file", "x"], "invalid choice"),
+        (["pull", "a b c"], "no model a b c"),
+        (["completion", "tcsh"], "invalid choice"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_requests_are_one_line_and_status_2(args: list[str], says: str) -> None:
+    assert says in error_line(powerinfer(*args))
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, b"not a model at all" * 100])
+def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(content)
+    begin = time.monotonic()
+    assert "broken.gguf" in error_line(powerinfer("run", "hi", "-m", str(file)))
+    assert time.monotonic() - begin < 5  # a second is meant; a busy machine is slower, a hang is not
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = powerinfer("run", "hi", "-m", "/nowhere.gguf", "--debug")
+    assert "Traceback" in done.stderr and "RequestError: no file or folder /nowhere.gguf" in done.stderr
+
+
+def test_prompts_that_are_not_text() -> None:
+    done = subprocess.run([*COMMAND, "run"], input=b"\xff\xfe\x00", capture_output=True, timeout=60)
+    assert done.returncode == 2 and b"the prompt on stdin is not UTF-8 text" in done.stderr
+    done = subprocess.run([*COMMAND, "run", b"caf\xe9"], capture_output=True, timeout=60)
+    assert done.returncode == 2 and b"the prompt is not UTF-8 text" in done.stderr
+
+
+def test_a_verb_imports_nothing_heavy_before_it_needs_it() -> None:
+    command = [sys.executable, "-X", "importtime", *COMMAND[1:], "pull", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "powerinfer.formats.hub" in loaded
+    assert not loaded & {"numpy", "jinja2", "tokenizers", "huggingface_hub", "subprocess", "zipfile", "shutil"}
+
+
+# ---------------------------------------------------------------- flags from the dataclasses
+
+
+def parse(config: type, *argv: str) -> Any:
+    parser = common.Parser(prog="test")
+    common.config_flags(parser, config, "group")
+    return common.config_from(parser.parse_args(list(argv)), config)
+
+
+def test_flags_fill_the_dataclasses() -> None:
+    assert parse(EngineConfig) == EngineConfig() and parse(SamplingParams) == SamplingParams()
+    assert parse(EngineConfig, "--threads", "3", "--no-prefix-cache", "--quantize", "q8_0") == EngineConfig(
+        threads=3, prefix_cache=False, quantize="q8_0"
+    )
+    argv = "--max-tokens none --stop A --stop B --stop-token-ids 7 --logit-bias 5=-inf --logit-bias 6=1.5 --ignore-eos"
+    assert parse(SamplingParams, *argv.split()) == SamplingParams(
+        max_tokens=None, stop=["A", "B"], stop_token_ids=[7], logit_bias={5: float("-inf"), 6: 1.5}, ignore_eos=True
+    )
+
+
+def test_every_option_has_a_flag() -> None:
+    import dataclasses
+
+    for config in (EngineConfig, SamplingParams):
+        parser = common.Parser(prog="test")
+        common.config_flags(parser, config, "group")
+        assert {field.name for field in dataclasses.fields(config)} <= {action.dest for action in parser._actions}
+
+
+def test_a_verbs_own_default_is_used_and_shown() -> None:
+    parser = common.Parser(prog="test")
+    common.config_flags(parser, SamplingParams, "group", {"max_tokens": 77})
+    assert common.config_from(parser.parse_args([]), SamplingParams).max_tokens == 77
+    assert common.config_from(parser.parse_args(["--max-tokens", "5"]), SamplingParams).max_tokens == 5
+    assert "default 77" in parser.format_help()
+
+
+def test_parser_errors_are_request_errors() -> None:
+    with pytest.raises(RequestError, match="see `test --help`"):
+        parse(EngineConfig, "--threads")
+
+
+# ---------------------------------------------------------------- output
+
+
+def test_generated_text_cannot_command_a_terminal() -> None:
+    assert common.printable("a\x1b[2Jb\x07\x9b\r\n\tüé漢") == "a\\x1b[2Jb\\x07\\x9b\\x0d\n\tüé漢"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_progress_is_silent_when_quick_and_clean_when_slow(stream: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = stream()
+    monkeypatch.setattr(sys, "stderr", screen)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Bar() as bar:
+        bar("loading", 1, 4)
+        assert screen.getvalue() == ""
+        now[0] = 10.0
+        bar("loading", 2, 4)
+        assert "loading" in screen.getvalue() and "50%" in screen.getvalue()
+        bar("loading", 3, 4)
+        assert "75%" not in screen.getvalue(), "not redrawn within a moment"
+    assert screen.getvalue().endswith("\r\033[K" if stream is Terminal else "50%\n")
+
+
+def test_completion_words(tmp_path: Path) -> None:
+    def words(*context: str) -> list[str]:
+        return powerinfer("completion", "words", "--", *context, POWERINFER_CACHE=str(tmp_path)).stdout.split()
+
+    (tmp_path / "Mine.gguf").write_bytes(b"GGUF")
+    powerinfer("pull", str(tmp_path / "Mine.gguf"), POWERINFER_CACHE=str(tmp_path))
+    assert words("", "powerinfer") == list(VERBS)
+    assert words("ru", "powerinfer") == list(VERBS)
+    assert words("run", "-m") == ["mine", "smollm2-135m-instruct"]
+    assert "mine" in words("pull", "pull")
+    assert "--temperature" in words("run", "hi") and "--prompt-tokens" not in words("run", "hi")
+    assert words("run", "--kv-type") == ["f16", "q8_0", "f32"]
+    assert words("run", "--threads") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_valid(shell: str) -> None:
+    import shutil
+
+    script = powerinfer("completion", shell).stdout
+    assert "powerinfer completion words" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here to read the script")
+    subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=20)
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """The script in a real bash: what stands at the cursor after `powerinfer run -m smol`."""
+    (tmp_path / "powerinfer").write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
+    (tmp_path / "powerinfer").chmod(0o755)
+    lines = [powerinfer("completion", "bash").stdout, "COMP_WORDS=(powerinfer run -m smol)", "COMP_CWORD=3"]
+    lines += ["_powerinfer", 'echo "${COMPREPLY[@]}"']
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POWERINFER_CACHE": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.strip() == "smollm2-135m-instruct", done.stderr
+
+
+# ---------------------------------------------------------------- with the real model
+
+
+@pytest.fixture(scope="module")
+def answered(smollm2: Path) -> dict[str, Any]:
+    """One greedy answer as JSON."""
+    flags = ["--raw", "--temperature", "0", "--max-tokens", "12", "--json", "--logprobs", "2"]
+    done = powerinfer("run", "The capital of France is", "-m", str(smollm2), *flags)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return dict(json.loads(line))
+
+
+def test_run_json(answered: dict[str, Any]) -> None:
+    assert "Paris" in answered["text"]
+    assert answered["prompt_tokens"] == 5 and answered["completion_tokens"] == len(answered["token_ids"]) == 12
+    assert answered["finish_reason"] == "length"
+    assert set(answered["timings"]) == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+    assert all(value > 0 for value in answered["timings"].values())
+    assert [len(one["top"]) for one in answered["logprobs"]] == [2] * 12
+
+
+def test_run_streams_the_same_text(smollm2: Path, answered: dict[str, Any]) -> None:
+    flags = ["--raw", "--temperature", "0", "--max-tokens", "12"]
+    done = powerinfer("run", "-", "-m", str(smollm2), *flags, stdin="The capital of France is")
+    assert done.stdout == answered["text"] + "\n"
+    assert done.stderr == "(ended by --max-tokens 12)\n"
+
+
+def test_run_with_the_default_model_and_its_template(smollm2: Path) -> None:
+    done = powerinfer("run", "What is the capital of France?", "--temperature", "0", "--max-tokens", "40", "-v")
+    assert done.returncode == 0 and "Paris" in done.stdout
+    assert "decode_tok_s" in done.stderr
+
+
+def test_a_prompt_beyond_the_context_names_both_numbers(smollm2: Path) -> None:
+    line = error_line(powerinfer("run", "word " * 100, "--raw", "--context", "64", "--max-tokens", "8"))
+    assert "8" in line and "64" in line and re.search(r"\b(100|101)\b", line)
+
+
+def test_chat_remembers_and_obeys_its_commands(smollm2: Path) -> None:
+    talk = "My name is Ada.\nWhat is my name?\n/reset\n/nonsense\n/system Be brief.\nHello\n\n/help\n/exit\nnot read\n"
+    done = powerinfer("chat", "--temperature", "0", "--max-tokens", "24", "--json", stdin=talk)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert len(document["turns"]) == 3
+    assert [message["role"] for message in document["messages"]] == ["system", "user", "assistant"]
+    assert document["messages"][0]["content"] == "Be brief."
+    first, second, _ = document["turns"]
+    assert "Ada" in second["text"]
+    assert second["cached_tokens"] >= 32 * (first["prompt_tokens"] // 32), "the first turn's pages are used again"
+    assert "no command /nonsense" in done.stderr
+
+
+def test_chat_goes_on_when_the_context_is_full(smollm2: Path) -> None:
+    talk = "word " * 200 + "\n/reset\nHi\n"
+    done = powerinfer("chat", "--context", "96", "--max-tokens", "8", "--json", stdin=talk)
+    assert done.returncode == 0, done.stderr
+    assert "/reset" in done.stderr and len(json.loads(done.stdout)["turns"]) == 1
+
+
+def test_ctrl_c_keeps_what_was_generated(smollm2: Path) -> None:
+    flags = ["--raw", "--ignore-eos", "--max-tokens", "4000", "--json"]
+    command = [*COMMAND, "run", "Once upon a time", "-m", str(smollm2), *flags]
+    streamed = [flag for flag in command if flag != "--json"]
+    with subprocess.Popen(streamed, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.stdout.read(), process.stderr.read()
+        assert process.wait(30) == 130
+    assert rest.endswith(b"\n") and b"Traceback" not in said
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        document = json.loads(process.stdout.read())
+        assert process.wait(30) == 130
+    assert document["finish_reason"] == "abort" and document["completion_tokens"] == len(document["token_ids"]) > 0
+
+
+def test_a_broken_pipe_is_quiet(smollm2: Path) -> None:
+    command = [*COMMAND, "run", "Once upon a time", "-m", str(smollm2), "--raw", "--ignore-eos", "--max-tokens", "4000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(5)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
+
+
+def test_bench_json(smollm2: Path) -> None:
+    flags = ["--prompt-tokens", "40", "--gen-tokens", "4", "--repeat", "3", "--json"]
+    done = powerinfer("bench", *flags)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    for rate in (document["prefill_tok_s"], document["decode_tok_s"]):
+        assert 0 < rate["min"] <= rate["median"] <= rate["max"]
+    # 96.6 MB are the file's weights; how they are packed may add a little
+    assert 90e6 < document["bytes_per_token"] < 130e6
+    read_per_second = document["bytes_per_token"] * document["decode_tok_s"]["median"]
+    assert document["bandwidth_gb_s"] == pytest.approx(read_per_second / 1e9)
+    assert 90 < document["peak_rss_mb"] < 2000 and document["choices"]
+
+
+def test_inspect_json(smollm2: Path) -> None:
+    done = powerinfer("inspect", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["sizes"]["n_layers"] == 30 and document["sizes"]["vocab_size"] == 49152
+    assert document["parameters"] == 134_515_008 and document["file_bytes"] == 98_362_432
+    assert document["quantisation"]["main"] == "Q4_1" and set(document["quantisation"]["bytes"]) == {"Q4_1", "Q8_0", "F32"}
+    assert document["chat_template"] is True and document["choices"]
+    assert "heads" in powerinfer("inspect").stdout
+
+
+def test_perplexity_json(smollm2: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
+    done = powerinfer("eval", "perplexity", "--file", str(text), "--context", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert 1 < document["perplexity"] < 3, "a sentence that was just read is no surprise"
+    text.write_text("short")
+    assert "64" in error_line(powerinfer("eval", "perplexity", "--file", str(text), "--context", "64"))
