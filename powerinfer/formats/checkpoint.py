@@ -1,0 +1,237 @@
+"""A model on disk, of whatever format, as a configuration and a set of canonically named tensors.
+
+    checkpoint = open_checkpoint("model.gguf")
+    q = checkpoint.take("layers.0.q")
+    checkpoint.finish()
+
+Names: `embed`, `final_norm`, `head` (absent when the embedding is the head), `rope_factors` (optional), and per layer
+`layers.N.` + `attn_norm q k v o q_norm k_norm ffn_norm gate up down`, with `_bias` behind the name of a matrix. All
+matrices are [out_features, in_features]. Opening reads headers only; tensors are views of mapped files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.layout import matrix_names
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.source import Source
+from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, convert
+
+if TYPE_CHECKING:
+    from powerinfer.formats.chat import ChatTemplate
+    from powerinfer.formats.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""Called with (label, done, total) while something takes long."""
+
+__all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
+
+_QUANTIZE = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+
+
+class Checkpoint:
+    """An opened model. `take` gives each tensor in a type that the kernels take; `finish` proves that none was left.
+
+    config: the model's sizes; path; source: "gguf" or "hf"; metadata: GGUF metadata or config.json; notes: lines for
+    the user about conversions; file_bytes: bytes on disk; parameters: number of weights.
+
+    With `quantize`, a tied embedding stays as it is for look-up and a quantised copy becomes the tensor `head`, so
+    `config.tied_embeddings` is then False.
+    """
+
+    def __init__(self, source: Source, quantize: str | None = None, progress: Progress | None = None) -> None:
+        """RequestError if `quantize` is not "q8_0" or "q4_0", or there is nothing to quantise."""
+        self._tensors = dict(source.tensors)
+        self._files = source.files
+        self._progress = progress
+        self._taken: set[str] = set()
+        self._converted = 0
+        self._own_types = {name: tensor.type for name, tensor in source.tensors.items()}
+        self.config = source.config
+        self.path = source.path
+        self.source = source.kind
+        self.metadata = source.metadata
+        self.notes: list[str] = []
+        self.file_bytes = sum(file.size for file in source.files)
+        self.parameters = sum(tensor.size for tensor in source.tensors.values())
+        self._targets = self._plan(quantize)
+        self._to_convert = sum(self._tensors[name].size for name in self._targets)
+
+    def _plan(self, quantize: str | None) -> dict[str, str]:
+        """Name -> type it will be converted to, for all that `take` converts; writes `notes`."""
+        targets = {name: _fallback(tensor) for name, tensor in self._tensors.items()}
+        targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
+        for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
+            self.notes.append(f"converting {count} tensor{'s' * (count > 1)} of type {old} to {new}")
+        if quantize is not None:
+            targets |= self._plan_quantize(quantize)
+        return targets
+
+    def _plan_quantize(self, quantize: str) -> dict[str, str]:
+        if quantize not in _QUANTIZE:
+            raise RequestError(f"cannot quantise to {quantize!r} on load; choose q8_0 or q4_0")
+        target = block_type(_QUANTIZE[quantize])
+        names = list(matrix_names(self.config))
+        if not any(self._tensors[name].type in FLOAT_TYPES for name in names):
+            raise RequestError(
+                f"{self.path} is quantised already ({self.main_type}); leave out the option to quantise it on load"
+            )
+        if self.config.tied_embeddings and self._tensors["embed"].type in FLOAT_TYPES:
+            self._tensors["head"] = self._tensors["embed"]
+            self.config = replace(self.config, tied_embeddings=False)
+            names.append("head")
+        floats = [name for name in names if self._tensors[name].type in FLOAT_TYPES]
+        fits = [name for name in floats if self._tensors[name].shape[-1] % target.block == 0]
+        self.notes.append(f"quantising {len(fits)} matrices to {target.name}")
+        if len(fits) < len(floats):
+            rest = len(floats) - len(fits)
+            self.notes.append(f"{rest} matrices stay as they are: their rows are not whole blocks of {target.block}")
+        return dict.fromkeys(fits, target.name)
+
+    def names(self) -> Iterator[str]:
+        """Canonical names of all tensors."""
+        return iter(self._tensors)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._tensors
+
+    def take(self, name: str) -> RawTensor:
+        """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.
+
+        Data is a read-only view of the file, or a new array where it had to be converted.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self.path}: there is no tensor {name}")
+        for file in self._files:
+            file.check()
+        self._taken.add(name)
+        if name not in self._targets:
+            return tensor
+        try:
+            return convert(tensor, self._targets[name], self._tick)
+        except ModelError as error:
+            raise ModelError(f"{self.path}: tensor {name}: {error}") from None
+
+    def _tick(self, elements: int) -> None:
+        self._converted += elements
+        if self._progress is not None:
+            self._progress("converting weights", min(self._converted, self._to_convert), self._to_convert)
+
+    def finish(self) -> None:
+        """ModelError naming the tensors that nobody took: the model would run without part of itself."""
+        left = [name for name in self._tensors if name not in self._taken]
+        if left:
+            names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
+
+    @property
+    def bytes_by_type(self) -> dict[str, int]:
+        """Bytes of the tensors on disk by storage type, the largest share first."""
+        sizes: Counter[str] = Counter()
+        for name, own in self._own_types.items():
+            sizes[own] += self._tensors[name].data.nbytes
+        return dict(sizes.most_common())
+
+    @property
+    def main_type(self) -> str:
+        """The storage type that holds most of the weights of the layers: what people call the model's quantisation."""
+        sizes: Counter[str] = Counter()
+        for name in matrix_names(self.config):
+            if name in self._own_types:
+                sizes[self._own_types[name]] += self._tensors[name].size
+        return sizes.most_common(1)[0][0]
+
+    def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """(name, type, shape, bytes) of every tensor on disk."""
+        tensors = ((name, self._tensors[name]) for name in self._own_types)
+        return [(name, tensor.type, tensor.shape, tensor.data.nbytes) for name, tensor in tensors]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hexadecimal digits that change with the model: its configuration, its tensors, and samples of their bytes."""
+        digest = hashlib.sha256()
+        for file in self._files:
+            file.check()
+        digest.update(repr(replace(self.config, name="", tied_embeddings="head" not in self._own_types)).encode())
+        for name, type_name, shape, nbytes in sorted(self.tensor_list()):
+            digest.update(f"{name} {type_name} {shape} {nbytes}\n".encode())
+            data = self._tensors[name].data
+            middle = len(data) // 2
+            for part in (data[:256], data[middle : middle + 256], data[-256:]):
+                digest.update(part.tobytes())
+        return digest.hexdigest()[:32]
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from powerinfer.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+
+        return tokenizer_from_gguf(self.metadata) if self.source == "gguf" else tokenizer_from_folder(self.path)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, made on the first call. ModelError if the model has none that can be used."""
+        return self._tokenizer
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, None if it has none."""
+        from powerinfer.formats.chat import ChatTemplate
+
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template is None:
+            return None
+        bos, eos = (tokenizer.token_text(id) if id is not None else "" for id in (tokenizer.bos_id, tokenizer.eos_id))
+        return ChatTemplate(tokenizer.chat_template, bos, eos)
+
+
+def _fallback(tensor: RawTensor) -> str:
+    """The type to convert to when no kernel takes the tensor as it is, else its own."""
+    if len(tensor.shape) == 1:
+        return tensor.type if tensor.type in FLOAT_TYPES else "F32"
+    if tensor.type in NATIVE_TYPES:
+        return tensor.type
+    return "F32" if tensor.type == "F64" else "Q8_0"
+
+
+def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Progress | None = None) -> Checkpoint:
+    """Open a GGUF file (any part of a split one), a Hugging Face folder, or a folder that holds one GGUF model.
+
+    quantize: "q8_0" or "q4_0", to quantise the matrices of a float model as they are taken. ModelError if the model
+    is malformed or of a kind this engine does not run, RequestError if the request does not suit it.
+    """
+    return Checkpoint(_open(Path(path)), quantize, progress)
+
+
+def _open(path: Path) -> Source:
+    if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").exists():
+        path = path.parent  # any file of a Hugging Face folder stands for the folder
+    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise ModelError(f"{path}: pickle files can run code and are never read; use a GGUF file or safetensors")
+    if not path.is_dir():
+        from powerinfer.formats.gguf_model import open_gguf
+
+        return open_gguf(path)
+    if (path / "config.json").exists():
+        from powerinfer.formats.folder import open_folder
+
+        return open_folder(path)
+    return _open(_only_gguf(path))
+
+
+def _only_gguf(folder: Path) -> Path:
+    """The one GGUF model of a folder: a single file, or the first part of a split one."""
+    found = sorted(file for file in folder.glob("*.gguf") if "-of-" not in file.name or "-00001-of-" in file.name)
+    if not found:
+        raise ModelError(f"{folder} holds no model: neither config.json with safetensors files nor a GGUF file")
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4])
+        raise ModelError(f"{folder} holds {len(found)} GGUF models; name one of them: {names}")
+    return found[0]

@@ -1,0 +1,96 @@
+"""Values out of metadata that somebody else wrote: the right type, in range, or a ModelError that names the key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from powerinfer.errors import ModelError
+from powerinfer.formats.mapped import shown
+
+T = TypeVar("T")
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """Typed reads of a mapping; every key that is read is remembered, so that `unread` can name the others.
+
+    where: what the errors begin with, a file name; prefix: put before every key.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+        self._values = values
+        self._prefix = prefix
+        self._read: set[str] = set()
+        self.where = where
+
+    def bad(self, key: str, why: str) -> ModelError:
+        """The error for a key with a value that will not do."""
+        return ModelError(f"{self.where}: {self._prefix}{key} {why}")
+
+    def get(self, key: str, default: T) -> Any | T:
+        """The value as it is; `default` when the key is absent or null."""
+        self._read.add(key)
+        value = self._values.get(self._prefix + key)
+        return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.get(key, None) is not None
+
+    def stated(self, key: str) -> bool:
+        """Whether the key is there, even if it is null."""
+        return self._prefix + key in self._values
+
+    def _typed(self, key: str, default: Any, accept: Callable[[Any], Any], what: str) -> Any:
+        value = self.get(key, _REQUIRED)
+        if value is _REQUIRED:
+            if default is _REQUIRED:
+                raise self.bad(key, "is missing")
+            return default
+        accepted = accept(value)
+        if accepted is None:
+            raise self.bad(key, f"is {shown(value)}, not {what}")
+        return accepted
+
+    def integer(self, key: str, low: int, high: int, default: Any = _REQUIRED) -> Any:
+        """An integer from `low` to `high`; a list of equal ones counts as one."""
+
+        def accept(value: Any) -> int | None:
+            if type(value) is list and value and all(type(v) is int and v == value[0] for v in value):
+                value = value[0]
+            return value if type(value) is int and low <= value <= high else None
+
+        return self._typed(key, default, accept, f"a number from {low} to {high}")
+
+    def number(self, key: str, low: float, high: float, default: Any = _REQUIRED) -> Any:
+        """A finite float from `low` to `high`."""
+
+        def accept(value: Any) -> float | None:
+            # an integer beyond `high` may be beyond any float as well, so compare before converting
+            right = type(value) in (int, float) and low <= value <= high
+            return float(value) if right and math.isfinite(value) else None
+
+        return self._typed(key, default, accept, f"a number from {low:g} to {high:g}")
+
+    def flag(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A truth value."""
+        return self._typed(key, default, lambda value: value if type(value) is bool else None, "true or false")
+
+    def text(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A string."""
+        return self._typed(key, default, lambda value: value if type(value) is str else None, "a text")
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuse any value but these (absent and null pass): the engine does nothing that the key could ask for."""
+        value = self.get(key, None)
+        if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
+            raise self.bad(key, f"is {shown(value)}, which this engine does not support")
+
+    def unread(self) -> list[str]:
+        """Keys below the prefix that nobody read."""
+        start = len(self._prefix)
+        keys = (key[start:] for key in self._values if key.startswith(self._prefix))
+        return sorted(key for key in keys if key not in self._read)

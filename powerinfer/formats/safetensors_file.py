@@ -1,0 +1,124 @@
+"""Safetensors files: an 8-byte length, a JSON header, the data. Parsed strictly; tensors are views of the mapping.
+
+The `safetensors` library gives copies or framework tensors; this gives the bytes where they lie, under the same rules:
+no overlaps, no holes, no duplicate names, nothing beyond the end.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from powerinfer.errors import ModelError
+from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.tensors import RawTensor
+
+_MAX_HEADER = 1 << 24  # 100,000 tensors have less; the bound keeps a hostile header from costing seconds
+_MAX_JSON = 1 << 24
+_MAX_DIMS = 8
+_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+
+
+def parse_json(raw: bytes, where: str) -> Any:
+    """JSON that somebody else wrote; ModelError for bad UTF-8, duplicate keys, NaN, or nesting without end."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return result
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=constant)
+    except UnicodeDecodeError:
+        raise ModelError(f"{where}: not valid UTF-8") from None
+    except RecursionError:
+        raise ModelError(f"{where}: nested too deeply") from None
+    except ValueError as error:
+        raise ModelError(f"{where}: not valid JSON ({error})") from None
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
+    """The object in a JSON file, and the file; ModelError if it is not an object of sane size."""
+    file = MappedFile(path)
+    if file.size > _MAX_JSON:
+        raise ModelError(f"{path}: {file.size} bytes are absurd for such a file")
+    value = parse_json(file.read(0, file.size), str(path))
+    if type(value) is not dict:
+        raise ModelError(f"{path}: not a JSON object")
+    return value, file
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], MappedFile]:
+    """All tensors of a file under their own names, views of the mapped file. ModelError if it is malformed.
+
+    A tensor of an integer or 8-bit type is listed with that type; reading it fails later, by name.
+    """
+    file = MappedFile(path)
+    if file.size < 8:
+        raise ModelError(f"{path}: not a safetensors file, or truncated")
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > min(_MAX_HEADER, file.size - 8):
+        raise ModelError(f"{path}: the header claims {length} bytes; not a safetensors file, or truncated")
+    header = parse_json(file.read(8, length), str(path))
+    if type(header) is not dict:
+        raise ModelError(f"{path}: the header is not a JSON object")
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and type(metadata) is not dict:
+        raise ModelError(f"{path}: __metadata__ is not a JSON object")
+    start = 8 + length
+    entries = [(*_entry(name, entry, str(path)), name) for name, entry in header.items()]
+    entries.sort(key=lambda entry: entry[:2])
+    _check_layout(entries, file.size - start, str(path))
+    data = file.view()[start:]
+    return {name: RawTensor(kind, shape, data[begin:end]) for begin, end, kind, shape, name in entries}, file
+
+
+def _entry(name: str, entry: Any, where: str) -> tuple[int, int, str, tuple[int, ...]]:
+    """(begin, end, type, shape) of one entry of the header, consistent in itself."""
+
+    def bad(why: str) -> ModelError:
+        return ModelError(f"{where}: tensor {shown(name)} {why}")
+
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise bad("is not described by dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(kind) is not str or kind not in _BYTES:
+        raise bad(f"has the unknown type {shown(kind)}")
+    if not _naturals(shape) or len(shape) > _MAX_DIMS:
+        raise bad(f"has the shape {shown(shape)}")
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise bad(f"has the offsets {shown(offsets)}")
+    nbytes = _BYTES[kind]
+    for dim in shape:
+        nbytes *= dim  # Python integers: nothing wraps
+    if offsets[1] - offsets[0] != nbytes:
+        raise bad("has offsets that do not go with its shape")
+    return offsets[0], offsets[1], kind, tuple(shape)
+
+
+def _naturals(value: Any) -> bool:
+    """Whether it is a list of numbers from 0 to 2**63."""
+    return type(value) is list and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+
+
+def _check_layout(entries: list[tuple[int, int, str, tuple[int, ...], str]], size: int, where: str) -> None:
+    """Sorted entries must follow one another without overlap or hole and fill the data."""
+    at = 0
+    for begin, end, *_, name in entries:
+        if end > size:
+            raise ModelError(f"{where}: tensor {shown(name)} runs past the end of the file; is the download complete?")
+        if begin != at:
+            raise ModelError(f"{where}: tensor {shown(name)} {'overlaps another' if begin < at else 'follows a hole'}")
+        at = end
+    if at != size:
+        raise ModelError(f"{where}: {size - at} bytes at the end belong to no tensor")

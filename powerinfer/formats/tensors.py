@@ -1,0 +1,80 @@
+"""A tensor as it is stored, and its conversion to a type that the kernels take."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize, quantize
+
+NATIVE_TYPES = frozenset(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
+"""The types of matrices that the native kernels take."""
+
+FLOAT_TYPES = frozenset(("F32", "F16", "BF16"))
+
+_PIECE = 1 << 21  # elements converted by one thread at a time
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """type: a name of `quant.BLOCK_TYPES`; shape: row-major, elements; data: its bytes, uint8 1-D, contiguous.
+
+    `data` is often a read-only view of a mapped file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def rows(self) -> Bytes:
+        """The bytes row by row, uint8 [rows, row_bytes]; a 1-D tensor is one row."""
+        cols = self.shape[-1]
+        return self.data.reshape(self.size // cols, block_type(self.type).row_bytes(cols))
+
+    def float32(self) -> Floats:
+        """The values, float32 of `shape`; a read-only view where the tensor is stored as F32 and aligned."""
+        if self.type == "F32" and self.data.ctypes.data % 4 == 0:
+            return self.data.view("<f4").reshape(self.shape)
+        return dequantize(self.rows(), self.type).reshape(self.shape)
+
+
+def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:
+    """The tensor in another type, a new array; `tick` gets the number of elements done, now and then.
+
+    ModelError if a value cannot be held by the type or a type cannot be read or written.
+    """
+    rows = tensor.rows()
+    cols = tensor.shape[-1]
+    kind = block_type(type_name)
+    out = np.empty((len(rows), kind.row_bytes(cols)), np.uint8)
+    step = max(1, _PIECE // cols)
+
+    def piece(start: int) -> int:
+        part = rows[start : start + step]
+        out[start : start + step] = quantize(dequantize(part, tensor.type), type_name)
+        return len(part) * cols
+
+    starts = range(0, len(rows), step)
+    if len(starts) == 1:
+        tick(piece(0))
+    else:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(len(starts), _cores())) as pool:
+            for done in pool.map(piece, starts):
+                tick(done)
+    return RawTensor(type_name, tensor.shape, out.reshape(-1))
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return max(1, min(8, len(affinity(0)) if affinity else os.cpu_count() or 1))
