@@ -1,7 +1,7 @@
 """Show what a model is and how it would run; nothing is computed.
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (layers, d_model, heads, ...), rope, activation,
-quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (what would be chosen and why).
+quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
         "attention": f"{sizes['n_heads']} heads of {sizes['head_dim']}, {sizes['n_kv_heads']} for keys and values",
         "context": f"{sizes['context_length']} tokens",
         "vocabulary": f"{sizes['vocab_size']} tokens, answers end at {document['tokenizer']['end_ids']}",
-        "rope": ", ".join(f"{key} {value}" for key, value in document["rope"].items() if value not in (None, False, 0)),
+        "rope": _rope(document["rope"]),
         "switches": ", ".join(name for name, value in document["switches"].items() if value) or "none",
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
         "chat": "has a chat template" if document["chat_template"] else "no chat template: use --raw",
@@ -90,3 +90,9 @@ def _show(document: dict[str, Any], out: Output) -> None:
         out.line(f"{label:<14}{text}")
     for note in document["notes"]:
         out.note(note)
+
+
+def _rope(rope: dict[str, Any]) -> str:
+    pairs = "interleaved pairs" if rope["interleaved"] else "pairs of halves"
+    scaling = f", {rope['scaling']} scaling by {rope['factor']:g}" if rope["scaling"] else ""
+    return f"theta {rope['theta']:g}, {rope['dim']} dimensions in {pairs}{scaling}"
