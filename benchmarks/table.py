@@ -1,0 +1,161 @@
+"""Write the benchmark table of the README from the newest results.
+
+    python benchmarks/table.py [--check]     --check: only say whether the README is up to date (exit status 1: not)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+MARKERS = re.compile(r"(<!-- benchmark table: begin -->\n).*?(<!-- benchmark table: end -->)", re.DOTALL)
+OURS = "powerinfer"
+LABELS = {"prefill_tok_s": "prefill of 512", "decode_tok_s": "decode"}
+MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
+
+
+def newest(kind: str) -> dict[str, Any] | None:
+    """The latest result of a kind, by the date inside it."""
+    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    documents = [document for document in documents if document.get("kind") == kind]
+    return max(documents, key=lambda document: document["date"], default=None)
+
+
+def model_label(name: str) -> str:
+    family, _, block_type = name.partition("-")
+    return f"{MODELS.get(family, family)} {block_type}"
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def cell(engine: dict[str, Any], rate: str) -> str:
+    if rate not in engine:
+        return "fails"
+    return number(engine[rate]["median"]) + ("" if engine["kept"] >= 3 else "*")
+
+
+def speed_rows(document: dict[str, Any]) -> list[str]:
+    peers = list(document["peers"])
+    heads = ["", "threads", OURS, *(f"{peer} | ratio" for peer in peers)]
+    rows = ["| " + " | ".join(heads) + " |", "|---|---|" + "---|" * (1 + 2 * len(peers))]
+    for rate, label in LABELS.items():
+        for entry in document["speed"]:
+            cells = [f"{label}, {model_label(entry['model'])}", str(entry["threads"])]
+            cells.append(cell(entry["engines"][OURS], rate))
+            for peer in peers:
+                ratio = entry["ratio"][peer][rate]
+                cells += [cell(entry["engines"][peer], rate), f"{ratio['median']:.2f}" if ratio else ""]
+            rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def start_rows(document: dict[str, Any]) -> list[str]:
+    start = document.get("start")
+    if not start:
+        return []
+    rows = [
+        "",
+        f"Process start to first token, {model_label(start['model'])}, 5-token prompt, {start['threads']} threads:",
+        "",
+        "| | seconds | peak memory, MiB |",
+        "|---|---|---|",
+    ]
+    for label, engine in start["engines"].items():
+        if "wall_s" in engine:
+            rows.append(f"| {label} | {engine['wall_s']['median']:.2f} | {engine['peak_rss_mib']['median']:.0f} |")
+    return rows
+
+
+def derived_lines(document: dict[str, Any]) -> list[str]:
+    """Thread scaling, Python's share, and how much of the memory bandwidth decoding uses."""
+    lines = []
+    decode = {(entry["model"], entry["threads"]): entry["engines"] for entry in document["speed"]}
+    for model, threads in list(decode):
+        own = decode[model, threads][OURS]
+        if threads < 2 or "decode_tok_s" not in own:
+            continue
+        parts = []
+        single = decode.get((model, 1), {}).get(OURS, {})
+        if "decode_tok_s" in single:
+            parts.append(f"{own['decode_tok_s']['median'] / single['decode_tok_s']['median']:.2f} times one thread")
+        bandwidth = document["read_bandwidth_gb_s"].get(str(threads))
+        if own.get("bytes_per_token") and bandwidth:
+            rate = own["bytes_per_token"] * own["decode_tok_s"]["median"] / 1e9
+            parts.append(f"{rate:.1f} GB/s of {bandwidth:.1f} GB/s read bandwidth")
+        if "python_share" in own:
+            parts.append(f"{100 * own['python_share']:.1f} % of a step in Python")
+        if parts:
+            lines.append(f"- decode of {model_label(model)} with {threads} threads: " + ", ".join(parts))
+    return ["", *lines] if lines else []
+
+
+def quality_rows(document: dict[str, Any] | None) -> list[str]:
+    if not document:
+        return []
+    rows = [
+        "",
+        f"Against `transformers` in fp32 on the same dequantised weights ({document['text']}, "
+        f"{document['models'][0]['scored_tokens']} scored tokens, windows of 512):",
+        "",
+        "| | engine | top-1 agreement | mean KL | perplexity |",
+        "|---|---|---|---|---|",
+    ]
+    for model in document["models"]:
+        name = model_label(model["model"].removesuffix(".gguf"))
+        for label, values in model["engines"].items():
+            if label == "reference":
+                rows.append(f"| {name} | transformers | 1 | 0 | {values['perplexity']:.3f} |")
+            else:
+                agreement, kl = f"{values['top1_agreement']:.4f}", f"{values['mean_kl']:.2e}"
+                rows.append(f"| {name} | {label} | {agreement} | {kl} | {values['perplexity']:.3f} |")
+    return rows
+
+
+def heading(document: dict[str, Any]) -> list[str]:
+    cpu = document["cpu"]
+    units = ", ".join(cpu["units"])
+    return [
+        f"{document['date'][:10]}, commit {document['commit']}, {cpu['cores']} cores of {cpu['name']} ({units}), "
+        f"{document['compiler']}. Tokens per second, medians of {max_runs(document)} interleaved runs; the ratio is "
+        "the median of the ratios within a round; * fewer than three undisturbed runs.",
+        "",
+    ]
+
+
+def max_runs(document: dict[str, Any]) -> int:
+    return max(entry["engines"][OURS]["runs"] for entry in document["speed"])
+
+
+def table() -> str:
+    document = newest("speed")
+    if document is None:
+        sys.exit(f"no speed result in {RESULTS}; run benchmarks/compare.py first")
+    lines = heading(document) + speed_rows(document) + derived_lines(document) + start_rows(document)
+    return "\n".join(lines + quality_rows(newest("quality"))) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    if not MARKERS.search(text):
+        sys.exit("README.md has no benchmark markers")
+    body = table()
+    changed = MARKERS.sub(lambda found: found[1] + body + found[2], text)
+    if arguments.check:
+        sys.exit(0 if changed == text else "the table in README.md is not made from the newest result")
+    readme.write_text(changed)
+
+
+if __name__ == "__main__":
+    main()
