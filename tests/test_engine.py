@@ -204,6 +204,11 @@ def test_a_failing_request_does_not_disturb_the_others() -> None:
     with pytest.raises(RequestError, match="forbids every token"):
         llm.generate(["a", "b"], [GREEDY, nothing])
     usable(llm)
+    request = llm._runner.request([1, 2], nothing)
+    llm._runner.submit(request)
+    llm._runner.advance(request)
+    assert request.ended and request.completion is None
+    usable(llm)
 
 
 def test_a_closed_stream_frees_its_pages() -> None:

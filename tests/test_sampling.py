@@ -93,6 +93,10 @@ def test_the_support_is_exact() -> None:
     for options, support in cases:
         sampler = Sampler(SamplingParams(**{**OFF, "seed": 1, **options}), 5)
         assert {sampler.sample(logits) for _ in range(300)} == support, options
+    flat = Sampler(SamplingParams(**{**OFF, "seed": 1, "top_p": 0.5}), 2000)
+    drawn = [flat.sample(np.zeros(2000, np.float32)) for _ in range(1000)]
+    # 1000 draws from 1000 ids: none in the upper half of them has a chance of 2 ** -1000
+    assert 500 < max(drawn) < 1000
 
 
 @settings(max_examples=60, deadline=None)

@@ -57,7 +57,7 @@ class LLM:
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         tokenizer = checkpoint.tokenizer()
         executor = load(checkpoint, engine, progress)
-        template = _chat_template(tokenizer)
+        template = checkpoint.chat_template()
         self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
         self.checkpoint = checkpoint
 
@@ -98,7 +98,7 @@ class LLM:
         return self._runner.context
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt
         self, prompts: str, params: SamplingParams | None = None, progress: Progress | None = None
     ) -> Completion: ...
 
@@ -221,15 +221,6 @@ class LLM:
                     runner.advance(request)
         finally:
             runner.abort(request)
-
-
-def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    if tokenizer.chat_template is None:
-        return None
-    from powerinfer.formats.chat import ChatTemplate
-
-    bos, eos = ("" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatTemplate(tokenizer.chat_template, bos, eos)
 
 
 def _answer(request: Request) -> Completion:

@@ -201,7 +201,7 @@ class Runner:
         count = request.params.logprobs
         logprobs = None
         if count is not None:
-            logprobs = token_logprobs(logits, token, count)
+            logprobs = token_logprobs(logits, token, count, self._scratch[1])
             request.logprobs.append(logprobs)
         request.last_token_time = time.perf_counter()
         if request.first_token_time is None:

@@ -164,10 +164,14 @@ def largest(logits: Float32, count: int) -> Ids:
     return ids[order]
 
 
-def token_logprobs(logits: Float32, token: int, count: int) -> TokenLogprobs:
-    """Log-probabilities, by log-softmax of the logits, of `token` and of the `count` likeliest tokens."""
+def token_logprobs(logits: Float32, token: int, count: int, scratch: Float32 | None = None) -> TokenLogprobs:
+    """Log-probabilities, by log-softmax of the logits, of `token` and of the `count` likeliest tokens.
+
+    `scratch`, float32 [vocab], is overwritten.
+    """
     highest = float(logits.max())
-    log_total = highest + float(np.log(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
+    weights = np.subtract(logits, np.float32(highest), out=scratch)
+    log_total = highest + float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64)))
     top = tuple((int(i), float(logits[i]) - log_total) for i in largest(logits, count)) if count else ()
     return TokenLogprobs(float(logits[token]) - log_total, top)
 

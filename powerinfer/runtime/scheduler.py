@@ -141,7 +141,6 @@ class Scheduler:
         while page is None:
             youngest = self.running[-1]
             self._stop_running(youngest)
-            youngest.computed = 0
             self.waiting.appendleft(youngest)
             if youngest is request:
                 return
@@ -156,6 +155,7 @@ class Scheduler:
                 del self._pending[key]
         self.cache.release(request.pages)
         request.pages = []
+        request.computed = 0
         self._page_table[request.row] = -1
         heappush(self._rows, request.row)
         request.row = -1
