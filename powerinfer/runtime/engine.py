@@ -90,12 +90,23 @@ class LLM:
         self.template = template
         self.load_s = load_s
         self.checkpoint = None
+        self._executor = executor
         self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
 
     @property
     def context(self) -> int:
         """Most tokens of a prompt with its answer."""
         return self._runner.context
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What was chosen for this machine (instruction set, threads, ...) and why, as far as the device says."""
+        return dict(getattr(self._executor, "choices", {}))
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Bytes of weights that one decoded token reads, if the device knows."""
+        return getattr(self._executor, "bytes_per_token", None)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt
