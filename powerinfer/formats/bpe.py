@@ -13,6 +13,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from powerinfer.errors import ModelError
+
 MAX_CHARS = 1024  # above it the native engine, once built, is quicker
 _NEVER = (float("inf"),)
 
@@ -87,7 +89,11 @@ class SmallByteBPE:
             if whole is not None:
                 ids.append(whole)
             else:
-                ids += [vocab[symbol] for symbol in merge([char for char in piece if char in vocab], self._rank)]
+                symbols = merge([char for char in piece if char in vocab], self._rank)
+                try:
+                    ids += [vocab[symbol] for symbol in symbols]
+                except KeyError as error:
+                    raise ModelError(f"the tokenizer merges into {error.args[0][:40]!r}, which is no token") from error
         return ids
 
 

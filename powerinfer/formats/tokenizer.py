@@ -83,22 +83,23 @@ class Vocabulary:
     chat_template: str | None = None
 
 
-class _Engine:
-    """The native tokenizer, once with its special tokens and, sharing its vocabulary, without them.
+class Engine:
+    """The native tokenizer `full`, once with its special tokens and, sharing its vocabulary, without them.
 
     `inner` is the one without for text that does not begin the whole: some put a space before the whole text only.
+    plain_model: the vocabulary for text without special tokens, where it is not that of `full`.
     """
 
-    def __init__(self, full: tokenizers.Tokenizer) -> None:
+    def __init__(self, full: tokenizers.Tokenizer, plain_model: Any = None) -> None:
         full.no_truncation()
         full.no_padding()
         self._full = full
-        self._plain = _without_special(full, full.pre_tokenizer)
+        self._plain = _without_special(full, plain_model or full.model, full.pre_tokenizer)
         self._inner = self._plain
         state = b"null" if full.pre_tokenizer is None else full.pre_tokenizer.__getstate__()
         if b'"prepend_scheme":"first"' in state:
             inner = _pre_tokenizer(state.replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"'))
-            self._inner = _without_special(full, inner)
+            self._inner = _without_special(full, plain_model or full.model, inner)
 
     def encode(self, text: str, special: bool, first: bool) -> list[int]:
         engine = self._full if special else self._plain if first else self._inner
@@ -106,10 +107,10 @@ class _Engine:
         return ids
 
 
-def _without_special(full: tokenizers.Tokenizer, pre_tokenizer: Any) -> tokenizers.Tokenizer:
+def _without_special(full: tokenizers.Tokenizer, model: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
     import tokenizers
 
-    plain = tokenizers.Tokenizer(full.model)
+    plain = tokenizers.Tokenizer(model)
     if full.normalizer is not None:
         plain.normalizer = full.normalizer
     if pre_tokenizer is not None:
@@ -138,7 +139,7 @@ class Tokenizer:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        build: Callable[[], tokenizers.Tokenizer],
+        build: Callable[[], Engine],
         small: Callable[[], SmallEncoder] | None = None,
     ) -> None:
         self._vocabulary = vocabulary
@@ -153,9 +154,9 @@ class Tokenizer:
         self.special_tokens = tuple(token.text for token in vocabulary.added if token.special)
 
     @cached_property
-    def _engine(self) -> _Engine:
+    def _engine(self) -> Engine:
         with native_errors("the tokenizer"):
-            return _Engine(self._build())
+            return self._build()
 
     @cached_property
     def _small(self) -> SmallEncoder | None:

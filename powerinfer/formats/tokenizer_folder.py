@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Tokenizer, Vocabulary, native_errors
+from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Engine, Tokenizer, Vocabulary, native_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -30,7 +30,7 @@ def read(path: str | PathLike[str]) -> Tokenizer:
         engine.no_truncation()
         engine.no_padding()
         vocabulary = _vocabulary(engine, folder)
-    return Tokenizer(vocabulary, lambda: engine)
+    return Tokenizer(vocabulary, lambda: Engine(engine))
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats import bpe
-from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, SmallEncoder, Tokenizer, Vocabulary
+from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Engine, SmallEncoder, Tokenizer, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -174,7 +174,7 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
         byte_level=True, add_bos=gguf.flag("add_bos_token", pre.add_bos), add_eos=gguf.flag("add_eos_token", False)
     )
 
-    def build() -> tokenizers.Tokenizer:
+    def build() -> Engine:
         from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
         pairs: Any = [tuple(entry.split(" ")) for entry in merges]
@@ -206,7 +206,7 @@ def _gguf_scored(gguf: _GGUF) -> Tokenizer:
     )
     atoms = frozenset(gguf.pieces[at] for at in {*gguf.types, *(token.id for token in vocabulary.added)})
 
-    def build() -> tokenizers.Tokenizer:
+    def build() -> Engine:
         from tokenizers import Tokenizer, models, normalizers
 
         unknown = None if vocabulary.unk_id is None else gguf.pieces[vocabulary.unk_id]
@@ -235,27 +235,31 @@ def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
         add_eos=gguf.flag("add_eos_token", True),
     )
 
-    def build() -> tokenizers.Tokenizer:
+    def build() -> Engine:
         from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
         pairs = list(zip(gguf.pieces, scores, strict=True))
-        engine = Tokenizer(models.Unigram(pairs, vocabulary.unk_id, bool(vocabulary.byte_pieces)))
+        options = (vocabulary.unk_id, bool(vocabulary.byte_pieces))
+        engine = Tokenizer(models.Unigram(pairs, *options))
         steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
         if squeeze:
             steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         if steps:
             engine.normalizer = normalizers.Sequence(steps)
         engine.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always" if prefix else "never")
-        return _with_added(engine, vocabulary)
+        # The model would find its special tokens in plain text too, so it gets them under names that no text has.
+        named = {at: f"\ufffe{at}" for at, kind in gguf.types.items() if kind in (CONTROL, UNKNOWN)}
+        plain = [(named.get(at, piece), score) for at, (piece, score) in enumerate(pairs)]
+        return _with_added(engine, vocabulary, models.Unigram(plain, *options))
 
-    return Tokenizer(_with_bos(vocabulary), build, None)
+    return Tokenizer(_with_bos(vocabulary), build)
 
 
-def _with_added(engine: tokenizers.Tokenizer, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+def _with_added(engine: tokenizers.Tokenizer, vocabulary: Vocabulary, plain_model: Any = None) -> Engine:
     from tokenizers import AddedToken
 
     engine.add_tokens([AddedToken(token.text, special=token.special, normalized=False) for token in vocabulary.added])
-    return engine
+    return Engine(engine, plain_model)
 
 
 def _with_bos(vocabulary: Vocabulary) -> Vocabulary:

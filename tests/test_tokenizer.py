@@ -1,0 +1,644 @@
+"""The tokenizer against transformers and sentencepiece, on vocabularies trained here; streaming; malformed metadata."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats import bpe
+from powerinfer.formats.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It's what they'd've said, isn't it? WE'RE DONE, I'LL SAY!",
+    "def add(a: int, b: int) -> int:\n    return a + b  # sum\n\nfor i in range(1234567890):\n\tprint(i, '\\n')\r\n",
+    "Falsches Üben von Xylophonmusik quält jeden größeren Zwerg. Ça va? Où est l'été à Noël, garçon?",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю. Γαζέες καὶ μυρτιὲς δὲν θὰ βρῶ πιά.",
+    "いろはにほへと ちりぬるを 我能吞下玻璃而不伤身体。 나는 유리를 먹을 수 있어요. ฉันกินกระจกได้",
+    "أنا قادر على أكل الزجاج و هذا لا يؤلمني. אני יכול לאכול זכוכית. मैं काँच खा सकता हूँ",
+    "3.14159 2,718 1e-10 0xDEADBEEF 192.168.0.1 10% $99.99 (a+b)**2 == c[0] && !d || e->f; /* x */",
+    "aaaa bbbb abab aabb the the then there their them hello hello world worlds wording",
+] * 3
+
+SPECIALS = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|im_end|>>"]
+LITERALS = ["<tool>", "▁▁"]
+
+HARD = [
+    "",
+    " ",
+    "   ",
+    "\n",
+    "\n\n\n \t \r\n\x0b\x0c  x",
+    "\t\tif x:\n\t\t    y  =  1   \n\n\n",
+    "trailing   ",
+    "   leading",
+    "a  b   c    d     e" + " " * 40 + "f",
+    "\u00a0nbsp\u2003em\u200bzero\u3000wide\ufeffbom\x85nel\x1cfs",
+    "Hello, y'all! It's I'LL we'Ve 'S 'd'D don't''t",
+    "caf\u00e9 cafe\u0301 \ufb01ne \u212b \u1e9b\u0323 \uac00\u1100\u1161 I\u0307 \u017ft's",
+    "👩‍👩‍👧‍👦 👨🏽‍🚀 🏳️‍🌈 🇨🇭🇯🇵 ❤️‍🔥 e\u0301\u0302\u0303 🤦🏼‍♂️👍🏿",
+    "日本語と中文混排English한국어ไทยالعربيةעברית हिन्दी",
+    "Zażółć gęślą jaźń; Ελληνικά; Кириллица; Tiếng Việt rất đẹp; ǅ ʰ ª º ② Ⅷ ٣٤ ½ 𝟘𝟙 𝓗𝓲",
+    "1 12 123 1234 12345 123456789012 3.14 1,000 x86_64 v1.2.3",
+    "for(int i=0;i<n;++i){a[i]^=~b|(c<<3);}// ok\\n\\t\"'`",
+    "https://example.org/a_b-c/?q=1&r=%20#frag <a href='x'>&amp;</a> user@host.tld C:\\dir\\f.txt",
+    "<|begin|>hello<|end|> <|im_start|>user\nhi<|im_end|>>\n<|im_end|",
+    "<|im_end|><|im_end|>><|im_<|im_end|>end|><tool> <tool>x▁▁y",
+    "</s><s><unk><pad><0x0A>▁x",
+    "\x00\x01\x7f\ufffd\U0010ffff\ue000\u2028\u2029",
+    "lone \ud800 surrogate \udfff and a pair \ud83d\ude00",
+    "a" * 3000,
+    "ab" * 1500,
+    " " * 2000 + "x" + "\n" * 1500,
+    "the " * 900,
+    "あ" * 1200,
+    "👍🏿" * 700,
+]
+
+OFFICIAL = {  # as in the tokenizer.json of the models
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+}
+
+
+@cache
+def byte_level_json(pre: str) -> str:
+    """tokenizer.json of a byte-level BPE with the pre-tokenizer of a model family, trained on CORPUS."""
+    from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Native
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+
+    native = Native(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OFFICIAL[pre] is None)
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    split = [pre_tokenizers.Split(Regex(OFFICIAL[pre]), "isolated")] if OFFICIAL[pre] else []
+    native.pre_tokenizer = pre_tokenizers.Sequence([*digits, *split, level])
+    if pre == "qwen2":
+        native.normalizer = normalizers.NFC()
+    native.decoder = ByteLevelDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    native.train_from_iterator(CORPUS, trainer)
+    native.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    native.add_tokens([AddedToken(text, special=False, normalized=False) for text in LITERALS])
+    if pre == "llama-bpe":
+        begin = native.token_to_id("<|begin|>")
+        native.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", begin)])
+    return native.to_str()
+
+
+def byte_level_metadata(pre: str) -> dict[str, Any]:
+    """The same as the metadata of a GGUF file."""
+    data = json.loads(byte_level_json(pre))
+    vocab = {**data["model"]["vocab"], **{token["content"]: token["id"] for token in data["added_tokens"]}}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    assert [vocab[token] for token in tokens] == list(range(len(tokens)))
+    types = [3 if token in SPECIALS else 4 if token in LITERALS else 1 for token in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in data["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": vocab["<|begin|>"],
+        "tokenizer.ggml.eos_token_id": vocab["<|end|>"],
+    }
+
+
+@cache
+def oracle(pre: str) -> Any:
+    from tokenizers import Tokenizer as Native
+    from transformers import PreTrainedTokenizerFast
+
+    native = Native.from_str(byte_level_json(pre))
+    return PreTrainedTokenizerFast(tokenizer_object=native, bos_token="<|begin|>", eos_token="<|end|>")
+
+
+def valid(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def native_only(tokenizer: Tokenizer) -> Tokenizer:
+    assert tokenizer._engine is not None  # once it is built, short texts go through it too
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("pre", OFFICIAL)
+def test_byte_level_ids_are_those_of_transformers(pre: str, special: bool) -> None:
+    reference = oracle(pre)
+    fresh, built = (
+        tokenizer_from_gguf(byte_level_metadata(pre)),
+        native_only(tokenizer_from_gguf(byte_level_metadata(pre))),
+    )
+    for text in HARD:
+        expected = reference.encode(valid(text), add_special_tokens=False, split_special_tokens=not special)
+        assert built.encode(text, special=special, add_bos=False) == expected, text[:80]
+        if text.isascii() and len(text) <= bpe.MAX_CHARS:
+            assert fresh.encode(text, special=special, add_bos=False) == expected, text[:80]
+            assert "_engine" not in fresh.__dict__, "a short text waited for the native tokenizer"
+
+
+@pytest.mark.parametrize("pre", OFFICIAL)
+def test_a_folder_gives_the_ids_of_transformers(pre: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    oracle(pre).save_pretrained(tmp_path)
+    reference, tokenizer = AutoTokenizer.from_pretrained(tmp_path), tokenizer_from_folder(tmp_path)
+    for text in HARD:
+        assert tokenizer.encode(text) == reference.encode(valid(text)), text[:80]
+        plain = reference.encode(valid(text), add_special_tokens=False, split_special_tokens=True)
+        assert tokenizer.encode(text, special=False, add_bos=False) == plain, text[:80]
+    assert tokenizer.add_bos == (pre == "llama-bpe")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (reference.bos_token_id, reference.eos_token_id)
+    assert tokenizer.vocab_size == len(reference)
+
+
+ASCII = st.text(st.characters(max_codepoint=127), max_size=60)
+ANY_TEXT = st.lists(st.one_of(st.text(max_size=8), ASCII, st.sampled_from(HARD[:22] + SPECIALS)), max_size=6).map(
+    "".join
+)
+
+
+@pytest.mark.parametrize("pre", OFFICIAL)
+def test_short_texts_in_python_get_the_ids_of_the_native_engine(pre: str) -> None:
+    fresh, built = (
+        tokenizer_from_gguf(byte_level_metadata(pre)),
+        native_only(tokenizer_from_gguf(byte_level_metadata(pre))),
+    )
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.one_of(ASCII, st.sampled_from(SPECIALS + CORPUS[:2] + CORPUS[6:8])), max_size=4).map("".join))
+    def check(text: str) -> None:
+        for special in (True, False):
+            assert fresh.encode(text, special=special) == built.encode(text, special=special)
+
+    check()
+    assert "_engine" not in fresh.__dict__
+
+
+def test_the_default_model_encodes_as_transformers_does(smollm2: Path) -> None:
+    """SmolLM2's own vocabulary, put together from the parts that its tokenizer.json names."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from tokenizers import Tokenizer as Native
+    from transformers import PreTrainedTokenizerFast
+
+    from powerinfer.formats.gguf import read_gguf
+
+    metadata = read_gguf(smollm2).metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    native = Native(models.BPE({token: at for at, token in enumerate(tokens)}, merges))
+    digits, level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    native.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+    native.add_special_tokens([AddedToken(token, normalized=False) for token in tokens[:17]])
+    reference = PreTrainedTokenizerFast(tokenizer_object=native)
+
+    tokenizer, built = tokenizer_from_gguf(metadata), native_only(tokenizer_from_gguf(metadata))
+    for text in [*HARD, *CORPUS]:
+        expected = reference.encode(valid(text))
+        assert built.encode(text) == tokenizer.encode(text) == expected, text[:80]
+    assert tokenizer.eos_ids == {tokens.index("<|im_end|>"), tokens.index("<|endoftext|>")}
+
+
+# ------------------------------------------------------------------------------------------------------- SentencePiece
+
+
+@cache
+def sentencepiece_model(kind: str, prefix: bool) -> bytes:
+    import sentencepiece
+
+    model = io.BytesIO()
+    unigram = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+    llama = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=650,
+        byte_fallback=kind == "bpe",
+        add_dummy_prefix=prefix,
+        user_defined_symbols=["<tool>", "<tool><tool>"],
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        character_coverage=1.0 if kind == "unigram" else 0.98,
+        minloglevel=2,
+        **(unigram if kind == "unigram" else llama),
+    )
+    return model.getvalue()
+
+
+def sentencepiece_metadata(kind: str, prefix: bool = True) -> dict[str, Any]:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_model(kind, prefix))
+    return {
+        "tokenizer.ggml.model": {"bpe": "llama", "unigram": "t5"}[kind],
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [piece.piece for piece in proto.pieces],
+        "tokenizer.ggml.scores": np.array([piece.score for piece in proto.pieces], dtype=np.float32),
+        "tokenizer.ggml.token_type": np.array([piece.type for piece in proto.pieces], dtype=np.int32),
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": proto.normalizer_spec.remove_extra_whitespaces,
+        "tokenizer.ggml.precompiled_charsmap": np.frombuffer(proto.normalizer_spec.precompiled_charsmap, np.uint8),
+    }
+
+
+def processor(kind: str, prefix: bool = True) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(kind, prefix))
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scored_bpe_ids_are_those_of_sentencepiece(prefix: bool) -> None:
+    reference, metadata = processor("bpe", prefix), sentencepiece_metadata("bpe", prefix)
+    fresh, built = tokenizer_from_gguf(metadata), native_only(tokenizer_from_gguf(metadata))
+    for text in [*HARD, *CORPUS]:
+        if "<tool>" in text:  # a fresh start with its own leading space after such a piece: see the test below
+            continue
+        expected = reference.encode(valid(text))
+        assert built.encode(text, special=False, add_bos=False) == expected, text[:80]
+        assert fresh.encode(text, special=False, add_bos=False) == expected, text[:80]
+        assert built.decode(expected) == reference.decode(expected), text[:80]
+    assert built.encode("x") == [1, *reference.encode("x")], "llama models begin with bos"
+
+
+def test_scored_bpe_in_python_is_the_native_one() -> None:
+    metadata = sentencepiece_metadata("bpe")
+    fresh, built = tokenizer_from_gguf(metadata), native_only(tokenizer_from_gguf(metadata))
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        st.one_of(ASCII, st.text("ab the", max_size=40), st.sampled_from(CORPUS[:2]), st.just("<s>a <tool><tool>b</s>"))
+    )
+    def check(text: str) -> None:
+        assert fresh.encode(text) == built.encode(text)
+
+    check()
+    assert "_engine" not in fresh.__dict__
+
+
+def test_text_after_a_special_token_begins_with_a_space_as_in_llama2() -> None:
+    """As the tokenizer.json of the Llama 2 family says (the normalizer prepends to every stretch of text)."""
+    tokenizer, reference = tokenizer_from_gguf(sentencepiece_metadata("bpe")), processor("bpe")
+    expected = [1, *reference.encode("the fox"), 2, *reference.encode("the dog")]
+    assert tokenizer.encode("<s>the fox</s>the dog", add_bos=False) == expected
+    tool = reference.piece_to_id("<tool>")
+    assert tokenizer.encode("<tool>the dog", add_bos=False) == [tool, *reference.encode("the dog")]
+
+
+def test_unigram_ids_are_those_of_sentencepiece() -> None:
+    reference, tokenizer = processor("unigram"), tokenizer_from_gguf(sentencepiece_metadata("unigram"))
+    texts = ["", " ", "  two  spaces  ", "ﬁne ½ ＡＢＣ ①", "a" * 500, "the " * 100, "日本語English", "</s> <unk>x</s>"]
+    for text in [*CORPUS, *texts]:
+        assert tokenizer.encode(text, special=False, add_bos=False) == reference.encode(text), text[:80]
+    assert tokenizer.encode("x</s>", special=True)[-2:] == [2, 2], "the text's own, and the one the model wants"
+
+
+def test_scores_without_ties_merge_by_score() -> None:
+    """Worked by hand: "abc" with ab (-1) before bc (-2); then abc is reached by ab + c alone."""
+    pieces = ["<unk>", "a", "b", "c", "bc", "ab", "abc", "▁"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [0.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -9.0],
+        "tokenizer.ggml.token_type": [2, 1, 1, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    for tokenizer in (tokenizer_from_gguf(metadata), native_only(tokenizer_from_gguf(metadata))):
+        assert tokenizer.encode("abc") == [6]
+        assert tokenizer.encode("bcab") == [4, 5]
+        assert tokenizer.encode("cbab") == [3, 2, 5]
+        assert tokenizer.encode("xxa y") == [0, 1, 7, 0], "without byte pieces a run of unknown characters is one unk"
+
+
+def test_a_sentencepiece_folder_gives_the_ids_of_transformers(tmp_path: Path) -> None:
+    """A Llama 2's tokenizer.json (`legacy`: a space before every stretch) and a newer one (before the first only)."""
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Native
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = sentencepiece_metadata("bpe")
+    vocab = {token: at for at, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    atoms = frozenset(["<unk>", "<s>", "</s>", "<tool>", "<tool><tool>", *(f"<0x{byte:02X}>" for byte in range(256))])
+    merges = bpe.score_merges(vocab, metadata["tokenizer.ggml.scores"].tolist(), atoms)
+    for legacy in (True, False):
+        native = Native(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        if legacy:
+            native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        else:
+            native.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+        replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+        native.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
+        native.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+        reference = PreTrainedTokenizerFast(
+            tokenizer_object=native, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        )
+        folder = tmp_path / str(legacy)
+        reference.save_pretrained(folder)
+        tokenizer = tokenizer_from_folder(folder)
+        for text in [*HARD, *CORPUS, "<s>the fox</s>the dog"]:
+            ids = reference.encode(valid(text))
+            assert tokenizer.encode(text) == ids, text[:80]
+            assert tokenizer.decode(ids, skip_special=False) == reference.decode(ids), text[:80]
+        # Masked, the second stretch must not get the space that only the first one has.
+        text = "<s>the fox</s>the dog"
+        masked = tokenizer.encode_masked(text, [(0, 3)])
+        tail = reference.encode(text)[-len(reference.encode("the dog", add_special_tokens=False)) :]
+        assert masked[-1] == tail[-1] and 2 in masked and 1 not in masked
+        space = native.token_to_id("▁")
+        assert (tokenizer.encode_masked("<s></s>c", [(0, 3)])[-2:] == [2, native.token_to_id("c")]) == (not legacy)
+        assert space is not None
+
+
+# ----------------------------------------------------------------------------------------------------- special tokens
+
+
+def test_special_text_is_plain_where_special_tokens_are_not_wanted() -> None:
+    for tokenizer in (
+        tokenizer_from_gguf(byte_level_metadata("smollm")),
+        native_only(tokenizer_from_gguf(byte_level_metadata("smollm"))),
+    ):
+        ids = tokenizer.encode("x<|im_end|>y", special=False)
+        assert not set(ids) & {tokenizer.encode(text)[0] for text in SPECIALS}
+        assert tokenizer.decode(ids) == "x<|im_end|>y"
+        (end,) = tokenizer.encode("<|im_end|>")
+        assert tokenizer.token_text(end) == "<|im_end|>"
+        assert tokenizer.decode([end]) == "" and tokenizer.decode([end], skip_special=False) == "<|im_end|>"
+
+
+def test_a_special_token_that_is_also_a_word_of_the_vocabulary_stays_out_of_plain_text() -> None:
+    """ignore_merges takes a whole word that is a piece: "halt" must not become the control token of that name."""
+    metadata = byte_level_metadata("llama-bpe")
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "halt"]
+    metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], np.int32(3))
+    halt = len(metadata["tokenizer.ggml.tokens"]) - 1
+    for tokenizer in (tokenizer_from_gguf(metadata), native_only(tokenizer_from_gguf(metadata))):
+        ids = tokenizer.encode("halt! xhalt halt", special=False, add_bos=False)
+        assert halt not in ids and tokenizer.decode(ids) == "halt! xhalt halt"
+        assert halt in tokenizer.encode("halt", special=True)
+
+
+def test_bos_and_eos_come_as_the_model_says() -> None:
+    metadata = byte_level_metadata("gpt-2")
+    begin, end = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
+    body = tokenizer_from_gguf(metadata).encode("hi")
+    assert begin not in body
+    assert tokenizer_from_gguf(metadata).encode("hi", add_bos=True) == [begin, *body]
+    both = {**metadata, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    assert tokenizer_from_gguf(both).encode("hi") == [begin, *body, end]
+    assert tokenizer_from_gguf(both).encode("hi", add_bos=False) == body
+    llama3 = byte_level_metadata("llama-bpe")
+    assert tokenizer_from_gguf(llama3).encode("hi")[0] == llama3["tokenizer.ggml.bos_token_id"]
+    del metadata["tokenizer.ggml.bos_token_id"]
+    with pytest.raises(RequestError):
+        tokenizer_from_gguf(metadata).encode("hi", add_bos=True)
+
+
+def test_every_end_of_generation_token_counts() -> None:
+    metadata = byte_level_metadata("qwen2")
+    ids = {token: at for at, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    metadata["tokenizer.ggml.eot_token_id"] = ids["<|im_start|>"]
+    tokenizer = tokenizer_from_gguf(metadata)
+    assert tokenizer.eos_ids == {ids["<|end|>"], ids["<|im_start|>"], ids["<|im_end|>"]}
+    assert tokenizer.eos_id == ids["<|end|>"]
+
+
+def test_a_folder_says_what_ends_a_generation_and_how_to_chat(tmp_path: Path) -> None:
+    oracle("qwen2").save_pretrained(tmp_path)
+    ids = oracle("qwen2").get_vocab()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["<|im_start|>"], ids["<tool>"]]}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = tokenizer_from_folder(tmp_path)
+    assert tokenizer.eos_ids == {ids[text] for text in ("<|end|>", "<|im_start|>", "<|im_end|>", "<tool>")}
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": templates}))
+    assert tokenizer_from_folder(tmp_path).chat_template == "d"
+
+
+# ---------------------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2"])
+def test_decoding_gives_the_text_back(pre: str) -> None:
+    tokenizer, reference = tokenizer_from_gguf(byte_level_metadata(pre)), oracle(pre)
+    for text in [*HARD, *CORPUS]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids, skip_special=False) == reference.decode(ids)
+        if pre == "smollm":  # qwen2 composes characters first
+            assert tokenizer.decode(ids, skip_special=False) == valid(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-3, 760), max_size=40), st.booleans(), st.sampled_from(["gpt-2", "spm", "spm-no-prefix"]))
+def test_a_stream_adds_up_to_the_decoded_text(ids: list[int], skip: bool, kind: str) -> None:
+    tokenizer = streaming_tokenizer(kind)
+    stream = tokenizer.stream(skip)
+    for _ in range(2):  # the second time after a flush
+        pieces = [stream.push(at) for at in ids]
+        assert "".join(pieces) + stream.flush() == tokenizer.decode(ids, skip_special=skip)
+
+
+@cache
+def streaming_tokenizer(kind: str) -> Tokenizer:
+    if kind == "gpt-2":
+        return tokenizer_from_gguf(byte_level_metadata("gpt-2"))
+    return tokenizer_from_gguf(sentencepiece_metadata("bpe", prefix=kind == "spm"))
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "spm"])
+def test_a_stream_never_splits_a_character(kind: str) -> None:
+    tokenizer = streaming_tokenizer(kind)
+    for text in HARD:
+        text = valid(text).replace("\ufffd", "")
+        stream = tokenizer.stream(skip_special=False)
+        for at in tokenizer.encode(text, special=False, add_bos=False):
+            assert "\ufffd" not in stream.push(at)
+            assert len(stream._decoder.getstate()[0]) <= 3, "more is held back than a character's first bytes"
+        assert stream.flush() == ""
+
+
+def test_random_bytes_decode_as_in_transformers() -> None:
+    tokenizer, reference = tokenizer_from_gguf(byte_level_metadata("gpt-2")), oracle("gpt-2")
+    random = np.random.default_rng(5)
+    for _ in range(50):
+        ids = random.integers(0, tokenizer.vocab_size, 30).tolist()
+        assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+# ---------------------------------------------------------------------------------------------------- what it waits for
+
+
+def test_a_short_prompt_waits_for_no_library() -> None:
+    program = (
+        "import json, sys; from powerinfer.formats.tokenizer import tokenizer_from_gguf\n"
+        "tokenizer = tokenizer_from_gguf(json.load(sys.stdin)); ids = tokenizer.encode('<|im_start|>hello world 12')\n"
+        "assert tokenizer.decode(ids) == 'hello world 12'; print('tokenizers' in sys.modules)"
+    )
+    metadata = byte_level_metadata("smollm")
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].tolist()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(metadata),
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
+
+
+# ------------------------------------------------------------------------------------------------------ malformed files
+
+G = "tokenizer.ggml."
+BYTE_LEVEL_DAMAGE: dict[str, dict[str, Any]] = {
+    "no model": {G + "model": None},
+    "unknown model": {G + "model": "plamo2"},
+    "model of another type": {G + "model": 7},
+    "no tokens": {G + "tokens": None},
+    "empty tokens": {G + "tokens": []},
+    "tokens not a list": {G + "tokens": "abc"},
+    "tokens not strings": {G + "tokens": [1, 2, 3]},
+    "tokens an array": {G + "tokens": np.arange(4)},
+    "no pre-tokenizer": {G + "pre": None},
+    "unknown pre-tokenizer": {G + "pre": "made-up"},
+    "pre-tokenizer of another type": {G + "pre": 3},
+    "no merges": {G + "merges": None},
+    "merges not strings": {G + "merges": [["a", "b"]]},
+    "a merge without a space": {G + "merges": ["ab"]},
+    "a merge with two spaces": {G + "merges": ["a b c"]},
+    "types of another length": {G + "token_type": [1, 1, 1]},
+    "types of another kind": {G + "token_type": "x"},
+    "types of ragged lists": {G + "token_type": [[1], [1, 2]]},
+    "bos beyond the tokens": {G + "bos_token_id": 1 << 40},
+    "eos negative": {G + "eos_token_id": -1},
+    "eos a string": {G + "eos_token_id": "</s>"},
+    "eos a boolean": {G + "eos_token_id": True},
+    "add_bos of another type": {G + "add_bos_token": "yes"},
+    "add_bos without bos": {G + "add_bos_token": True, G + "bos_token_id": None},
+    "template of another type": {"tokenizer.chat_template": 3},
+}
+
+
+def damaged(metadata: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**metadata, **change}.items() if value is not None}
+
+
+def assert_one_line(error: ModelError) -> None:
+    assert len(str(error).splitlines()) == 1 and len(str(error)) < 400
+
+
+@pytest.mark.parametrize("change", BYTE_LEVEL_DAMAGE.values(), ids=BYTE_LEVEL_DAMAGE)
+def test_malformed_byte_level_metadata_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as caught:
+        tokenizer_from_gguf(damaged(byte_level_metadata("llama-bpe"), change))
+    assert_one_line(caught.value)
+
+
+SCORED_DAMAGE: dict[str, dict[str, Any]] = {
+    "no scores": {G + "scores": None},
+    "scores of another length": {G + "scores": np.zeros(3, np.float32)},
+    "scores of another kind": {G + "scores": ["a"] * 650},
+    "scores not finite": {G + "scores": np.full(650, np.nan, np.float32)},
+    "byte pieces of another spelling": {G + "token_type": np.full(650, 6, np.int32)},
+    "unk beyond the tokens": {G + "unknown_token_id": 650_000},
+}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("change", SCORED_DAMAGE.values(), ids=SCORED_DAMAGE)
+def test_malformed_scored_metadata_is_refused(change: dict[str, Any], kind: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        tokenizer_from_gguf(damaged(sentencepiece_metadata(kind), change))
+    assert_one_line(caught.value)
+
+
+def test_duplicate_tokens_are_refused() -> None:
+    metadata = byte_level_metadata("smollm")
+    metadata["tokenizer.ggml.tokens"][400] = metadata["tokenizer.ggml.tokens"][7]
+    with pytest.raises(ModelError, match="twice"):
+        tokenizer_from_gguf(metadata)
+
+
+@pytest.mark.parametrize("text", ["ab", "ab" * 1000], ids=["python", "native"])
+@pytest.mark.parametrize("merge", ["a b", "a  b", " ", "a nowhere"])
+def test_a_merge_into_nothing_is_refused_when_it_is_met(merge: str, text: str) -> None:
+    metadata = byte_level_metadata("smollm")
+    assert "ab" in metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = [
+        "gone" if token == "ab" else token for token in metadata["tokenizer.ggml.tokens"]
+    ]
+    metadata["tokenizer.ggml.merges"] = [merge]
+    with pytest.raises(ModelError) as caught:
+        tokenizer_from_gguf(metadata).encode(text)
+        tokenizer_from_gguf(metadata).encode("é" + text)
+    assert_one_line(caught.value)
+
+
+FOLDER_DAMAGE: dict[str, dict[str, Any]] = {
+    "no tokenizer.json": {"tokenizer.json": None},
+    "empty": {"tokenizer.json": ""},
+    "not JSON": {"tokenizer.json": "{"},
+    "of another shape": {"tokenizer.json": "[]"},
+    "nested": {"tokenizer.json": "[" * 100_000},
+    "config not JSON": {"tokenizer_config.json": "\x00"},
+    "config not an object": {"tokenizer_config.json": "3"},
+    "config nested": {"tokenizer_config.json": "[" * 100_000},
+    "added tokens of another shape": {"tokenizer_config.json": '{"added_tokens_decoder": [1]}'},
+    "added token without text": {"tokenizer_config.json": '{"added_tokens_decoder": {"3": {}}}'},
+    "added token with a text for an id": {"tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "y"}}}'},
+    "added token with another id": {
+        "tokenizer_config.json": '{"added_tokens_decoder": {"9999": {"content": "<new>"}}}'
+    },
+    "eos of another type": {"generation_config.json": '{"eos_token_id": "x"}'},
+    "eos of nested lists": {"generation_config.json": '{"eos_token_id": [[1]]}'},
+    "template of another type": {"chat_template.json": '{"chat_template": 3}'},
+    "template not text": {"chat_template.jinja": b"\xff"},
+}
+
+
+@pytest.mark.parametrize("change", FOLDER_DAMAGE.values(), ids=FOLDER_DAMAGE)
+def test_a_malformed_folder_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    oracle("smollm").save_pretrained(tmp_path)
+    for name, content in change.items():
+        (tmp_path / name).unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ModelError) as caught:
+        tokenizer_from_folder(tmp_path)
+    assert_one_line(caught.value)
+
+
+def test_a_decoder_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    data = json.loads(byte_level_json("smollm"))
+    data["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match="WordPiece"):
+        tokenizer_from_folder(tmp_path)
