@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from powerinfer.formats.checkpoint import Progress
     from powerinfer.runtime.engine import LLM
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the module of types costs milliseconds at start
+    import numpy as np
+    from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
+    Int32 = NDArray[np.int32]
 
 
 @dataclass(slots=True)

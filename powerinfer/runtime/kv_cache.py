@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import numpy as np
 
@@ -19,6 +18,8 @@ def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
     128 bits of a cryptographic hash: a prompt cannot be made to collide with somebody else's.
     """
+    from hashlib import blake2b  # on first use: it loads OpenSSL, which a short prompt does without
+
     return blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
@@ -19,6 +18,8 @@ from powerinfer.runtime.scheduler import Scheduler
 from powerinfer.runtime.text import TextStream
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from powerinfer.formats.tokenizer import Tokenizer
 
 SCORE_ROWS = 64  # logits rows of one call when text is scored: 12 MB for a vocabulary of 49152

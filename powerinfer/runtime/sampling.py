@@ -20,16 +20,19 @@ Nothing sorts the whole vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.request import SamplingParams, TokenLogprobs
 
-Float32 = NDArray[np.float32]
-Float64 = NDArray[np.float64]
-Ids = NDArray[np.intp]
+if TYPE_CHECKING:  # the module of types costs milliseconds at start
+    from numpy.typing import NDArray
+
+    Float32 = NDArray[np.float32]
+    Float64 = NDArray[np.float64]
+    Ids = NDArray[np.intp]
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
 _CONFIDENT = 64  # the top-p set of a confident model is seldom larger
