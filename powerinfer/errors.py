@@ -12,6 +12,10 @@ class PowerInferError(Exception):
 
     exit_status = 1
 
+    def __str__(self) -> str:
+        """The message on one line; what a hostile file put into it cannot steer a terminal."""
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+
 
 class RequestError(PowerInferError, ValueError):
     """The request was wrong: a flag, a parameter, a prompt longer than the context."""

@@ -850,6 +850,11 @@ def test_tensors_of_strange_types_are_refused_by_name(tmp_path: Path) -> None:
     refused(folder, "does not have: 'evil'")
 
 
+def test_messages_stay_on_one_line_and_steer_no_terminal() -> None:
+    error = ModelError("first\nsecond \x1b[2J \u202e end, schöne Grüße")
+    assert str(error) == "first\\nsecond \\x1b[2J \\u202e end, schöne Grüße"
+
+
 # --- a real model, and the cost of looking
 
 
