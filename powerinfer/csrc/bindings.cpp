@@ -1,0 +1,219 @@
+// The only file that knows Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "levels.h"
+#include "pack.h"
+#include "pool.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+const char* const TYPES[PI_N_TYPES] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
+
+int index_of(const char* const* names, int n, const std::string& name, const char* what) {
+  for (int i = 0; i < n; i++) if (name == names[i]) return i;
+  throw std::invalid_argument(std::string(what) + " '" + name + "' has no native kernel");
+}
+
+int type_of(const std::string& name) { return index_of(TYPES, PI_N_TYPES, name, "type"); }
+
+void require(bool good, const std::string& what) {
+  if (!good) throw std::invalid_argument(what);
+}
+
+void check_stored(int type, int64_t rows, int64_t k, int64_t bytes) {
+  require(rows > 0 && k > 0 && rows < (int64_t)1 << 31 && k < (int64_t)1 << 31, "a matrix needs between 1 and 2^31 rows and columns");
+  require(k % pi_block(type) == 0, "the columns of a quantised matrix must be whole blocks");
+  require(bytes == rows * stored_row_bytes(type, k), "the data has another size than its shape and type say");
+}
+
+Vector vector_of(const std::optional<Floats>& a) { return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector(); }
+
+std::shared_ptr<Matrix> pack(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name, int64_t rows, int64_t k, Bytes data, std::optional<Ints> map) {
+  const int type = type_of(type_name);
+  check_stored(type, rows, k, (int64_t)data.shape(0));
+  auto m = std::make_shared<Matrix>();
+  m->type = type;
+  m->rows = map ? (int64_t)map->shape(0) : rows;
+  m->k = k;
+  m->panels = (m->rows + PI_LANES - 1) / PI_LANES;
+  uint8_t* dst = arena->allocate(m->bytes());
+  m->data = dst;
+  m->arena = std::move(arena);
+  struct Job { Matrix* m; const uint8_t* src; int64_t rows; const int32_t* map; uint8_t* dst; Pool* pool; };
+  Job job{m.get(), data.data(), rows, map ? map->data() : nullptr, dst, &pool};
+  nb::gil_scoped_release release;
+  pool.run([](void* context, int t) {
+    const Job& j = *(Job*)context;
+    int64_t p0, p1;
+    share(j.m->panels, 1, j.pool->threads(), t, &p0, &p1);
+    pack_panels(j.m->type, j.src, j.rows, j.m->k, j.map, j.m->rows, j.dst, p0, p1);
+  }, &job);
+  return m;
+}
+
+// y = x . w^T through a level's own kernels, whole matrix: for tests and measurements.
+void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, OutFloats2 out) {
+  const PiKernels* kernels = find_level(level);
+  const int64_t tokens = (int64_t)x.shape(0), k = w.k;
+  require((int64_t)x.shape(1) == k, "x has another number of columns than the matrix");
+  require((int64_t)out.shape(0) == tokens && (int64_t)out.shape(1) == w.panels * PI_LANES, "out must be [tokens, rows rounded up to 16]");
+  const int64_t ldb = pi_round_up(k, 32);
+  std::vector<uint16_t> b((size_t)(tokens * ldb));
+  std::vector<int8_t> q((size_t)(tokens * k + 64));
+  std::vector<float> d((size_t)(tokens * (k / 32 + 1))), sd(d.size());
+  std::vector<int16_t> s((size_t)(tokens * (k / 16 + 1)));
+  for (int64_t i = 0; i < tokens; i++) {
+    kernels->forms(x.data() + i * k, k, pi_form(w.type), &b[(size_t)(i * ldb)], &q[(size_t)(i * k)], &d[(size_t)(i * (k / 32))],
+                   &sd[(size_t)(i * (k / 32))], &s[(size_t)(i * (k / 16))]);
+  }
+  const PiActs acts{x.data(), b.data(), q.data(), d.data(), sd.data(), s.data(), k, k, ldb};
+  const PiLinear l{w.data, nullptr, out.data(), w.panels * PI_LANES, w.type, 0};
+  struct Job { const PiKernels* kernels; const PiLinear* l; const PiActs* acts; int64_t panels, tokens; Pool* pool; };
+  Job job{kernels, &l, &acts, w.panels, tokens, &pool};
+  nb::gil_scoped_release release;
+  pool.run([](void* context, int t) {
+    const Job& j = *(Job*)context;
+    int64_t p0, p1;
+    share(j.panels, 1, j.pool->threads(), t, &p0, &p1);
+    std::vector<uint8_t> scratch((size_t)pi_linear_scratch(j.acts->k) + 64);
+    if (p0 < p1) j.kernels->linear(j.l, j.acts, p0, p1, j.tokens, (void*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63));
+  }, &job);
+}
+
+void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits, size_t first, size_t last, int64_t vocab) {
+  Step step;
+  step.tokens = (int64_t)tokens.shape(0);
+  step.logit_rows = (int64_t)logit_rows.shape(0);
+  step.logit_stride = (int64_t)logits.shape(1);
+  step.token = tokens.data();
+  step.position = positions.data();
+  step.logit_row = logit_rows.data();
+  step.logits = logits.data();
+  const int64_t sequences = (int64_t)page_table.shape(0), width = (int64_t)page_table.shape(1);
+  require(step.tokens > 0 && step.tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
+  require((int64_t)positions.shape(0) == step.tokens && (int64_t)rows.shape(0) == step.tokens, "tokens, positions and rows differ in length");
+  require(step.logit_rows <= (int64_t)logits.shape(0) && step.logit_rows <= step.tokens, "more logits are asked for than there is room for");
+  require(step.logit_stride == pi_round_up(vocab, PI_LANES), "the logits have another width than the vocabulary, rounded up to 16");
+  const int32_t *row = rows.data(), *table = page_table.data();
+  for (int64_t i = 0; i < step.tokens; i++) {
+    require(step.token[i] >= 0 && step.token[i] < vocab, "a token id is outside the vocabulary");
+    require(row[i] >= 0 && row[i] < sequences, "a token's row is outside the page table");
+    require(step.position[i] >= 0 && step.position[i] < width * PI_PAGE, "a position lies beyond the page table");
+    if (i && row[i] == row[i - 1]) {
+      require(step.position[i] == step.position[i - 1] + 1, "the tokens of a sequence must follow each other");
+      step.runs.back().count++;
+    } else {
+      step.runs.push_back({i, 1, step.position[i], table + (int64_t)row[i] * width});
+    }
+  }
+  for (const Run& r : step.runs) {
+    for (int64_t page = 0; page <= (r.position + r.count - 1) / PI_PAGE; page++) {
+      require(r.pages[page] >= 0 && r.pages[page] < p.cache->pages, "a page is outside the cache");
+    }
+  }
+  for (int64_t i = 0; i < step.logit_rows; i++) require(step.logit_row[i] >= 0 && step.logit_row[i] < step.tokens, "a logit row is outside the step");
+  nb::gil_scoped_release release;
+  p.run(step, first, last);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("PAGE") = (int)PI_PAGE;
+  m.attr("LANES") = (int)PI_LANES;
+  m.attr("TYPES") = nb::cast(std::vector<std::string>(TYPES, TYPES + PI_N_TYPES));
+  m.attr("KV_TYPES") = nb::cast(std::vector<std::string>(KV_TYPES, KV_TYPES + PI_N_KV_TYPES));
+
+  m.def("levels", [] {
+    std::vector<std::string> names;
+    for (const PiKernels* level : supported_levels()) names.push_back(level->name);
+    return names;
+  }, "Instruction-set levels that this build has and this CPU runs, best first.");
+  m.def("find_level", [](const std::string& name) { return std::string(find_level(name)->name); }, "name"_a,
+        "The level of that name, the best for an empty one; ValueError when it cannot run here.");
+  m.def("panel_bytes", [](const std::string& type, int64_t k) { return pi_panel_bytes(type_of(type), k); }, "type"_a, "k"_a,
+        "Bytes of 16 packed rows of k columns.");
+  m.def("kv_page_bytes", [](const std::string& type, int layers, int kv_heads, int head_dim) {
+    return (int64_t)layers * kv_heads * pi_kv_head_bytes(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), pi_round_up(head_dim, PI_LANES));
+  }, "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one page of 32 tokens of all layers.");
+
+  nb::class_<Pool>(m, "Pool")
+      .def("__init__", [](Pool* pool, int threads) {
+        require(threads >= 1 && threads <= 1024, "the number of threads must lie between 1 and 1024");
+        new (pool) Pool(threads);
+      }, "threads"_a)
+      .def_prop_ro("threads", &Pool::threads);
+  nb::class_<Arena>(m, "Arena").def(nb::init<>());
+  nb::class_<Matrix>(m, "Matrix")
+      .def_ro("rows", &Matrix::rows)
+      .def_ro("k", &Matrix::k)
+      .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
+      .def_prop_ro("nbytes", &Matrix::bytes);
+  m.def("pack", &pack, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none());
+  m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a);
+
+  nb::class_<Table>(m, "Table")
+      .def("__init__", [](Table* table, const std::string& type, int64_t rows, int64_t k, Bytes data) {
+        check_stored(type_of(type), rows, k, (int64_t)data.shape(0));
+        new (table) Table{type_of(type), rows, k, data.data()};
+      }, "type"_a, "rows"_a, "k"_a, "data"_a, nb::keep_alive<1, 5>())
+      .def("row", [](const Table& t, int64_t i, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+        require(i >= 0 && i < t.rows && (int64_t)out.shape(0) == t.k, "no such row, or out has another length");
+        unpack_row(t.type, t.data + i * stored_row_bytes(t.type, t.k), t.k, out.data());
+      }, "index"_a, "out"_a);
+
+  nb::class_<Cache>(m, "Cache")
+      .def("__init__", [](Cache* cache, const std::string& type, int layers, int kv_heads, int head_dim, int64_t pages) {
+        require(layers > 0 && kv_heads > 0 && head_dim > 0 && pages > 0, "a cache needs layers, heads and pages");
+        new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), layers, kv_heads, head_dim, pages);
+      }, "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "pages"_a)
+      .def_ro("pages", &Cache::pages)
+      .def_prop_ro("nbytes", &Cache::bytes);
+
+  nb::class_<Program>(m, "Program")
+      .def("__init__", [](Program* p, std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const std::string& level, int64_t max_tokens, int64_t d_model,
+                          int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim, Floats frequencies, float rope_factor) {
+        require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0, "sizes must be positive");
+        new (p) Program(std::move(pool), std::move(cache), find_level(level), Sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim},
+                        Vector(frequencies.data(), frequencies.data() + frequencies.shape(0)), rope_factor);
+      }, "pool"_a, "cache"_a, "level"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "frequencies"_a, "rope_factor"_a)
+      .def("embed", &Program::embed, "table"_a, nb::keep_alive<1, 2>())
+      .def("attention_input", [](Program& p, int layer, float eps, Floats norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v,
+                                 std::optional<Floats> q_bias, std::optional<Floats> k_bias, std::optional<Floats> v_bias, std::optional<Floats> q_norm,
+                                 std::optional<Floats> k_norm) {
+        p.attention_input({layer, eps, vector_of(norm), vector_of(q_bias), vector_of(k_bias), vector_of(v_bias), vector_of(q_norm), vector_of(k_norm),
+                           std::move(q), std::move(k), std::move(v)});
+      }, "layer"_a, "eps"_a, "norm"_a, "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(), "v_bias"_a = nb::none(),
+           "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
+      .def("attention", &Program::attention, "layer"_a, "window"_a)
+      .def("project", [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias) { p.project(std::move(w), vector_of(bias)); }, "w"_a, "bias"_a = nb::none())
+      .def("ffn", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down) {
+        p.ffn(vector_of(norm), eps, std::move(gate), std::move(up), std::move(down));
+      }, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a)
+      .def("head", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> w) { p.head(vector_of(norm), eps, std::move(w)); }, "norm"_a, "eps"_a, "w"_a)
+      .def_prop_ro("size", &Program::size)
+      .def_rw("timed", &Program::timed)
+      .def("take_times", &Program::take_times)
+      .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a, "first"_a, "last"_a, "vocab"_a);
+}

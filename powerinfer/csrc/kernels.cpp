@@ -1,0 +1,620 @@
+// Every kernel, written once over simd.h and compiled once per level (PI_LEVEL names it). Each output element is the
+// same chain of operations however many tokens, panels or threads a call has: a token gets the same bits in a prompt,
+// in a batch and alone.
+#include "simd.h"
+#include "table.h"
+#if defined(__AMX_INT8__)
+#include "amx.h"
+#endif
+
+namespace {
+
+template <int n> struct Index { static constexpr int value = n; };
+template <int i, int n, class F> __attribute__((always_inline)) inline void unroll(F&& f) {
+  if constexpr (i < n) {
+    f(Index<i>{});
+    unroll<i + 1, n>(f);
+  }
+}
+
+PI_INLINE int32_t word(const int8_t* p) {
+  int32_t w;
+  memcpy(&w, p, 4);
+  return w;
+}
+
+// ---- Quantised weights -------------------------------------------------------------------------------------------
+// A weight trait reads one 32-k block: group<g>() gives the codes of four k of 16 rows; scales() the factor of the
+// block and, with MIN, what is added per unit of activation. Codes below zero are stored moved up by OFFSET, which the
+// integer sum takes out again. HALVES 2: each 16 k have a factor of their own (Q6_K).
+
+struct Scales { f32x16 d, m; };
+
+struct WQ4_0 {
+  static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1;
+  static constexpr bool SIGNED = false, MIN = false;
+  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    u8x64 raw = b_load(codes + b * 256 + (g & 3) * 64);
+    return g < 4 ? b_low4(raw) : b_high4(raw);
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
+};
+
+struct WQ4_1 : WQ4_0 {
+  static constexpr int OFFSET = 0;
+  static constexpr bool MIN = true;
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b * 64), f_load_f16(meta + b * 64 + 32)};
+  }
+};
+
+struct WQ5_0 {
+  static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1;
+  static constexpr bool SIGNED = false, MIN = false;
+  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    const uint8_t* q = codes + b * 320;
+    u8x64 raw = b_load(q + (g & 3) * 64), low = g < 4 ? b_low4(raw) : b_high4(raw), bits = b_load(q + 256);
+    u8x64 bit;
+    if constexpr (g < 4) bit = b_shl<4 - g>(bits); else if constexpr (g == 4) bit = bits; else bit = b_shr<g - 4>(bits);
+    return b_or(low, b_and(bit, b_set(16)));
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
+};
+
+struct WQ5_1 : WQ5_0 {
+  static constexpr int OFFSET = 0;
+  static constexpr bool MIN = true;
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return WQ4_1::scales(meta, b); }
+};
+
+struct WQ8_0 {
+  static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1;
+  static constexpr bool SIGNED = true, MIN = false;
+  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
+};
+
+// Per 256 k: d, dmin, then sc and m of each 32.
+PI_INLINE Scales k_scales(const uint8_t* meta, int64_t b) {
+  const uint8_t* s = meta + b / 8 * 320;
+  f32x16 d = f_load_f16(s), dmin = f_load_f16(s + 32);
+  s += 64 + b % 8 * 32;
+  return {f_mul(d, i_float(i_load_u8(s))), f_sub(f_zero(), f_mul(dmin, i_float(i_load_u8(s + 16))))};
+}
+
+struct WQ4_K {
+  static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1;
+  static constexpr bool SIGNED = false, MIN = true;
+  template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    u8x64 raw = b_load(codes + b / 2 * 512 + g * 64);
+    return i ? b_high4(raw) : b_low4(raw);
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return k_scales(meta, b); }
+};
+
+struct WQ5_K : WQ4_K {
+  template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    const uint8_t* q = codes + b / 8 * 2560;
+    u8x64 raw = b_load(q + b % 8 / 2 * 512 + g * 64), low = i ? b_high4(raw) : b_low4(raw);
+    return b_or(low, b_shl<4>(b_and(b_shr(b_load(q + 2048 + g * 64), (int)(b % 8)), b_set(1))));
+  }
+};
+
+struct WQ6_K {
+  static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2;
+  static constexpr bool SIGNED = false, MIN = false;
+  template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    const uint8_t* q = codes + b / 4 * 1536;
+    u8x64 raw = b_load(q + (i & 1) * 512 + g * 64), low = i < 2 ? b_low4(raw) : b_high4(raw), bits = b_load(q + 1024 + g * 64);
+    if constexpr (i < 2) bits = b_shl<4 - 2 * i>(bits); else if constexpr (i == 3) bits = b_shr<2>(bits);
+    return b_or(low, b_and(bits, b_set(0x30)));
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b / 8 * 288), f_zero()}; }
+  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) {
+    return i_float(i_load_s8(meta + b / 8 * 288 + 32 + b % 8 * 32 + 16 * h));
+  }
+};
+
+template <class W> PI_INLINE i32x16 start(int32_t sum) {
+  if constexpr (W::SIGNED) return dot_s_start(sum);
+  return i_set(-W::OFFSET * sum);
+}
+
+template <class W, int P, int T, bool PREFETCH>
+PI_INLINE void tile_q(const uint8_t* w, int64_t stride, int64_t codes, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
+  const int64_t k = x->k, nb = k / 32;
+  const int8_t* q[T];
+  const float *d[T], *sd[T];
+  const int16_t* s[T];
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) {
+    q[t] = x->q + (t0 + t) * k;
+    d[t] = x->d + (t0 + t) * nb;
+    sd[t] = x->sd + (t0 + t) * nb;
+    s[t] = x->s + (t0 + t) * 2 * nb;
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) sum[p][t] = f_zero();
+  }
+  for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
+    unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
+      const int64_t b = b0 + i.value;
+      f32x16 value[P][T];
+      unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
+        i32x16 acc[P][T];
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+          i32x16 first = start<W>(W::HALVES == 2 ? s[t][2 * b + h.value] : s[t][2 * b] + s[t][2 * b + 1]);
+#pragma GCC unroll 16
+          for (int p = 0; p < P; p++) acc[p][t] = first;
+        }
+        unroll<0, 8 / W::HALVES>([&](auto j) __attribute__((always_inline)) {
+          // Low and high nibbles of one load follow each other where they belong to the same block.
+          constexpr int g = W::HALVES == 2 ? h.value * 4 + j.value : W::UNROLL == 1 && !W::SIGNED ? j.value / 2 + j.value % 2 * 4 : j.value;
+          int32_t a[T];
+#pragma GCC unroll 16
+          for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + g * 4);
+#pragma GCC unroll 16
+          for (int p = 0; p < P; p++) {
+            u8x64 c = W::template group<g, i.value>(w + p * stride, b);
+            if constexpr (PREFETCH && j.value % 2 == 0) __builtin_prefetch(w + p * stride + b * (512 / (W::SIGNED ? 1 : 2)) + g * 64 + 2048);
+#pragma GCC unroll 16
+            for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
+          }
+        });
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) {
+          if constexpr (W::HALVES == 2) {
+            f32x16 f = WQ6_K::half(w + p * stride + codes, b, h.value);
+#pragma GCC unroll 16
+            for (int t = 0; t < T; t++) value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
+          } else {
+#pragma GCC unroll 16
+            for (int t = 0; t < T; t++) value[p][t] = i_float(acc[p][t]);
+          }
+        }
+      });
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) {
+        Scales f = W::scales(w + p * stride + codes, b);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+          sum[p][t] = f_fma(f_mul(value[p][t], f_set(d[t][b])), f.d, sum[p][t]);
+          if constexpr (W::MIN) sum[p][t] = f_fma(f.m, f_set(sd[t][b]), sum[p][t]);
+        }
+      }
+    });
+  }
+}
+
+// ---- Float weights -----------------------------------------------------------------------------------------------
+
+struct WF32 {
+  static constexpr int BYTES = 64;
+  static PI_INLINE_MEMBER f32x16 load(const uint8_t* w) { return f_load((const float*)w); }
+};
+struct WF16 {
+  static constexpr int BYTES = 32;
+  static PI_INLINE_MEMBER f32x16 load(const uint8_t* w) { return f_load_f16(w); }
+};
+
+template <class W, int P, int T>
+PI_INLINE void tile_f(const uint8_t* w, int64_t stride, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
+  const float* f[T];
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) {
+    f[t] = x->f + (t0 + t) * x->ldf;
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) sum[p][t] = f_zero();
+  }
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < x->k; k++) {
+    f32x16 c[P];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) {
+      c[p] = W::load(w + p * stride + k * W::BYTES);
+      if constexpr (T == 1) __builtin_prefetch(w + p * stride + k * W::BYTES + 2048);
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) {
+      f32x16 a = f_set(f[t][k]);
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) sum[p][t] = f_fma(c[p], a, sum[p][t]);
+    }
+  }
+}
+
+struct WBF16 {};
+
+template <int P, int T>
+PI_INLINE void tile_bf16(const uint8_t* w, int64_t stride, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
+  const uint16_t* b[T];
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) {
+    b[t] = x->b + (t0 + t) * x->ldb;
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) sum[p][t] = f_zero();
+  }
+  const int64_t pairs = (x->k + 1) / 2;
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < pairs; k++) {
+    uint32_t a[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) memcpy(&a[t], b[t] + 2 * k, 4);
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) {
+      const uint8_t* c = w + p * stride + k * 64;
+      if constexpr (T == 1) __builtin_prefetch(c + 2048);
+#if defined(PI_BF16_UNIT)
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) sum[p][t] = dot_bf16(sum[p][t], c, a[t]);
+#else
+      f32x16 even, odd;
+      f_load_pairs(c, &even, &odd);
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) {
+        uint32_t e = a[t] << 16, o = a[t] & 0xffff0000u;
+        float fe, fo;
+        memcpy(&fe, &e, 4);
+        memcpy(&fo, &o, 4);
+        sum[p][t] = f_fma(odd, f_set(fo), f_fma(even, f_set(fe), sum[p][t]));
+      }
+#endif
+    }
+  }
+}
+
+// ---- The matrix product: tiles of P panels by T tokens ------------------------------------------------------------
+
+template <class W, int P, int T>
+void tile(const PiLinear* l, const PiActs* x, int64_t p0, int64_t t0) {
+  const int64_t stride = pi_panel_bytes(l->type, x->k);
+  const uint8_t* w = l->w + p0 * stride;
+  f32x16 sum[P][T];
+  if constexpr (__is_same(W, WBF16)) tile_bf16<P, T>(w, stride, x, t0, sum);
+  else if constexpr (__is_same(W, WF32) || __is_same(W, WF16)) tile_f<W, P, T>(w, stride, x, t0, sum);
+  else tile_q<W, P, T, T == 1>(w, stride, pi_codes_bytes(l->type, x->k), x, t0, sum);
+#pragma GCC unroll 16
+  for (int p = 0; p < P; p++) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) {
+      float* o = l->out + (t0 + t) * l->ldo + (p0 + p) * 16;
+      f32x16 v = sum[p][t];
+      if (l->bias) v = f_add(v, f_load(l->bias + (p0 + p) * 16));
+      if (l->add) v = f_add(v, f_load(o));
+      f_store(o, v);
+    }
+  }
+}
+
+template <class W, int P, int T>
+PI_INLINE int64_t sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t t) {
+  int64_t p = p0;
+  for (; p + P <= p1; p += P) tile<W, P, T>(l, x, p, t);
+  if constexpr (P > 2) for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, x, p, t);
+  if constexpr (P > 1) for (; p < p1; p++) tile<W, 1, T>(l, x, p, t);
+  return T;
+}
+
+template <class W, int P, int TMAX>
+void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
+  if (tokens == 1) { sweep<W, 4, 1>(l, x, p0, p1, 0); return; }  // four address streams feed one core best
+  if constexpr (TMAX > 1) if (tokens == 2) { sweep<W, TMAX >= 4 ? 4 : P, 2>(l, x, p0, p1, 0); return; }
+  // Tokens whose activations stay in the L2 cache while the panels pass by.
+  const int64_t some = 393216 / (x->k * (pi_form(l->type) == PI_FORM_F32 ? 4 : pi_form(l->type) == PI_FORM_BF16 ? 2 : 1));
+  const int64_t most = some < TMAX ? TMAX : some / TMAX * TMAX;
+  for (int64_t m = 0; m < tokens; m += most) {
+    const int64_t end = m + most < tokens ? m + most : tokens;
+    for (int64_t p = p0; p < p1; p += P) {
+      const int64_t last = p + P < p1 ? p + P : p1;
+      int64_t t = m;
+      while (t + TMAX <= end) t += sweep<W, P, TMAX>(l, x, p, last, t);
+      if constexpr (TMAX > 8) while (t + 8 <= end) t += sweep<W, P, 8>(l, x, p, last, t);
+      if constexpr (TMAX > 4) while (t + 4 <= end) t += sweep<W, P, 4>(l, x, p, last, t);
+      if constexpr (TMAX > 2) while (t + 2 <= end) t += sweep<W, P, 2>(l, x, p, last, t);
+      while (t < end) t += sweep<W, P, 1>(l, x, p, last, t);
+    }
+  }
+}
+
+void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+#if defined(__AMX_INT8__)
+  if (amx_linear(l, x, p0, p1, tokens, scratch)) return;
+#endif
+  (void)scratch;
+  switch (l->type) {
+    case PI_F32: return product<WF32, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
+    case PI_F16: return product<WF16, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
+    case PI_BF16: return product<WBF16, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
+    case PI_Q8_0: return product<WQ8_0, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q4_0: return product<WQ4_0, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q4_1: return product<WQ4_1, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q5_0: return product<WQ5_0, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q5_1: return product<WQ5_1, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q4_K: return product<WQ4_K, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q5_K: return product<WQ5_K, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q6_K: return product<WQ6_K, 1, TILE_Q>(l, x, p0, p1, tokens);
+  }
+}
+
+// ---- Activations -------------------------------------------------------------------------------------------------
+
+PI_INLINE uint16_t to_bf16(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 64);  // quiet NaN
+  return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+void forms(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* d, float* sd, int16_t* s) {
+  if (forms & PI_FORM_BF16) {
+    for (int64_t i = 0; i < k; i++) b[i] = to_bf16(x[i]);
+    for (int64_t i = k; i < pi_round_up(k, 32); i++) b[i] = 0;
+  }
+  if (!(forms & PI_FORM_Q8)) return;
+  for (int64_t i = 0; i < k / 32; i++) {
+    f32x16 lo = f_load(x + 32 * i), hi = f_load(x + 32 * i + 16);
+    float most = f_hmax(f_max(f_abs(lo), f_abs(hi)));
+    f32x16 by = f_set(most > 0.0f ? 127.0f / most : 0.0f);
+    i32x16 a = i_round(f_mul(lo, by)), c = i_round(f_mul(hi, by));
+    i_store_s8(q + 32 * i, a);
+    i_store_s8(q + 32 * i + 16, c);
+    s[2 * i] = (int16_t)i_sum(a);
+    s[2 * i + 1] = (int16_t)i_sum(c);
+    d[i] = most / 127.0f;
+    sd[i] = d[i] * (float)(s[2 * i] + s[2 * i + 1]);
+  }
+}
+
+void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out) {
+  f32x16 a = f_zero(), b = f_zero();
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    f32x16 u = f_load(x + i), v = f_load(x + i + 16);
+    a = f_fma(u, u, a);
+    b = f_fma(v, v, b);
+  }
+  for (; i < n; i += 16) {
+    f32x16 u = f_load_n(x + i, n - i < 16 ? (int)(n - i) : 16);
+    a = f_fma(u, u, a);
+  }
+  f32x16 by = f_set(1.0f / __builtin_sqrtf(f_sum(f_add(a, b)) / (float)n + eps));
+  for (i = 0; i + 16 <= n; i += 16) f_store(out + i, f_mul(f_mul(f_load(x + i), by), f_load(w + i)));
+  if (i < n) f_store_n(out + i, f_mul(f_mul(f_load_n(x + i, (int)(n - i)), by), f_load_n(w + i, (int)(n - i))), (int)(n - i));
+}
+
+void swiglu(float* gate, const float* up, int64_t n) {  // n is a multiple of 16
+  for (int64_t i = 0; i < n; i += 16) {
+    f32x16 g = f_load(gate + i);
+    f32x16 silu = f_div(g, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), g))));
+    f_store(gate + i, f_mul(silu, f_load(up + i)));
+  }
+}
+
+void rope(float* x, const float* cos, const float* sin, int64_t half) {
+  int64_t i = 0;
+  for (; i + 16 <= half; i += 16) {
+    f32x16 a = f_load(x + i), b = f_load(x + half + i), c = f_load(cos + i), s = f_load(sin + i);
+    f_store(x + i, f_sub(f_mul(a, c), f_mul(b, s)));
+    f_store(x + half + i, f_add(f_mul(a, s), f_mul(b, c)));
+  }
+  for (; i < half; i++) {
+    float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = a * sin[i] + b * cos[i];
+  }
+}
+
+void scale(float* x, float by, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] *= by;
+}
+
+// ---- The paged cache and attention over it --------------------------------------------------------------------------
+
+PI_INLINE void f16_saturated(uint16_t* p, f32x16 v) {
+  f_store_f16(p, f_max(f_min(v, f_set(65504.0f)), f_set(-65504.0f)));
+}
+
+void store_kv(int type, uint8_t* head, int slot, const float* k, const float* v, int n) {
+  if (type == PI_KV_F32) {
+    float* keys = (float*)head;
+    if (k) for (int i = 0; i < n; i++) keys[i * PI_PAGE + slot] = k[i];
+    if (v) memcpy(keys + (int64_t)n * PI_PAGE + (int64_t)slot * n, v, (size_t)n * 4);
+  } else if (type == PI_KV_F16) {
+    uint16_t *keys = (uint16_t*)head, *values = keys + (int64_t)n * PI_PAGE + (int64_t)slot * n;
+    for (int i = 0; i < n; i += 16) {
+      if (k) {
+        uint16_t h[16];
+        f16_saturated(h, f_load(k + i));
+        for (int j = 0; j < 16; j++) keys[(i + j) * PI_PAGE + slot] = h[j];
+      }
+      if (v) f16_saturated(values + i, f_load(v + i));
+    }
+  } else {
+    const int blocks = (n + 31) / 32;
+    int8_t *keys = (int8_t*)head, *values = keys + (int64_t)n * PI_PAGE;
+    uint16_t *key_scales = (uint16_t*)(values + (int64_t)n * PI_PAGE), *value_scales = key_scales + blocks * PI_PAGE;
+    for (int part = 0; part < 2; part++) {
+      const float* x = part ? v : k;
+      if (!x) continue;
+      for (int i = 0; i < blocks; i++) {
+        const bool whole = 32 * i + 32 <= n;
+        f32x16 lo = f_load(x + 32 * i), hi = whole ? f_load(x + 32 * i + 16) : f_zero();
+        uint16_t h[16];
+        f16_saturated(h, f_mul(f_set(f_hmax(f_max(f_abs(lo), f_abs(hi)))), f_set(1.0f / 127.0f)));
+        float d[16];
+        f_store(d, f_load_f16(h));
+        f32x16 by = f_set(d[0] > 0.0f ? 1.0f / d[0] : 0.0f);
+        int8_t q[32];
+        i_store_s8(q, i_round(f_mul(lo, by)));
+        i_store_s8(q + 16, i_round(f_mul(hi, by)));
+        const int m = whole ? 32 : 16;
+        if (part) {
+          memcpy(values + (int64_t)slot * n + 32 * i, q, (size_t)m);
+          value_scales[slot * blocks + i] = h[0];
+        } else {
+          for (int j = 0; j < m; j++) keys[(32 * i + j) * PI_PAGE + slot] = q[j];
+          key_scales[i * PI_PAGE + slot] = h[0];
+        }
+      }
+    }
+  }
+}
+
+struct KvF32 {
+  const float *keys, *values;
+  int n;
+  PI_INLINE_MEMBER KvF32(const uint8_t* head, int n) : keys((const float*)head), values(keys + (int64_t)n * PI_PAGE), n(n) {}
+  PI_INLINE_MEMBER f32x16 key(int i, int half) const { return f_load(keys + i * PI_PAGE + 16 * half); }
+  PI_INLINE_MEMBER f32x16 value(int slot, int i) const { return f_load(values + slot * n + i); }
+};
+
+struct KvF16 {
+  const uint16_t *keys, *values;
+  int n;
+  PI_INLINE_MEMBER KvF16(const uint8_t* head, int n) : keys((const uint16_t*)head), values(keys + (int64_t)n * PI_PAGE), n(n) {}
+  PI_INLINE_MEMBER f32x16 key(int i, int half) const { return f_load_f16(keys + i * PI_PAGE + 16 * half); }
+  PI_INLINE_MEMBER f32x16 value(int slot, int i) const { return f_load_f16(values + slot * n + i); }
+};
+
+struct KvQ8_0 {
+  const int8_t *keys, *values;
+  const uint16_t *key_scales, *value_scales;
+  int n, blocks;
+  PI_INLINE_MEMBER KvQ8_0(const uint8_t* head, int n) : keys((const int8_t*)head), values(keys + (int64_t)n * PI_PAGE), n(n), blocks((n + 31) / 32) {
+    key_scales = (const uint16_t*)(values + (int64_t)n * PI_PAGE);
+    value_scales = key_scales + blocks * PI_PAGE;
+  }
+  PI_INLINE_MEMBER f32x16 key(int i, int half) const {
+    return f_mul(i_float(i_load_s8(keys + i * PI_PAGE + 16 * half)), f_load_f16(key_scales + i / 32 * PI_PAGE + 16 * half));
+  }
+  PI_INLINE_MEMBER f32x16 value(int slot, int i) const {
+    uint16_t h[16];
+    for (int j = 0; j < 16; j++) h[j] = value_scales[slot * blocks + i / 32];
+    return f_mul(i_float(i_load_s8(values + slot * n + i)), f_load_f16(h));
+  }
+};
+
+// R query rows against every page they see: scores with one key per lane, online softmax, values with one dimension
+// per lane. What a row may not see has weight exactly 0, so a row's bits do not depend on the rows beside it.
+template <class Kv, int R>
+void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
+  const int n = a->head_pad;
+  const float* q[R];
+  int64_t position[R], first[R];
+  float *acc = scratch, *weights = scratch + PI_ATTENTION_ROWS * n, most[R], total[R];
+  int64_t page0 = INT64_MAX, last = 0;
+  for (int r = 0; r < R; r++) {
+    const int64_t t = (r0 + r) / a->group, h = (int64_t)g * a->group + (r0 + r) % a->group;
+    q[r] = a->q + t * a->q_stride + h * n;
+    position[r] = a->position + t;
+    first[r] = a->window && position[r] >= a->window ? position[r] - a->window + 1 : 0;
+    if (first[r] / PI_PAGE < page0) page0 = first[r] / PI_PAGE;
+    if (position[r] > last) last = position[r];
+    most[r] = -1e30f;
+    total[r] = 0.0f;
+  }
+  for (int64_t i = 0; i < (int64_t)R * n; i += 16) f_store(acc + i, f_zero());
+  for (int64_t page = page0; page <= last / PI_PAGE; page++) {
+    const Kv kv(a->kv + a->pages[page] * a->page_bytes + g * a->head_bytes, n);
+    const int64_t base = page * PI_PAGE;
+    const int slots = last - base + 1 < PI_PAGE ? (int)(last - base + 1) : (int)PI_PAGE;
+    f32x16 s[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_zero();
+    for (int i = 0; i < n; i++) {
+      f32x16 k0 = kv.key(i, 0), k1 = kv.key(i, 1);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        f32x16 x = f_set(q[r][i]);
+        s[r][0] = f_fma(k0, x, s[r][0]);
+        s[r][1] = f_fma(k1, x, s[r][1]);
+      }
+    }
+    float shrink[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const int end = position[r] - base + 1 < PI_PAGE ? (int)(position[r] - base + 1) : (int)PI_PAGE;
+      const int begin = first[r] > base ? (first[r] - base < PI_PAGE ? (int)(first[r] - base) : (int)PI_PAGE) : 0;
+      f32x16 none = f_set(-3e38f);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        s[r][h] = f_keep_below(s[r][h], end - 16 * h, none);
+        if (begin) s[r][h] = f_keep_below(none, begin - 16 * h, s[r][h]);
+      }
+      float top = f_hmax(f_max(s[r][0], s[r][1]));
+      top = top > most[r] ? top : most[r];
+      f32x16 m = f_set(top), w0 = f_exp(f_sub(s[r][0], m)), w1 = f_exp(f_sub(s[r][1], m));
+      float change[16];
+      f_store(change, f_exp(f_set(most[r] - top)));
+      shrink[r] = change[0];
+      most[r] = top;
+      total[r] = total[r] * shrink[r] + f_sum(f_add(w0, w1));
+      f_store(weights + r * PI_PAGE, w0);
+      f_store(weights + r * PI_PAGE + 16, w1);
+    }
+    for (int i = 0; i < n; i += 32) {
+      const bool two = i + 16 < n;
+      f32x16 o[R][2];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        f32x16 by = f_set(shrink[r]);
+        o[r][0] = f_mul(f_load(acc + r * n + i), by);
+        o[r][1] = two ? f_mul(f_load(acc + r * n + i + 16), by) : f_zero();
+      }
+      if (two) {
+        for (int j = 0; j < slots; j++) {
+          f32x16 v0 = kv.value(j, i), v1 = kv.value(j, i + 16);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++) {
+            f32x16 w = f_set(weights[r * PI_PAGE + j]);
+            o[r][0] = f_fma(v0, w, o[r][0]);
+            o[r][1] = f_fma(v1, w, o[r][1]);
+          }
+        }
+      } else {
+        for (int j = 0; j < slots; j++) {
+          f32x16 v0 = kv.value(j, i);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++) o[r][0] = f_fma(v0, f_set(weights[r * PI_PAGE + j]), o[r][0]);
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        f_store(acc + r * n + i, o[r][0]);
+        if (two) f_store(acc + r * n + i + 16, o[r][1]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    const int64_t t = (r0 + r) / a->group, h = (int64_t)g * a->group + (r0 + r) % a->group;
+    float* out = a->out + t * a->out_stride + h * a->head_dim;
+    f32x16 by = f_set(total[r]);
+    for (int i = 0; i < a->head_dim; i += 16) {
+      f32x16 v = f_div(f_load(acc + r * n + i), by);
+      if (i + 16 <= a->head_dim) f_store(out + i, v); else f_store_n(out + i, v, a->head_dim - i);
+    }
+  }
+}
+
+template <class Kv> void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scratch) {
+  int64_t r = r0;
+  for (; r + TILE_A <= r1; r += TILE_A) attend<Kv, TILE_A>(a, g, r, scratch);
+  if constexpr (TILE_A > 4) for (; r + 4 <= r1; r += 4) attend<Kv, 4>(a, g, r, scratch);
+  if constexpr (TILE_A > 3) for (; r + 3 <= r1; r += 3) attend<Kv, 3>(a, g, r, scratch);
+  if constexpr (TILE_A > 2) for (; r + 2 <= r1; r += 2) attend<Kv, 2>(a, g, r, scratch);
+  for (; r < r1; r++) attend<Kv, 1>(a, g, r, scratch);
+}
+
+#define PI_STRING_(x) #x
+#define PI_STRING(x) PI_STRING_(x)
+#define PI_JOIN_(a, b) a##b
+#define PI_JOIN(a, b) PI_JOIN_(a, b)
+
+const PiKernels kernels = {
+    PI_STRING(PI_LEVEL), linear, forms, rms_norm, swiglu, rope, scale, store_kv,
+    {attention<KvF32>, attention<KvF16>, attention<KvQ8_0>},
+};
+
+}  // namespace
+
+extern "C" const PiKernels* PI_JOIN(pi_kernels_, PI_LEVEL)() { return &kernels; }

@@ -1,0 +1,248 @@
+#include "pack.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+
+namespace {
+
+constexpr int64_t HUGE = 2 << 20;
+constexpr int64_t ARENA = 64 << 20;
+
+float half(const uint8_t* p) {
+  uint16_t h;
+  memcpy(&h, p, 2);
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+  float f;
+  if (e == 0) {
+    f = (float)m * 5.9604644775390625e-8f;
+    return sign ? -f : f;
+  }
+  const uint32_t u = sign | (e == 31 ? 0x7f800000u : (e + 112) << 23) | m << 13;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+// The 6-bit scale and minimum of sub-block j of a Q4_K or Q5_K block.
+void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
+  if (j < 4) {
+    *scale = s[j] & 63;
+    *minimum = s[j + 4] & 63;
+  } else {
+    *scale = (uint8_t)((s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
+    *minimum = (uint8_t)(s[j + 4] >> 4 | (s[j] >> 6) << 4);
+  }
+}
+
+// Byte j of entry n is bit j of n: four high bits of Q5_0 on their way to four bytes.
+constexpr uint32_t spread(int n) { return (uint32_t)(n & 1) | (uint32_t)(n >> 1 & 1) << 8 | (uint32_t)(n >> 2 & 1) << 16 | (uint32_t)(n >> 3 & 1) << 24; }
+constexpr uint32_t SPREAD[16] = {spread(0), spread(1), spread(2),  spread(3),  spread(4),  spread(5),  spread(6),  spread(7),
+                                 spread(8), spread(9), spread(10), spread(11), spread(12), spread(13), spread(14), spread(15)};
+
+// Word g of each row becomes 64 bytes: row r of group g at 4 r.
+void spread_words(const uint8_t* const* rows, int64_t at, int words, uint8_t* dst) {
+  for (int r = 0; r < 16; r++) {
+    if (!rows[r]) continue;
+    const uint8_t* src = rows[r] + at;
+    for (int g = 0; g < words; g++) memcpy(dst + g * 64 + r * 4, src + g * 4, 4);
+  }
+}
+
+void spread_halves(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
+  for (int r = 0; r < 16; r++) if (rows[r]) memcpy(dst + 2 * r, rows[r] + at, 2);
+}
+
+void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
+  for (int r = 0; r < 16; r++) {
+    if (!rows[r]) continue;
+    uint32_t bits, out = 0;
+    memcpy(&bits, rows[r] + at, 4);
+    for (int g = 0; g < 8; g++) out |= SPREAD[bits >> 4 * g & 15] << g;
+    memcpy(dst + 4 * r, &out, 4);
+  }
+}
+
+// One panel; dst is zero, so rows that are missing stay zero.
+void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
+  uint8_t* meta = dst + pi_codes_bytes(type, k);
+  const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
+  switch (type) {
+    case PI_F32:
+      for (int r = 0; r < 16; r++) if (rows[r]) for (int64_t i = 0; i < k; i++) memcpy(dst + i * 64 + r * 4, rows[r] + i * 4, 4);
+      return;
+    case PI_F16:
+      for (int r = 0; r < 16; r++) if (rows[r]) for (int64_t i = 0; i < k; i++) memcpy(dst + i * 32 + r * 2, rows[r] + i * 2, 2);
+      return;
+    case PI_BF16:
+      for (int64_t i = 0; i + 32 <= k; i += 32) spread_words(rows, i * 2, 16, dst + i * 32);
+      for (int r = 0; r < 16; r++) {
+        if (rows[r]) for (int64_t i = k / 32 * 32; i < k; i++) memcpy(dst + i / 2 * 64 + r * 4 + i % 2 * 2, rows[r] + i * 2, 2);
+      }
+      return;
+  }
+  for (int64_t b = 0; b < nb; b++) {
+    const int64_t at = b * size;
+    switch (type) {
+      case PI_Q8_0:
+        spread_halves(rows, at, meta + b * 32);
+        spread_words(rows, at + 2, 8, dst + b * 512);
+        break;
+      case PI_Q4_0:
+        spread_halves(rows, at, meta + b * 32);
+        spread_words(rows, at + 2, 4, dst + b * 256);
+        break;
+      case PI_Q4_1:
+        spread_halves(rows, at, meta + b * 64);
+        spread_halves(rows, at + 2, meta + b * 64 + 32);
+        spread_words(rows, at + 4, 4, dst + b * 256);
+        break;
+      case PI_Q5_0:
+        spread_halves(rows, at, meta + b * 32);
+        pack_q5_bits(rows, at + 2, dst + b * 320 + 256);
+        spread_words(rows, at + 6, 4, dst + b * 320);
+        break;
+      case PI_Q5_1:
+        spread_halves(rows, at, meta + b * 64);
+        spread_halves(rows, at + 2, meta + b * 64 + 32);
+        pack_q5_bits(rows, at + 4, dst + b * 320 + 256);
+        spread_words(rows, at + 8, 4, dst + b * 320);
+        break;
+      case PI_Q4_K:
+      case PI_Q5_K: {
+        uint8_t* s = meta + b * 320;
+        spread_halves(rows, at, s);
+        spread_halves(rows, at + 2, s + 32);
+        for (int r = 0; r < 16; r++) if (rows[r]) for (int j = 0; j < 8; j++) k_scale(rows[r] + at + 4, j, s + 64 + j * 32 + r, s + 64 + j * 32 + 16 + r);
+        if (type == PI_Q4_K) {
+          spread_words(rows, at + 16, 32, dst + b * 2048);
+        } else {
+          spread_words(rows, at + 16, 8, dst + b * 2560 + 2048);
+          spread_words(rows, at + 48, 32, dst + b * 2560);
+        }
+        break;
+      }
+      case PI_Q6_K: {
+        uint8_t* s = meta + b * 288;
+        spread_halves(rows, at + 208, s);
+        for (int r = 0; r < 16; r++) if (rows[r]) for (int j = 0; j < 16; j++) s[32 + j * 16 + r] = rows[r][at + 192 + j];
+        for (int h = 0; h < 2; h++) {
+          spread_words(rows, at + h * 64, 16, dst + b * 3072 + h * 1536);
+          spread_words(rows, at + 128 + h * 32, 8, dst + b * 3072 + h * 1536 + 1024);
+        }
+        break;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Mapping::Mapping(int64_t bytes) : bytes_(pi_round_up(bytes < 1 ? 1 : bytes, 4096) + HUGE) {
+  void* p = mmap(nullptr, (size_t)bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  // Only whole, aligned huge pages are given: give the head back and start on a boundary.
+  const int64_t skip = (HUGE - (int64_t)((uintptr_t)p % HUGE)) % HUGE;
+  if (skip) munmap(p, (size_t)skip);
+  data_ = (uint8_t*)p + skip;
+  bytes_ -= skip;
+#if defined(MADV_HUGEPAGE)
+  if (bytes >= HUGE) madvise(data_, (size_t)bytes_, MADV_HUGEPAGE);
+#endif
+}
+
+Mapping::~Mapping() { munmap(data_, (size_t)bytes_); }
+
+uint8_t* Arena::allocate(int64_t bytes) {
+  bytes = pi_round_up(bytes, 64);
+  if (bytes > left_) {
+    const int64_t size = std::max(bytes, ARENA);
+    mappings_.push_back(std::make_unique<Mapping>(size));
+    next_ = mappings_.back()->data();
+    left_ = size;
+  }
+  uint8_t* p = next_;
+  next_ += bytes;
+  left_ -= bytes;
+  return p;
+}
+
+int64_t stored_row_bytes(int type, int64_t k) {
+  switch (type) {
+    case PI_F32: return k * 4;
+    case PI_F16: case PI_BF16: return k * 2;
+    case PI_Q8_0: return k / 32 * 34;
+    case PI_Q4_0: return k / 32 * 18;
+    case PI_Q4_1: return k / 32 * 20;
+    case PI_Q5_0: return k / 32 * 22;
+    case PI_Q5_1: return k / 32 * 24;
+    case PI_Q4_K: return k / 256 * 144;
+    case PI_Q5_K: return k / 256 * 176;
+    case PI_Q6_K: return k / 256 * 210;
+  }
+  return 0;
+}
+
+void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows, uint8_t* dst, int64_t p0, int64_t p1) {
+  const int64_t row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
+  for (int64_t p = p0; p < p1; p++) {
+    const uint8_t* from[16];
+    for (int r = 0; r < 16; r++) {
+      const int64_t i = p * 16 + r, row = map ? (i < map_rows ? map[i] : -1) : i;
+      from[r] = row >= 0 && row < rows ? src + row * row_bytes : nullptr;
+    }
+    pack_panel(type, from, k, dst + p * panel_bytes);
+  }
+}
+
+void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
+  const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
+  if (type == PI_F32) { memcpy(out, row, (size_t)k * 4); return; }
+  if (type == PI_F16) { for (int64_t i = 0; i < k; i++) out[i] = half(row + 2 * i); return; }
+  if (type == PI_BF16) {
+    for (int64_t i = 0; i < k; i++) {
+      const uint32_t u = (uint32_t)(row[2 * i] | row[2 * i + 1] << 8) << 16;
+      memcpy(out + i, &u, 4);
+    }
+    return;
+  }
+  for (int64_t b = 0; b < nb; b++, row += size, out += pi_block(type)) {
+    switch (type) {
+      case PI_Q8_0: for (int i = 0; i < 32; i++) out[i] = half(row) * (float)(int8_t)row[2 + i]; break;
+      case PI_Q4_0: case PI_Q4_1: case PI_Q5_0: case PI_Q5_1: {
+        const bool one = type == PI_Q4_1 || type == PI_Q5_1, five = type == PI_Q5_0 || type == PI_Q5_1;
+        const float d = half(row), m = one ? half(row + 2) : 0.0f;
+        const uint8_t* q = row + (one ? 4 : 2);
+        uint32_t bits = 0;
+        if (five) { memcpy(&bits, q, 4); q += 4; }
+        for (int i = 0; i < 32; i++) {
+          const int code = (i < 16 ? q[i] & 15 : q[i - 16] >> 4) | (int)(bits >> i & 1) << 4;
+          out[i] = one ? d * (float)code + m : d * (float)(code - (five ? 16 : 8));
+        }
+        break;
+      }
+      case PI_Q4_K: case PI_Q5_K: {
+        const uint8_t *q = row + (type == PI_Q4_K ? 16 : 48), *high = row + 16;
+        for (int j = 0; j < 8; j++) {
+          uint8_t scale, minimum;
+          k_scale(row + 4, j, &scale, &minimum);
+          const float d = half(row) * (float)scale, m = half(row + 2) * (float)minimum;
+          for (int i = 0; i < 32; i++) {
+            int code = j % 2 ? q[j / 2 * 32 + i] >> 4 : q[j / 2 * 32 + i] & 15;
+            if (type == PI_Q5_K) code |= (high[i] >> j & 1) << 4;
+            out[32 * j + i] = d * (float)code - m;
+          }
+        }
+        break;
+      }
+      case PI_Q6_K:
+        for (int i = 0; i < 256; i++) {
+          const int h = i / 128, part = i % 128 / 32, l = i % 32;
+          const int low = row[h * 64 + part % 2 * 32 + l] >> (part / 2 * 4) & 15, two = row[128 + h * 32 + l] >> (2 * part) & 3;
+          out[i] = half(row + 208) * (float)(int8_t)row[192 + i / 16] * (float)((low | two << 4) - 32);
+        }
+        break;
+    }
+  }
+}

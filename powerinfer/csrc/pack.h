@@ -1,0 +1,46 @@
+// From the blocks of a model file to panels (table.h), and single rows to floats.
+#pragma once
+#include <stdint.h>
+
+#include <memory>
+#include <vector>
+
+#include "table.h"
+
+// Zeroed, page-aligned memory in huge pages where the system gives them. Memory that is never touched costs nothing.
+class Mapping {
+ public:
+  explicit Mapping(int64_t bytes);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  uint8_t* data() const { return data_; }
+
+ private:
+  uint8_t* data_;
+  int64_t bytes_;
+};
+
+// Hands out 64-byte aligned pieces of few large mappings, so that small matrices share huge pages.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  uint8_t* allocate(int64_t bytes);
+
+ private:
+  std::vector<std::unique_ptr<Mapping>> mappings_;
+  uint8_t* next_ = nullptr;
+  int64_t left_ = 0;
+};
+
+// Bytes of one row of k elements as a model file stores it.
+int64_t stored_row_bytes(int type, int64_t k);
+
+// Packs panels [p0, p1). Packed row r is row map[r] of src, zeros where map[r] < 0; without a map, row r itself, zeros
+// from `rows` on.
+void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows, uint8_t* dst, int64_t p0, int64_t p1);
+
+// One stored row to floats.
+void unpack_row(int type, const uint8_t* row, int64_t k, float* out);

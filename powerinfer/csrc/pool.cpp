@@ -1,0 +1,68 @@
+#include "pool.h"
+
+#include <sched.h>
+
+namespace {
+// About a tenth of a millisecond of pauses: longer than Python needs between two decode steps.
+constexpr int SPINS_BEFORE_PARKING = 20000;
+// A thread that waits longer than this at a barrier waits for one that does not run: give it the core.
+constexpr int SPINS_BEFORE_YIELDING = 4000;
+}  // namespace
+
+Pool::Pool(int threads) : threads_(threads) {
+  for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_.store(true);
+    epoch_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+void Pool::run(void (*job)(void*, int), void* context) {
+  std::lock_guard<std::mutex> one(busy_);
+  job_ = job;
+  context_ = context;
+  epoch_.fetch_add(1);  // sequentially consistent, as is the worker's parked_: one of the two sees the other
+  if (parked_.load() > 0) {
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    wake_.notify_all();
+  }
+  job(context, 0);
+  barrier();
+}
+
+void Pool::barrier() {
+  if (threads_ == 1) return;
+  const uint32_t phase = phase_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1, std::memory_order_release);
+    return;
+  }
+  for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+    if (spins < SPINS_BEFORE_YIELDING) cpu_relax(); else sched_yield();
+  }
+}
+
+void Pool::work(int thread) {
+  uint32_t seen = 0;
+  for (;;) {
+    int spins = 0;
+    while (epoch_.load(std::memory_order_acquire) == seen && spins++ < SPINS_BEFORE_PARKING) cpu_relax();
+    if (epoch_.load() == seen) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      parked_.fetch_add(1);
+      wake_.wait(lock, [&] { return epoch_.load() != seen; });
+      parked_.fetch_sub(1);
+    }
+    seen++;
+    if (stop_.load()) return;
+    job_(context_, thread);
+    barrier();
+  }
+}

@@ -1,0 +1,57 @@
+// One persistent pool of threads. A job runs on all of them at once (single program, many threads) and meets at
+// barriers; between jobs the threads spin a little while, since the next decode step follows soon, and then park.
+#pragma once
+#include <stdint.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }
+  // Runs job(context, thread) on every thread, the caller being thread 0, and returns when all are done.
+  void run(void (*job)(void* context, int thread), void* context);
+  // Called by all threads inside a job: none leaves before all have come.
+  void barrier();
+
+ private:
+  void work(int thread);
+
+  const int threads_;
+  void (*job_)(void*, int) = nullptr;
+  void* context_ = nullptr;
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+  alignas(64) std::atomic<int> parked_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::mutex busy_;  // one job at a time, whoever calls
+  std::vector<std::thread> workers_;
+};
+
+// The part of n that thread t of `threads` works on, in whole units: always cut the same way.
+inline void share(int64_t n, int64_t unit, int threads, int t, int64_t* begin, int64_t* end) {
+  const int64_t units = (n + unit - 1) / unit;
+  *begin = units * t / threads * unit;
+  *end = units * (t + 1) / threads * unit;
+  if (*begin > n) *begin = n;
+  if (*end > n) *end = n;
+}

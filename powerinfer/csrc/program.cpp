@@ -1,0 +1,391 @@
+#include "program.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <stdexcept>
+
+namespace {
+
+// Rows of up to this many elements in all are prepared by every thread for itself: cheaper than a meeting.
+constexpr int64_t ALONE = 4096;
+
+int form_of(const Matrix& m) { return pi_form(m.type); }
+
+struct Embed : Op {
+  std::shared_ptr<Table> table;
+  const char* name() const override { return "embed"; }
+  void run(Thread& t, const Step& step) const override {
+    Program& p = *t.program;
+    int64_t begin, end;
+    share(step.tokens, 1, p.pool->threads(), t.id, &begin, &end);
+    const int64_t row_bytes = stored_row_bytes(table->type, table->k);
+    for (int64_t i = begin; i < end; i++) unpack_row(table->type, table->data + step.token[i] * row_bytes, table->k, p.x + i * p.ldx);
+    p.pool->barrier();
+  }
+};
+
+struct AttentionIn : Op {
+  AttentionInput in;
+  const char* name() const override { return "attention_input"; }
+
+  void run(Thread& t, const Step& step) const override {
+    Program& p = *t.program;
+    const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads, pad = p.head_pad;
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, &in.norm, in.eps, form_of(*in.q) | form_of(*in.k) | form_of(*in.v));
+    // Whole heads to each thread: it can rotate them and store them without waiting for another.
+    int64_t begin, end;
+    share(heads + 2 * kv, 1, p.pool->threads(), t.id, &begin, &end);
+    part(t, *in.q, in.q_bias, acts, step, begin, end, 0, heads);
+    part(t, *in.k, in.k_bias, acts, step, begin, end, heads, kv);
+    part(t, *in.v, in.v_bias, acts, step, begin, end, heads + kv, kv);
+    const int64_t half = (int64_t)p.rope_half();
+    const float by = 1.0f / sqrtf((float)p.sizes.head_dim);
+    for (const Run& run : step.runs) {
+      for (int64_t i = 0; i < run.count; i++) {
+        const int64_t token = run.first + i, position = run.position + i;
+        const float *cos = p.cos + token * half, *sin = p.sin + token * half;
+        uint8_t* page = p.cache->layer(in.layer) + run.pages[position / PI_PAGE] * p.cache->page_bytes;
+        for (int64_t h = begin; h < end; h++) {
+          float* x = p.qkv + token * p.ldqkv + h * pad;
+          if (h < heads) {
+            if (!in.q_norm.empty()) p.kernels->rms_norm(x, in.q_norm.data(), p.sizes.head_dim, in.eps, x);
+            p.kernels->rope(x, cos, sin, half);
+            p.kernels->scale(x, by, p.sizes.head_dim);
+          } else if (h < heads + kv) {
+            if (!in.k_norm.empty()) p.kernels->rms_norm(x, in.k_norm.data(), p.sizes.head_dim, in.eps, x);
+            p.kernels->rope(x, cos, sin, half);
+            p.kernels->store_kv(p.cache->type, page + (h - heads) * p.cache->head_bytes, (int)(position % PI_PAGE), x, nullptr, (int)pad);
+          } else {
+            p.kernels->store_kv(p.cache->type, page + (h - heads - kv) * p.cache->head_bytes, (int)(position % PI_PAGE), nullptr, x, (int)pad);
+          }
+        }
+      }
+    }
+    p.pool->barrier();
+  }
+
+  // The heads of one matrix that fall into this thread's [begin, end) of all heads.
+  void part(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, const Step& step, int64_t begin, int64_t end, int64_t first, int64_t count) const {
+    Program& p = *t.program;
+    const int64_t b = std::max<int64_t>(begin - first, 0), e = std::min(end - first, count), panels = p.head_pad / PI_LANES;
+    if (b < e) p.linear(t, w, bias, acts, p.qkv + first * p.head_pad, p.ldqkv, step.tokens, false, b * panels, e * panels);
+  }
+};
+
+struct Attention : Op {
+  int layer, window;
+  const char* name() const override { return "attention"; }
+  void run(Thread& t, const Step& step) const override {
+    Program& p = *t.program;
+    const int threads = p.pool->threads();
+    const int64_t group = p.sizes.heads / p.sizes.kv_heads, kv = p.sizes.kv_heads;
+    if ((int64_t)step.runs.size() == step.tokens) {  // decode: all rows cost about the same, cut them evenly
+      int64_t begin, end;
+      share(step.tokens * kv * group, 1, threads, t.id, &begin, &end);
+      while (begin < end) {
+        const int64_t token = begin / (kv * group), g = begin / group % kv, r = begin % group;
+        const int64_t rows = std::min(group - r, end - begin);
+        rows_of(t, step.runs[token], (int)g, r, r + rows);
+        begin += rows;
+      }
+    } else {  // later rows of a prompt see more: deal the tiles out in turn
+      int64_t item = 0;
+      for (const Run& run : step.runs) {
+        for (int64_t r = 0; r < run.count * group; r += PI_ATTENTION_ROWS) {
+          for (int64_t g = 0; g < kv; g++, item++) {
+            if (item % threads == t.id) rows_of(t, run, (int)g, r, std::min<int64_t>(r + PI_ATTENTION_ROWS, run.count * group));
+          }
+        }
+      }
+    }
+    p.pool->barrier();
+  }
+
+  void rows_of(Thread& t, const Run& run, int g, int64_t r0, int64_t r1) const {
+    Program& p = *t.program;
+    PiAttention a;
+    a.q = p.qkv + run.first * p.ldqkv;
+    a.out = p.attended + run.first * p.lda;
+    a.kv = p.cache->layer(layer);
+    a.pages = run.pages;
+    a.q_stride = p.ldqkv;
+    a.out_stride = p.lda;
+    a.page_bytes = p.cache->page_bytes;
+    a.head_bytes = p.cache->head_bytes;
+    a.position = run.position;
+    a.head_dim = (int)p.sizes.head_dim;
+    a.head_pad = (int)p.head_pad;
+    a.group = (int)(p.sizes.heads / p.sizes.kv_heads);
+    a.window = window;
+    p.kernels->attention[p.cache->type](&a, g, r0, r1, t.attention.data());
+  }
+};
+
+struct Project : Op {
+  std::shared_ptr<Matrix> w;
+  Vector bias;
+  const char* name() const override { return "project"; }
+  void run(Thread& t, const Step& step) const override {
+    Program& p = *t.program;
+    const PiActs* acts = p.prepare(t, p.attended, p.lda, w->k, step.tokens, nullptr, nullptr, 0, form_of(*w));
+    int64_t p0, p1;
+    share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
+    p.linear(t, *w, bias, acts, p.x, p.ldx, step.tokens, true, p0, p1);
+    p.pool->barrier();
+  }
+};
+
+struct Ffn : Op {
+  Vector norm, none;
+  float eps;
+  std::shared_ptr<Matrix> gate, up, down;
+  const char* name() const override { return "ffn"; }
+  void run(Thread& t, const Step& step) const override {
+    Program& p = *t.program;
+    const int64_t tokens = step.tokens, k = down->k;
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, &norm, eps, form_of(*gate) | form_of(*up));
+    int64_t p0, p1;
+    share(gate->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of the activations below
+    p.linear(t, *gate, none, acts, p.gate, p.ldh, tokens, false, p0, p1);
+    p.linear(t, *up, none, acts, p.up, p.ldh, tokens, false, p0, p1);
+    const int64_t c0 = p0 * PI_LANES, c1 = std::min(p1 * PI_LANES, k);
+    const auto& m = p.middle;
+    if (c0 < c1) {
+      for (int64_t i = 0; i < tokens; i++) {
+        p.kernels->swiglu(p.gate + i * p.ldh + c0, p.up + i * p.ldh + c0, (p1 - p0) * PI_LANES);
+        if (form_of(*down) == PI_FORM_F32) continue;
+        p.kernels->forms(p.gate + i * p.ldh + c0, c1 - c0, form_of(*down), m.b + i * pi_round_up(k, 32) + c0, m.q + i * k + c0,
+                         m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32, m.s + (i * k + c0) / 16);
+      }
+    }
+    p.pool->barrier();
+    PiActs hidden{p.gate, m.b, m.q, m.d, m.sd, m.s, k, p.ldh, pi_round_up(k, 32)};
+    share(down->panels, 1, p.pool->threads(), t.id, &p0, &p1);
+    p.linear(t, *down, none, &hidden, p.x, p.ldx, tokens, true, p0, p1);
+    p.pool->barrier();
+  }
+};
+
+struct Head : Op {
+  Vector norm, none;
+  float eps;
+  std::shared_ptr<Matrix> w;
+  const char* name() const override { return "head"; }
+  void run(Thread& t, const Step& step) const override {
+    if (step.logit_rows == 0) return;
+    Program& p = *t.program;
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, w->k, step.logit_rows, step.logit_row, &norm, eps, form_of(*w));
+    int64_t p0, p1;
+    share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
+    p.linear(t, *w, none, acts, step.logits, step.logit_stride, step.logit_rows, false, p0, p1);
+    p.pool->barrier();
+  }
+};
+
+void check(bool good, const char* what) {
+  if (!good) throw std::invalid_argument(what);
+}
+
+Vector padded(Vector v) {
+  v.resize((size_t)pi_round_up((int64_t)v.size(), PI_LANES), 0.0f);
+  return v;
+}
+
+}  // namespace
+
+Cache::Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages)
+    : type(type), layers(layers), kv_heads(kv_heads), head_dim(head_dim), head_pad((int)pi_round_up(head_dim, PI_LANES)), pages(pages),
+      head_bytes(pi_kv_head_bytes(type, head_pad)), page_bytes(head_bytes * kv_heads), memory_((int64_t)layers * pages * page_bytes) {}
+
+Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s, Vector frequencies, float rope_factor)
+    : sizes(s), cache(std::move(cache_)), kernels(kernels_), pool(std::move(pool_)), head_pad(pi_round_up(s.head_dim, PI_LANES)),
+      ldx(pi_round_up(s.d_model, PI_LANES)), ldqkv((s.heads + 2 * s.kv_heads) * head_pad), lda(pi_round_up(s.heads * s.head_dim, PI_LANES)),
+      ldh(pi_round_up(s.d_ff, 2 * PI_LANES)), frequencies_(std::move(frequencies)), rope_factor_(rope_factor) {
+  check(s.heads % s.kv_heads == 0, "the number of heads is not a multiple of the number of key/value heads");
+  check(s.kv_heads == cache->kv_heads && s.head_dim == cache->head_dim, "the cache was made for other heads");
+  check(2 * (int64_t)frequencies_.size() <= s.head_dim, "more rotary frequencies than a head has pairs");
+  const auto floats = [&](int64_t n) { return (float*)memory_.allocate(n * 4); };
+  x = floats(s.max_tokens * ldx);
+  qkv = floats(s.max_tokens * ldqkv);
+  attended = floats(s.max_tokens * lda);
+  gate = floats(s.max_tokens * ldh);
+  up = floats(s.max_tokens * ldh);
+  cos = floats(s.max_tokens * (int64_t)frequencies_.size());
+  sin = floats(s.max_tokens * (int64_t)frequencies_.size());
+  const int64_t wide = std::max(s.d_model, s.heads * s.head_dim);
+  input = make_shared(wide);
+  middle = make_shared(s.d_ff);
+  const int64_t alone = std::max(ALONE, std::max(wide, s.d_ff)) + 32 * 64;
+  threads_.resize((size_t)pool->threads());
+  for (int i = 0; i < pool->threads(); i++) {
+    Thread& t = threads_[(size_t)i];
+    t.id = i;
+    t.program = this;
+    t.f.resize((size_t)alone);
+    t.b.resize((size_t)alone * 2);
+    t.q.resize((size_t)alone);
+    t.d.resize((size_t)alone / 32 + 1);
+    t.sd.resize((size_t)alone / 32 + 1);
+    t.s.resize((size_t)alone / 16 + 1);
+    t.attention.resize((size_t)pi_attention_scratch(head_pad));
+    t.scratch.resize((size_t)pi_linear_scratch(std::max(wide, s.d_ff)) + 64);
+  }
+}
+
+Program::~Program() = default;
+
+Program::Shared Program::make_shared(int64_t k) {
+  const int64_t n = sizes.max_tokens;
+  Shared s;
+  s.f = (float*)memory_.allocate(n * pi_round_up(k, PI_LANES) * 4);
+  s.b = (uint16_t*)memory_.allocate(n * pi_round_up(k, 32) * 2);
+  s.q = (int8_t*)memory_.allocate(n * k + 64);
+  s.d = (float*)memory_.allocate(n * (k / 32 + 1) * 4);
+  s.sd = (float*)memory_.allocate(n * (k / 32 + 1) * 4);
+  s.s = (int16_t*)memory_.allocate(n * (k / 16 + 1) * 2);
+  return s;
+}
+
+int64_t Program::rope_half() const { return (int64_t)frequencies_.size(); }
+
+void Program::embed(std::shared_ptr<Table> table) {
+  check(table->k == sizes.d_model, "the embedding table has rows of another width than the model");
+  auto op = std::make_unique<Embed>();
+  op->table = std::move(table);
+  ops_.push_back(std::move(op));
+}
+
+void Program::attention_input(AttentionInput in) {
+  const int64_t q = sizes.heads * head_pad, kv = sizes.kv_heads * head_pad;
+  check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv, "q, k or v has another number of rows than its heads need");
+  check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model, "q, k or v has another number of columns than d_model");
+  check((int64_t)in.norm.size() == sizes.d_model, "the attention norm has another length than d_model");
+  check(in.q_bias.empty() || (int64_t)in.q_bias.size() == q, "the bias of q has a wrong length");
+  check(in.k_bias.empty() || (int64_t)in.k_bias.size() == kv, "the bias of k has a wrong length");
+  check(in.v_bias.empty() || (int64_t)in.v_bias.size() == kv, "the bias of v has a wrong length");
+  check(in.q_norm.empty() || (int64_t)in.q_norm.size() == sizes.head_dim, "the norm of q has another length than a head");
+  check(in.k_norm.empty() || (int64_t)in.k_norm.size() == sizes.head_dim, "the norm of k has another length than a head");
+  check(in.layer >= 0 && in.layer < cache->layers, "no such layer in the cache");
+  auto op = std::make_unique<AttentionIn>();
+  in.norm = padded(in.norm);
+  op->in = std::move(in);
+  ops_.push_back(std::move(op));
+}
+
+void Program::attention(int layer, int window) {
+  check(layer >= 0 && layer < cache->layers && window >= 0, "no such layer in the cache, or a negative window");
+  auto op = std::make_unique<Attention>();
+  op->layer = layer;
+  op->window = window;
+  ops_.push_back(std::move(op));
+}
+
+void Program::project(std::shared_ptr<Matrix> w, Vector bias) {
+  check(w->rows == sizes.d_model && w->k == sizes.heads * sizes.head_dim, "the output projection has a wrong shape");
+  check(bias.empty() || (int64_t)bias.size() == sizes.d_model, "the bias of the output projection has a wrong length");
+  auto op = std::make_unique<Project>();
+  op->w = std::move(w);
+  op->bias = padded(std::move(bias));
+  ops_.push_back(std::move(op));
+}
+
+void Program::ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate_w, std::shared_ptr<Matrix> up_w, std::shared_ptr<Matrix> down) {
+  check(gate_w->rows == sizes.d_ff && up_w->rows == sizes.d_ff && down->k == sizes.d_ff, "gate, up or down has another width than d_ff");
+  check(gate_w->k == sizes.d_model && up_w->k == sizes.d_model && down->rows == sizes.d_model, "gate, up or down has another width than d_model");
+  check((int64_t)norm.size() == sizes.d_model, "the FFN norm has another length than d_model");
+  auto op = std::make_unique<Ffn>();
+  op->norm = padded(std::move(norm));
+  op->eps = eps;
+  op->gate = std::move(gate_w);
+  op->up = std::move(up_w);
+  op->down = std::move(down);
+  ops_.push_back(std::move(op));
+}
+
+void Program::head(Vector norm, float eps, std::shared_ptr<Matrix> w) {
+  check(w->k == sizes.d_model && (int64_t)norm.size() == sizes.d_model, "the output head or its norm has another width than d_model");
+  auto op = std::make_unique<Head>();
+  op->norm = padded(std::move(norm));
+  op->eps = eps;
+  op->w = std::move(w);
+  ops_.push_back(std::move(op));
+}
+
+void Program::rotations(Thread& t, const Step& step) {
+  const int64_t half = (int64_t)frequencies_.size();
+  int64_t begin, end;
+  share(step.tokens, 1, pool->threads(), t.id, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    for (int64_t j = 0; j < half; j++) {
+      const float angle = (float)step.position[i] * frequencies_[(size_t)j];  // in fp32, as the models were trained
+      cos[i * half + j] = ::cosf(angle) * rope_factor_;
+      sin[i * half + j] = ::sinf(angle) * rope_factor_;
+    }
+  }
+}
+
+const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Vector* norm, float eps, int forms) {
+  const int64_t ldf = pi_round_up(k, PI_LANES), ldb = pi_round_up(k, 32);
+  const bool alone = tokens == 1 || tokens * ldb <= ALONE;
+  float* f = alone ? t.f.data() : input.f;
+  uint16_t* b = alone ? t.b.data() : input.b;
+  int8_t* q = alone ? t.q.data() : input.q;
+  float *d = alone ? t.d.data() : input.d, *sd = alone ? t.sd.data() : input.sd;
+  int16_t* s = alone ? t.s.data() : input.s;
+  int64_t begin = 0, end = tokens;
+  if (!alone) share(tokens, 1, pool->threads(), t.id, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    const float* row = src + (index ? index[i] : i) * ld;
+    if (norm) {
+      kernels->rms_norm(row, norm->data(), k, eps, f + i * ldf);
+      row = f + i * ldf;
+    }
+    if (forms & ~PI_FORM_F32) kernels->forms(row, k, forms, b + i * ldb, q + i * k, d + i * (k / 32), sd + i * (k / 32), s + i * (k / 16));
+  }
+  PiActs* acts = alone ? &t.acts : &input.acts;
+  if (alone || t.id == 0) *acts = norm ? PiActs{f, b, q, d, sd, s, k, ldf, ldb} : PiActs{src, b, q, d, sd, s, k, ld, ldb};
+  if (!alone) pool->barrier();
+  return acts;
+}
+
+void Program::linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo, int64_t tokens, bool add, int64_t p0, int64_t p1) {
+  if (p0 >= p1) return;
+  PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
+  kernels->linear(&l, acts, p0, p1, tokens, (void*)(((uintptr_t)t.scratch.data() + 63) & ~(uintptr_t)63));
+}
+
+struct RunOps {
+  Program* program;
+  const Step* step;
+  size_t first, last;
+  static void job(void* context, int thread) {
+    const RunOps& r = *(const RunOps*)context;
+    Program& p = *r.program;
+    Thread& t = p.threads_[(size_t)thread];
+    p.rotations(t, *r.step);
+    if (r.first > 0) p.pool->barrier();  // else the embedding's barrier comes before any use
+    const bool timed = p.timed && thread == 0;
+    for (size_t i = r.first; i < r.last; i++) {
+      const auto start = timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
+      p.ops_[i]->run(t, *r.step);
+      if (timed) p.times_[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+  }
+};
+
+void Program::run(const Step& step, size_t first, size_t last) {
+  times_.resize(ops_.size(), 0.0);
+  RunOps r{this, &step, first, std::min(last, ops_.size())};
+  pool->run(RunOps::job, &r);
+}
+
+std::vector<std::pair<std::string, double>> Program::take_times() {
+  std::map<std::string, double> sums;
+  for (size_t i = 0; i < times_.size(); i++) sums[ops_[i]->name()] += times_[i];
+  std::fill(times_.begin(), times_.end(), 0.0);
+  return {sums.begin(), sums.end()};
+}

@@ -1,0 +1,378 @@
+// Sixteen lanes, whatever the machine: one zmm, two ymm, four NEON registers or a plain array. Included by ISA files
+// only; everything is static, because an inline function shared with common code may be emitted with instructions
+// that an older CPU lacks.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#define PI_INLINE static inline __attribute__((always_inline))
+#define PI_INLINE_MEMBER inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+// Register tiles: tokens by panels of the quantised and of the float kernels, and query rows of attention.
+enum { TILE_Q = 12, TILE_F = 12, TILE_F_PANELS = 2, TILE_A = 8 };
+typedef __m512 f32x16;
+typedef __m512i i32x16;
+typedef __m512i u8x64;
+PI_INLINE f32x16 f_zero() { return _mm512_setzero_ps(); }
+PI_INLINE f32x16 f_set(float x) { return _mm512_set1_ps(x); }
+PI_INLINE f32x16 f_load(const float* p) { return _mm512_loadu_ps(p); }
+PI_INLINE void f_store(float* p, f32x16 v) { _mm512_storeu_ps(p, v); }
+PI_INLINE f32x16 f_add(f32x16 a, f32x16 b) { return _mm512_add_ps(a, b); }
+PI_INLINE f32x16 f_sub(f32x16 a, f32x16 b) { return _mm512_sub_ps(a, b); }
+PI_INLINE f32x16 f_mul(f32x16 a, f32x16 b) { return _mm512_mul_ps(a, b); }
+PI_INLINE f32x16 f_div(f32x16 a, f32x16 b) { return _mm512_div_ps(a, b); }
+PI_INLINE f32x16 f_fma(f32x16 a, f32x16 b, f32x16 c) { return _mm512_fmadd_ps(a, b, c); }
+PI_INLINE f32x16 f_max(f32x16 a, f32x16 b) { return _mm512_max_ps(a, b); }
+PI_INLINE f32x16 f_min(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
+PI_INLINE f32x16 f_abs(f32x16 a) { return _mm512_abs_ps(a); }
+PI_INLINE float f_sum(f32x16 a) { return _mm512_reduce_add_ps(a); }
+PI_INLINE float f_hmax(f32x16 a) { return _mm512_reduce_max_ps(a); }
+PI_INLINE f32x16 f_load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+PI_INLINE void f_store_f16(void* p, f32x16 v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+// Lanes below n keep `v`, the others become `other`.
+PI_INLINE f32x16 f_keep_below(f32x16 v, int n, f32x16 other) {
+  return _mm512_mask_mov_ps(other, n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1, v);
+}
+PI_INLINE f32x16 f_pow2(i32x16 n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
+PI_INLINE i32x16 i_set(int32_t x) { return _mm512_set1_epi32(x); }
+PI_INLINE i32x16 i_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
+PI_INLINE int32_t i_sum(i32x16 a) { return _mm512_reduce_add_epi32(a); }
+PI_INLINE f32x16 i_float(i32x16 a) { return _mm512_cvtepi32_ps(a); }
+PI_INLINE i32x16 i_round(f32x16 a) { return _mm512_cvtps_epi32(a); }
+PI_INLINE i32x16 i_load_s8(const void* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+PI_INLINE i32x16 i_load_u8(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+PI_INLINE void i_store_s8(void* p, i32x16 v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
+// 32 bfloat16 as the even and the odd elements of 16 pairs.
+PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
+  __m512i v = _mm512_loadu_si512(p);
+  *even = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+  *odd = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+}
+PI_INLINE u8x64 b_load(const void* p) { return _mm512_loadu_si512(p); }
+PI_INLINE void b_store(void* p, u8x64 v) { _mm512_storeu_si512(p, v); }
+PI_INLINE u8x64 b_set(int x) { return _mm512_set1_epi8((char)x); }
+PI_INLINE u8x64 b_and(u8x64 a, u8x64 b) { return _mm512_and_si512(a, b); }
+PI_INLINE u8x64 b_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
+PI_INLINE u8x64 b_sub(u8x64 a, u8x64 b) { return _mm512_sub_epi8(a, b); }
+// Shifts work on 16 bits: callers mask away what crosses from the neighbouring byte.
+PI_INLINE u8x64 b_shr(u8x64 a, int n) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(n)); }
+template <int n> PI_INLINE u8x64 b_shl(u8x64 a) { return _mm512_slli_epi16(a, n); }
+template <int n> PI_INLINE u8x64 b_shr(u8x64 a) { return _mm512_srli_epi16(a, n); }
+PI_INLINE i32x16 dot_u(i32x16 acc, u8x64 w, int32_t a) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a)); }
+// The unit multiplies unsigned by signed: a signed weight is moved up by 128, and dot_s_start takes that out again.
+PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
+  return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), _mm512_set1_epi32(a));
+}
+PI_INLINE i32x16 dot_s_start(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+#if defined(__AVX512BF16__)
+#define PI_BF16_UNIT 1
+PI_INLINE f32x16 dot_bf16(f32x16 acc, const void* w, uint32_t a) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32((int)a));
+}
+#endif
+
+#elif defined(__AVX2__)
+#include <immintrin.h>
+enum { TILE_Q = 2, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
+struct f32x16 { __m256 a, b; };
+struct i32x16 { __m256i a, b; };
+struct u8x64 { __m256i a, b; };
+#define F2(op) f32x16{op(x.a, y.a), op(x.b, y.b)}
+PI_INLINE f32x16 f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+PI_INLINE f32x16 f_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PI_INLINE f32x16 f_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PI_INLINE void f_store(float* p, f32x16 v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
+PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) { return F2(_mm256_add_ps); }
+PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) { return F2(_mm256_sub_ps); }
+PI_INLINE f32x16 f_mul(f32x16 x, f32x16 y) { return F2(_mm256_mul_ps); }
+PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { return F2(_mm256_div_ps); }
+PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return F2(_mm256_max_ps); }
+PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return F2(_mm256_min_ps); }
+PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+PI_INLINE f32x16 f_abs(f32x16 x) { __m256 s = _mm256_set1_ps(-0.0f); return {_mm256_andnot_ps(s, x.a), _mm256_andnot_ps(s, x.b)}; }
+PI_INLINE float f_sum(f32x16 x) {
+  __m256 s = _mm256_add_ps(x.a, x.b);
+  __m128 r = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  r = _mm_add_ps(r, _mm_movehl_ps(r, r));
+  return _mm_cvtss_f32(_mm_add_ss(r, _mm_movehdup_ps(r)));
+}
+PI_INLINE float f_hmax(f32x16 x) {
+  __m256 s = _mm256_max_ps(x.a, x.b);
+  __m128 r = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  r = _mm_max_ps(r, _mm_movehl_ps(r, r));
+  return _mm_cvtss_f32(_mm_max_ss(r, _mm_movehdup_ps(r)));
+}
+PI_INLINE f32x16 f_load_f16(const void* p) {
+  const __m128i* v = (const __m128i*)p;
+  return {_mm256_cvtph_ps(_mm_loadu_si128(v)), _mm256_cvtph_ps(_mm_loadu_si128(v + 1))};
+}
+PI_INLINE void f_store_f16(void* p, f32x16 v) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT));
+}
+PI_INLINE f32x16 f_keep_below(f32x16 v, int n, f32x16 other) {
+  __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), m = _mm256_set1_epi32(n);
+  __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(m, i));
+  __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(m, _mm256_add_epi32(i, _mm256_set1_epi32(8))));
+  return {_mm256_blendv_ps(other.a, v.a, lo), _mm256_blendv_ps(other.b, v.b, hi)};
+}
+PI_INLINE f32x16 f_pow2(i32x16 n) {
+  __m256i k = _mm256_set1_epi32(127);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, k), 23)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, k), 23))};
+}
+PI_INLINE i32x16 i_set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+PI_INLINE int32_t i_sum(i32x16 x) {
+  __m256i s = _mm256_add_epi32(x.a, x.b);
+  __m128i r = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  r = _mm_add_epi32(r, _mm_shuffle_epi32(r, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(r, _mm_shuffle_epi32(r, 0xb1)));
+}
+PI_INLINE f32x16 i_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+PI_INLINE i32x16 i_round(f32x16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+PI_INLINE i32x16 i_load_s8(const void* p) {
+  __m128i v = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(v, v))};
+}
+PI_INLINE i32x16 i_load_u8(const void* p) {
+  __m128i v = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(v, v))};
+}
+PI_INLINE void i_store_s8(void* p, i32x16 x) {
+  __m256i s = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
+}
+PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
+  const __m256i* v = (const __m256i*)p;
+  __m256i x = _mm256_loadu_si256(v), y = _mm256_loadu_si256(v + 1), m = _mm256_set1_epi32((int)0xffff0000);
+  *even = {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16))};
+  *odd = {_mm256_castsi256_ps(_mm256_and_si256(x, m)), _mm256_castsi256_ps(_mm256_and_si256(y, m))};
+}
+PI_INLINE u8x64 b_load(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+PI_INLINE u8x64 b_set(int x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+PI_INLINE u8x64 b_shr(u8x64 x, int n) { __m128i c = _mm_cvtsi32_si128(n); return {_mm256_srl_epi16(x.a, c), _mm256_srl_epi16(x.b, c)}; }
+template <int n> PI_INLINE u8x64 b_shl(u8x64 x) { return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
+template <int n> PI_INLINE u8x64 b_shr(u8x64 x) { return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
+#if defined(__AVXVNNI__)
+PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a);
+  return {_mm256_dpbusd_avx_epi32(c.a, w.a, x), _mm256_dpbusd_avx_epi32(c.b, w.b, x)};
+}
+PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
+  __m256i m = _mm256_set1_epi8((char)0x80);
+  return dot_u(c, {_mm256_xor_si256(w.a, m), _mm256_xor_si256(w.b, m)}, a);
+}
+PI_INLINE i32x16 dot_s_start(int32_t sum) { return i_set(-128 * sum); }
+#else
+// maddubs saturates at 2^15: codes of up to 6 bits (2 * 63 * 127) and |w| <= 128 against |a| <= 127 stay below.
+PI_INLINE __m256i dot4(__m256i c, __m256i u, __m256i s) {
+  return _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+}
+PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a);
+  return {dot4(c.a, w.a, x), dot4(c.b, w.b, x)};
+}
+PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a);
+  return {dot4(c.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a)), dot4(c.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
+}
+PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+#endif
+
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+enum { TILE_Q = 2, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
+struct f32x16 { float32x4_t v[4]; };
+struct i32x16 { int32x4_t v[4]; };
+struct u8x64 { uint8x16_t v[4]; };
+#define EACH for (int i = 0; i < 4; i++)
+PI_INLINE f32x16 f_set(float x) { f32x16 r; EACH r.v[i] = vdupq_n_f32(x); return r; }
+PI_INLINE f32x16 f_zero() { return f_set(0.0f); }
+PI_INLINE f32x16 f_load(const float* p) { f32x16 r; EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
+PI_INLINE void f_store(float* p, f32x16 x) { EACH vst1q_f32(p + 4 * i, x.v[i]); }
+PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) { EACH x.v[i] = vaddq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) { EACH x.v[i] = vsubq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_mul(f32x16 x, f32x16 y) { EACH x.v[i] = vmulq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { EACH x.v[i] = vdivq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { EACH z.v[i] = vfmaq_f32(z.v[i], x.v[i], y.v[i]); return z; }
+PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { EACH x.v[i] = vmaxq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { EACH x.v[i] = vminq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_abs(f32x16 x) { EACH x.v[i] = vabsq_f32(x.v[i]); return x; }
+PI_INLINE float f_sum(f32x16 x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.v[0], x.v[1]), vaddq_f32(x.v[2], x.v[3]))); }
+PI_INLINE float f_hmax(f32x16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
+PI_INLINE f32x16 f_load_f16(const void* p) { f32x16 r; EACH r.v[i] = vcvt_f32_f16(vld1_f16((const float16_t*)p + 4 * i)); return r; }
+PI_INLINE void f_store_f16(void* p, f32x16 x) { EACH vst1_f16((float16_t*)p + 4 * i, vcvt_f16_f32(x.v[i])); }
+PI_INLINE f32x16 f_keep_below(f32x16 x, int n, f32x16 other) {
+  static const int32_t lane[4] = {0, 1, 2, 3};
+  EACH x.v[i] = vbslq_f32(vcgtq_s32(vdupq_n_s32(n - 4 * i), vld1q_s32(lane)), x.v[i], other.v[i]);
+  return x;
+}
+PI_INLINE f32x16 f_pow2(i32x16 n) { f32x16 r; EACH r.v[i] = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); return r; }
+PI_INLINE i32x16 i_set(int32_t x) { i32x16 r; EACH r.v[i] = vdupq_n_s32(x); return r; }
+PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { EACH x.v[i] = vaddq_s32(x.v[i], y.v[i]); return x; }
+PI_INLINE int32_t i_sum(i32x16 x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3]))); }
+PI_INLINE f32x16 i_float(i32x16 x) { f32x16 r; EACH r.v[i] = vcvtq_f32_s32(x.v[i]); return r; }
+PI_INLINE i32x16 i_round(f32x16 x) { i32x16 r; EACH r.v[i] = vcvtnq_s32_f32(x.v[i]); return r; }
+PI_INLINE i32x16 i_load_s8(const void* p) {
+  int8x16_t b = vld1q_s8((const int8_t*)p);
+  int16x8_t lo = vmovl_s8(vget_low_s8(b)), hi = vmovl_s8(vget_high_s8(b));
+  return {{vmovl_s16(vget_low_s16(lo)), vmovl_s16(vget_high_s16(lo)), vmovl_s16(vget_low_s16(hi)), vmovl_s16(vget_high_s16(hi))}};
+}
+PI_INLINE i32x16 i_load_u8(const void* p) {
+  uint8x16_t b = vld1q_u8((const uint8_t*)p);
+  uint16x8_t lo = vmovl_u8(vget_low_u8(b)), hi = vmovl_u8(vget_high_u8(b));
+  i32x16 r;
+  r.v[0] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(lo)));
+  r.v[1] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(lo)));
+  r.v[2] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(hi)));
+  r.v[3] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(hi)));
+  return r;
+}
+PI_INLINE void i_store_s8(void* p, i32x16 x) {
+  int16x8_t lo = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1])), hi = vcombine_s16(vqmovn_s32(x.v[2]), vqmovn_s32(x.v[3]));
+  vst1q_s8((int8_t*)p, vcombine_s8(vqmovn_s16(lo), vqmovn_s16(hi)));
+}
+PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
+  EACH {
+    uint32x4_t w = vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)p + 16 * i));
+    even->v[i] = vreinterpretq_f32_u32(vshlq_n_u32(w, 16));
+    odd->v[i] = vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000u)));
+  }
+}
+PI_INLINE u8x64 b_load(const void* p) { u8x64 r; EACH r.v[i] = vld1q_u8((const uint8_t*)p + 16 * i); return r; }
+PI_INLINE u8x64 b_set(int x) { u8x64 r; EACH r.v[i] = vdupq_n_u8((uint8_t)x); return r; }
+PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { EACH x.v[i] = vandq_u8(x.v[i], y.v[i]); return x; }
+PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { EACH x.v[i] = vorrq_u8(x.v[i], y.v[i]); return x; }
+PI_INLINE u8x64 b_shr(u8x64 x, int n) { EACH x.v[i] = vshlq_u8(x.v[i], vdupq_n_s8((int8_t)-n)); return x; }
+template <int n> PI_INLINE u8x64 b_shl(u8x64 x) { EACH x.v[i] = vshlq_n_u8(x.v[i], n); return x; }
+template <int n> PI_INLINE u8x64 b_shr(u8x64 x) { EACH x.v[i] = vshrq_n_u8(x.v[i], n); return x; }
+PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
+  int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
+  EACH c.v[i] = vdotq_s32(c.v[i], vreinterpretq_s8_u8(w.v[i]), x);
+  return c;
+}
+PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }  // codes are below 128
+PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+
+#else
+// No instruction set to speak of: the compiler's own vector types, which it cuts to what the machine has, and plain
+// loops, out of line, where those fall short.
+#include <math.h>
+#define PI_PLAIN static __attribute__((noinline, unused))
+enum { TILE_Q = 1, TILE_F = 1, TILE_F_PANELS = 1, TILE_A = 1 };
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+#define EACH for (int i = 0; i < 16; i++)
+PI_PLAIN float half_to_float(uint16_t h) {
+  uint32_t s = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023, u;
+  float f;
+  if (e == 0) { f = (float)m * 5.9604644775390625e-8f; return s ? -f : f; }
+  u = s | (e == 31 ? 0x7f800000u : (e + 112) << 23) | m << 13;
+  memcpy(&f, &u, 4);
+  return f;
+}
+PI_PLAIN uint16_t float_to_half(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  uint16_t s = (uint16_t)(u >> 16 & 0x8000);
+  u &= 0x7fffffff;
+  if (u > 0x7f800000) return s | 0x7e00;
+  if (u >= 0x477ff000) return s | 0x7c00;
+  if (u < 0x38800000) { memcpy(&f, &u, 4); return s | (uint16_t)nearbyintf(f * 16777216.0f); }
+  return s | (uint16_t)((u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13);
+}
+PI_INLINE f32x16 f_set(float x) { return x - (f32x16){}; }
+PI_INLINE f32x16 f_zero() { return (f32x16){}; }
+PI_INLINE f32x16 f_load(const float* p) { f32x16 r; memcpy(&r, p, 64); return r; }
+PI_INLINE void f_store(float* p, f32x16 x) { memcpy(p, &x, 64); }
+PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) { return x + y; }
+PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) { return x - y; }
+PI_INLINE f32x16 f_mul(f32x16 x, f32x16 y) { return x * y; }
+PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { return x / y; }
+PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { return x * y + z; }
+PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return x > y ? x : y; }
+PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return x < y ? x : y; }
+PI_INLINE f32x16 f_abs(f32x16 x) { return (f32x16)((u32x16)x & 0x7fffffffu); }
+PI_PLAIN float f_sum(f32x16 x) { for (int n = 8; n; n /= 2) for (int i = 0; i < n; i++) x[i] += x[i + n]; return x[0]; }
+PI_PLAIN float f_hmax(f32x16 x) { float m = x[0]; EACH m = x[i] > m ? x[i] : m; return m; }
+PI_PLAIN f32x16 f_load_f16(const void* p) { f32x16 r; uint16_t h[16]; memcpy(h, p, 32); EACH r[i] = half_to_float(h[i]); return r; }
+PI_PLAIN void f_store_f16(void* p, f32x16 x) { uint16_t h[16]; EACH h[i] = float_to_half(x[i]); memcpy(p, h, 32); }
+PI_PLAIN f32x16 f_keep_below(f32x16 x, int n, f32x16 other) { EACH x[i] = i < n ? x[i] : other[i]; return x; }
+PI_INLINE f32x16 f_pow2(i32x16 n) { return (f32x16)((n + 127) << 23); }
+PI_INLINE i32x16 i_set(int32_t x) { return x - (i32x16){}; }
+PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { return x + y; }
+PI_PLAIN int32_t i_sum(i32x16 x) { int32_t s = 0; EACH s += x[i]; return s; }
+PI_INLINE f32x16 i_float(i32x16 x) { return __builtin_convertvector(x, f32x16); }
+PI_PLAIN i32x16 i_round(f32x16 x) {  // out of range and NaN as on x86
+  i32x16 r;
+  EACH r[i] = x[i] > -2147483648.0f && x[i] < 2147483648.0f ? (int32_t)nearbyintf(x[i]) : INT32_MIN;
+  return r;
+}
+PI_PLAIN i32x16 i_load_s8(const void* p) { i32x16 r; EACH r[i] = ((const int8_t*)p)[i]; return r; }
+PI_PLAIN i32x16 i_load_u8(const void* p) { i32x16 r; EACH r[i] = ((const uint8_t*)p)[i]; return r; }
+PI_PLAIN void i_store_s8(void* p, i32x16 x) { EACH ((int8_t*)p)[i] = (int8_t)(x[i] > 127 ? 127 : x[i] < -128 ? -128 : x[i]); }
+PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
+  u32x16 w;
+  memcpy(&w, p, 64);
+  *even = (f32x16)(w << 16);
+  *odd = (f32x16)(w & 0xffff0000u);
+}
+PI_INLINE u8x64 b_load(const void* p) { u8x64 r; memcpy(&r, p, 64); return r; }
+PI_INLINE u8x64 b_set(int x) { return (uint8_t)x - (u8x64){}; }
+PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return x & y; }
+PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return x | y; }
+PI_PLAIN u8x64 b_shr(u8x64 x, int n) { for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] >> n); return x; }
+PI_PLAIN u8x64 b_left(u8x64 x, int n) { for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] << n); return x; }
+template <int n> PI_INLINE u8x64 b_shl(u8x64 x) { return b_left(x, n); }
+template <int n> PI_INLINE u8x64 b_shr(u8x64 x) { return b_shr(x, n); }
+PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
+  int8_t x[4], v[64];
+  memcpy(x, &a, 4);
+  memcpy(v, &w, 64);
+  int32_t s[16];
+  EACH s[i] = v[4 * i] * x[0] + v[4 * i + 1] * x[1] + v[4 * i + 2] * x[2] + v[4 * i + 3] * x[3];
+  i32x16 t;
+  memcpy(&t, s, 64);
+  return c + t;
+}
+PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }
+PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+#endif
+
+PI_INLINE u8x64 b_low4(u8x64 x) { return b_and(x, b_set(15)); }
+PI_INLINE u8x64 b_high4(u8x64 x) { return b_and(b_shr<4>(x), b_set(15)); }
+
+// First n lanes only.
+PI_INLINE f32x16 f_load_n(const float* p, int n) {
+  float buf[16] = {0};
+  memcpy(buf, p, (size_t)n * 4);
+  return f_load(buf);
+}
+PI_INLINE void f_store_n(float* p, f32x16 v, int n) {
+  float buf[16];
+  f_store(buf, v);
+  memcpy(p, buf, (size_t)n * 4);
+}
+
+// e^x, about 1 ulp; exactly 0 from -88 down, exactly 1 at 0. Range reduction and degree-6 polynomial as in Cephes expf.
+PI_INLINE f32x16 f_exp(f32x16 x) {
+  x = f_min(f_max(x, f_set(-88.0f)), f_set(88.0f));
+  i32x16 n = i_round(f_mul(x, f_set(1.44269504088896341f)));
+  f32x16 k = i_float(n), r = f_fma(k, f_set(-0.693359375f), x);
+  r = f_fma(k, f_set(2.12194440e-4f), r);
+  f32x16 p = f_set(1.9875691500e-4f);
+  p = f_fma(p, r, f_set(1.3981999507e-3f));
+  p = f_fma(p, r, f_set(8.3334519073e-3f));
+  p = f_fma(p, r, f_set(4.1665795894e-2f));
+  p = f_fma(p, r, f_set(1.6666665459e-1f));
+  p = f_fma(p, r, f_set(5.0000001201e-1f));
+  p = f_add(f_fma(f_mul(r, r), p, r), f_set(1.0f));
+  return f_mul(p, f_pow2(n));
+}

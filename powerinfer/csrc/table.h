@@ -1,0 +1,123 @@
+// The contract between the instruction-set files and everything else: weight layouts, activation forms and the table of
+// kernels that each level exports. Included by ISA files, so: no std headers but <stdint.h>, everything static.
+//
+// Weights rest in *panels* of 16 rows. Inside a panel the bytes that one multiply-add instruction wants lie together:
+// four consecutive k of 16 rows are 64 bytes ("group"), so a kernel keeps one row per vector lane, never sums across
+// lanes and reads memory straight through. A panel is [codes of all blocks][scales of all blocks], 64-byte aligned.
+//
+//   type        codes                                                   scales
+//   F32, F16    [k][16]                                                 -
+//   BF16        [k/2][16][2], k padded to 32                            -
+//   Q8_0        per 32 k: 8 groups of s8                                f16 d[16]
+//   Q4_0, Q4_1  per 32 k: 4 x 64 B; low nibble group g, high g+4        f16 d[16] (Q4_1: f16 m[16] behind it)
+//   Q5_0, Q5_1  the same, then 64 B: bit g of a byte = bit 4 of group g  likewise
+//   Q4_K        per 64 k: 8 x 64 B; low nibble first 32 k, high second  per 256 k: f16 d[16], f16 dmin[16],
+//   Q5_K        the same for 256 k, then 8 x 64 B: bit b = block b        then per 32 k: u8 sc[16], u8 m[16]
+//   Q6_K        per 128 k: 16 x 64 B nibbles (block i: part i & 1,      per 256 k: f16 d[16],
+//               nibble i >> 1), then 8 x 64 B: bits 2i of block i         then per 32 k: s8 sc[2][16]
+#pragma once
+#include <stdint.h>
+
+enum PiType { PI_F32, PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1, PI_Q5_0, PI_Q5_1, PI_Q4_K, PI_Q5_K, PI_Q6_K, PI_N_TYPES };
+
+// Forms an activation row can take; a weight type wants exactly one (pi_form).
+enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
+
+enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
+
+enum { PI_LANES = 16, PI_PAGE = 32 };
+
+static inline int64_t pi_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+static inline int pi_form(int type) { return type == PI_BF16 ? PI_FORM_BF16 : type <= PI_F16 ? PI_FORM_F32 : PI_FORM_Q8; }
+
+// Elements of one stored block of a type, along k.
+static inline int64_t pi_block(int type) { return type <= PI_BF16 ? 1 : type >= PI_Q4_K ? 256 : 32; }
+
+// Bytes of the codes of one panel of k columns.
+static inline int64_t pi_codes_bytes(int type, int64_t k) {
+  switch (type) {
+    case PI_F32: return k * 64;
+    case PI_F16: return k * 32;
+    case PI_BF16: return pi_round_up(k, 32) * 32;
+    case PI_Q8_0: return k / 32 * 512;
+    case PI_Q4_0: case PI_Q4_1: return k / 32 * 256;
+    case PI_Q5_0: case PI_Q5_1: return k / 32 * 320;
+    case PI_Q4_K: return k / 256 * 2048;
+    case PI_Q5_K: return k / 256 * 2560;
+    case PI_Q6_K: return k / 256 * 3072;
+  }
+  return 0;
+}
+
+static inline int64_t pi_scales_bytes(int type, int64_t k) {
+  switch (type) {
+    case PI_Q8_0: case PI_Q4_0: case PI_Q5_0: return k / 32 * 32;
+    case PI_Q4_1: case PI_Q5_1: return k / 32 * 64;
+    case PI_Q4_K: case PI_Q5_K: return k / 256 * (64 + 8 * 32);
+    case PI_Q6_K: return k / 256 * (32 + 8 * 32);
+  }
+  return 0;
+}
+
+static inline int64_t pi_panel_bytes(int type, int64_t k) { return pi_round_up(pi_codes_bytes(type, k) + pi_scales_bytes(type, k), 64); }
+
+// Activation rows in the forms that were asked for. Strides are in elements.
+struct PiActs {
+  const float* f;      // [t][ldf]
+  const uint16_t* b;   // bfloat16 [t][ldb], zero from k to the next multiple of 32
+  const int8_t* q;     // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
+  const float* d;      // [t][k / 32]
+  const float* sd;     // [t][k / 32]  d * sum of the block's q
+  const int16_t* s;    // [t][k / 16]  sums of q
+  int64_t k, ldf, ldb;
+};
+
+// One matrix product over panels [p0, p1): out[t][16 p + lane] = bias + w . x  (+ what was there, when `add`).
+struct PiLinear {
+  const uint8_t* w;    // panel 0
+  const float* bias;   // padded to whole panels, or null
+  float* out;
+  int64_t ldo;
+  int type, add;
+};
+
+// One run of consecutive tokens of one sequence against its paged cache.
+struct PiAttention {
+  const float* q;        // [t][q_stride], head h at h * head_pad, scaled by 1 / sqrt(head_dim)
+  float* out;            // [t][out_stride], head h at h * head_dim
+  const uint8_t* kv;     // this layer: page p, kv head g at p * page_bytes + g * head_bytes
+  const int32_t* pages;  // the sequence's page table
+  int64_t q_stride, out_stride, page_bytes, head_bytes, position;  // position of token 0
+  int head_dim, head_pad, group, window;                           // window 0: none
+};
+
+struct PiKernels {
+  const char* name;
+  void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
+  // Fills the forms in `forms` of one row. The pointers are that row's own.
+  void (*forms)(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* d, float* sd, int16_t* s);
+  void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
+  void (*swiglu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) * up
+  void (*rope)(float* head, const float* cos, const float* sin, int64_t half);
+  void (*scale)(float* x, float by, int64_t n);
+  // Writes the key and the value of one slot of a page; either may be null.
+  void (*store_kv)(int kv_type, uint8_t* head, int slot, const float* k, const float* v, int head_pad);
+  // Rows r of kv head g: token r / group, head g * group + r % group. At most pi_attention_scratch floats of scratch.
+  void (*attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
+};
+
+// Bytes of one page of one kv head: keys [head_pad][32], values [32][head_pad], for Q8_0 followed by f16 scales
+// [head_pad / 32][32] and [32][head_pad / 32] (rounded up).
+static inline int64_t pi_kv_head_bytes(int kv_type, int64_t head_pad) {
+  int64_t n = head_pad * PI_PAGE * 2;
+  if (kv_type == PI_KV_F32) return n * 4;
+  if (kv_type == PI_KV_F16) return n * 2;
+  return pi_round_up(n + 2 * pi_round_up(head_pad, 32) / 32 * PI_PAGE * 2, 64);
+}
+
+enum { PI_ATTENTION_ROWS = 8 };
+static inline int64_t pi_attention_scratch(int64_t head_pad) { return PI_ATTENTION_ROWS * (head_pad + PI_PAGE + 16); }
+
+// Bytes a thread must lend `linear` as scratch: one panel's codes widened to bytes, and a tile of sums (AMX).
+static inline int64_t pi_linear_scratch(int64_t k) { return pi_round_up(k, 256) * 32 + 8192; }
