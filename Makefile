@@ -15,15 +15,14 @@ ARGS ?=
 
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
 
-.PHONY: help run test check fuzz bench install test-neon clean
+.PHONY: help run test check fuzz bench install clean
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
 	@echo 'make test               everything the tests need, then all of them (ARGS="-k name" for some)'
 	@echo 'make check              ruff, mypy and the import-order test'
-	@echo 'make fuzz               10,000 mutated model files against the readers'
+	@echo 'make fuzz               thousands of damaged model files against the readers'
 	@echo 'make bench              measure this machine with the default model'
-	@echo 'make test-neon          the NEON kernels, cross-compiled, under qemu'
 	@echo 'make clean              remove .venv and the build'
 
 # The package is installed in editable form: Python files are used where they lie, the native module is rebuilt (only what changed)
@@ -66,7 +65,7 @@ check: $(VENV)/stamp-check
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
 fuzz: $(VENV)/stamp-test
-	@$(BIN)/python -m tests.fuzz $(ARGS)
+	@$(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
 
 bench: $(VENV)/stamp-core
 	@$(BIN)/powerinfer bench $(ARGS)
