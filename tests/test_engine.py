@@ -189,6 +189,14 @@ def test_wrong_requests_are_refused() -> None:
         llm.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(RequestError, match=r"no option 'kv_typo'; it knows .*kv_type"):
         LLM("nowhere.gguf", kv_typo="f16")
+    for options, message in (
+        ({"max_batch": 0}, "max_batch must be a whole number of at least 1, not 0"),
+        ({"prefill_chunk": 2.5}, "prefill_chunk must be a whole number"),
+        ({"context": -1}, "context must be a whole number of at least 0"),
+        ({"kv_type": "q4"}, "kv_type must be one of f16, q8_0, f32, not 'q4'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            LLM("nowhere.gguf", **options)
     usable(llm)
 
 

@@ -55,6 +55,7 @@ class LLM:
         from powerinfer.models import load
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
+        _check_context(engine, checkpoint.config)
         tokenizer = checkpoint.tokenizer()
         executor = load(checkpoint, engine, progress)
         template = checkpoint.chat_template()
@@ -242,8 +243,23 @@ def _answer(request: Request) -> Completion:
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig)]
-    for name in options:
+    """The options of `LLM` as an EngineConfig; RequestError names a wrong one."""
+    known = {field.name: field for field in fields(EngineConfig)}
+    for name, value in options.items():
         if name not in known:
             raise RequestError(f"LLM has no option {name!r}; it knows {', '.join(known)}")
+        default, choices = known[name].default, known[name].metadata.get("choices")
+        if choices and value is not None and value not in choices:
+            raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        if type(default) is int:
+            least = 0 if default == 0 else 1  # 0 means automatic where it is the default
+            if type(value) is not int or value < least:
+                raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return EngineConfig(**options)
+
+
+def _check_context(engine: EngineConfig, config: ModelConfig) -> None:
+    if engine.context > config.context_length:
+        raise RequestError(
+            f"a context of {engine.context} tokens is more than the {config.context_length} that the model was made for"
+        )

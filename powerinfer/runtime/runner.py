@@ -185,6 +185,7 @@ class Runner:
         batch = self._scheduler.plan()
         self._torn = False
         if batch is None:
+            assert not self._scheduler.waiting, "a checked request can always be started"
             return
         logits = self._executor.forward(batch)
         self._torn = True
