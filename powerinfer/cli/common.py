@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -202,10 +203,16 @@ def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
 
     options = dataclasses.asdict(config_from(args, EngineConfig, **overrides))
     path = resolve_model(args.model, say=out.note)
-    from powerinfer.runtime.engine import LLM
+    # Loading makes a hundred thousand objects and no garbage: looking for some takes 10 ms of the start.
+    gc.disable()
+    try:
+        from powerinfer.runtime.engine import LLM
 
-    with Bar() as bar:
-        llm = LLM(path, progress=bar, **options)
+        with Bar() as bar:
+            llm = LLM(path, progress=bar, **options)
+    finally:
+        gc.freeze()
+        gc.enable()
     for note in llm.checkpoint.notes if llm.checkpoint else ():
         out.note(note)
     return llm
