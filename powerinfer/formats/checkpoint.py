@@ -134,6 +134,11 @@ class Checkpoint:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
 
+    def release(self) -> None:
+        """Give back the memory of what was read from the files so far. Views stay valid: pages come back on access."""
+        for file in self._files:
+            file.release()
+
     @property
     def bytes_by_type(self) -> dict[str, int]:
         """Bytes of the tensors on disk by storage type, the largest share first."""

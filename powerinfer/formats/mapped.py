@@ -42,6 +42,7 @@ class MappedFile:
         self.size = status.st_size
         self.modified_ns = status.st_mtime_ns
         self._view: NDArray[np.uint8] | None = None
+        self._mapping: mmap.mmap | None = None
 
     def __del__(self) -> None:
         # An array over the mapping keeps the mapping alive by itself; only the descriptor needs closing.
@@ -84,5 +85,11 @@ class MappedFile:
                 mapping = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise ModelError(f"cannot map {self.path} into memory: {error}") from None
+            self._mapping = mapping
             self._view = np.frombuffer(mapping, np.uint8)
         return self._view
+
+    def release(self) -> None:
+        """Give back the memory of the pages read so far; they are read again from the file when touched."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,171 @@
+"""The CPU executor: packed weights, paged cache and the list of native operators that a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import _native
+from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.errors import RequestError
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu
+
+Floats = NDArray[np.float32]
+
+
+class CpuExecutor:
+    """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
+
+    A token's logits have the same bits whatever the batch, the chunk, the cache page and the number of threads.
+    """
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, frequencies: Floats, rope_factor: float) -> None:
+        """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine.
+
+        RequestError for options that cannot be met.
+        """
+        isa, isa_reason = cpu.choose_isa(engine.isa)
+        threads, threads_reason = cpu.choose_threads(engine.threads)
+        context = engine.context or config.context_length
+        pages, pages_reason = choose_pages(config, engine, context)
+        self.page_size = cpu.PAGE
+        self.n_pages = pages
+        self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
+        self.vocab_size = config.vocab_size
+        self.bytes_per_token = 0
+        self._config = config
+        self._pool = _native.Pool(threads)
+        self._arena = _native.Arena()
+        cache = _native.Cache(engine.kv_type, config.n_layers, config.n_kv_heads, config.head_dim, pages)
+        self.choices = {
+            "isa": f"{isa} ({isa_reason})",
+            "threads": f"{threads} ({threads_reason})",
+            "kv_cache": f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {cache.nbytes >> 20} MiB ({pages_reason})",
+        }
+        self._program = _native.Program(
+            self._pool,
+            cache,
+            isa,
+            self.max_tokens,
+            config.d_model,
+            config.d_ff,
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+            np.ascontiguousarray(frequencies, np.float32),
+            rope_factor,
+        )
+        self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
+
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
+        """Pack a matrix [out, in]. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
+        rows, cols = tensor.shape
+        packed = _native.pack(self._pool, self._arena, tensor.type, rows, cols, tensor.data, row_map)
+        self.bytes_per_token += packed.nbytes
+        return packed
+
+    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are heads: padded to whole lanes, rotary pairs brought to (i, i + dim/2).
+
+        None where the rows are right as they are.
+        """
+        dim = self._config.head_dim
+        padded = cpu.round_up(dim, cpu.LANES)
+        if padded == dim and not interleaved:
+            return None
+        within = np.full(padded, -1, np.int64)
+        within[:dim] = np.arange(dim).reshape(-1, 2).T.reshape(-1) if interleaved else np.arange(dim)
+        rows = np.arange(heads)[:, None] * dim + within
+        return np.where(within < 0, -1, rows).reshape(-1).astype(np.int32)
+
+    def embed(self, tensor: RawTensor) -> None:
+        """x = rows of the embedding, looked up in the model file's own type."""
+        self._program.embed(_native.Table(tensor.type, *tensor.shape, tensor.data))
+        self.bytes_per_token += tensor.data.nbytes // tensor.shape[0]
+
+    def attention(
+        self,
+        layer: int,
+        norm: Floats,
+        qkv: Sequence[_native.Matrix],
+        output: _native.Matrix,
+        *,
+        biases: Sequence[Floats | None] = (None, None, None),
+        output_bias: Floats | None = None,
+        q_norm: Floats | None = None,
+        k_norm: Floats | None = None,
+        window: int | None = None,
+    ) -> None:
+        """x += output . attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
+        eps = self._config.norm_eps
+        self._program.attention_input(layer, eps, norm, *qkv, *biases, q_norm=q_norm, k_norm=k_norm)
+        self._program.attention(layer, window or 0)
+        self._program.project(output, output_bias)
+
+    def ffn(self, norm: Floats, gate: _native.Matrix, up: _native.Matrix, down: _native.Matrix) -> None:
+        """x += down . (silu(gate . n) * (up . n)) with n = norm(x)."""
+        self._program.ffn(norm, self._config.norm_eps, gate, up, down)
+
+    def head(self, norm: Floats, matrix: _native.Matrix) -> None:
+        """logits = matrix . norm(x)."""
+        self._program.head(norm, self._config.norm_eps, matrix)
+
+    def forward(self, batch: Batch) -> Floats:
+        rows = len(batch.logit_rows)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self._logits.shape[1]), np.float32)
+        self._program.run(
+            batch.tokens,
+            batch.positions,
+            batch.rows,
+            batch.page_table,
+            batch.logit_rows,
+            self._logits,
+            0,
+            self._program.size,
+            self.vocab_size,
+        )
+        return self._logits[:rows, : self.vocab_size]
+
+    def time_operators(self, on: bool) -> dict[str, float]:
+        """Switch timing on or off; seconds spent in each kind of operator since the last call."""
+        self._program.timed = on
+        return dict(self._program.take_times())
+
+    def close(self) -> None:
+        for name in ("_program", "_arena", "_pool"):
+            self.__dict__.pop(name, None)
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping, 0 where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def choose_pages(config: ModelConfig, engine: EngineConfig, context: int) -> tuple[int, str]:
+    """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
+
+    RequestError when not even one context fits the memory.
+    """
+    page = _native.kv_page_bytes(engine.kv_type, config.n_layers, config.n_kv_heads, config.head_dim)
+    one = -(-context // cpu.PAGE)
+    memory = available_memory() or 1 << 62
+    if one * page > memory:
+        raise RequestError(
+            f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are free: "
+            "lower --context or choose --kv-type q8_0"
+        )
+    wanted = one * max(1, engine.max_batch)
+    most = max(one, memory // 4 // page)
+    if wanted <= most:
+        return wanted, f"{engine.max_batch} contexts of {context}"
+    return most, "a quarter of the free memory" if most > one else "one context"

@@ -1,0 +1,89 @@
+"""The door to the native module: what this CPU can run, what is chosen and why, and products with checked shapes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import _native
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
+
+PAGE = _native.PAGE
+"""Tokens of a page of the KV cache."""
+
+LANES = _native.LANES
+"""Rows of a panel: widths of native buffers are multiples of it."""
+
+ISA_VARIABLE = "POWERINFER_ISA"
+
+
+def levels() -> list[str]:
+    """Instruction-set levels that this build has and this CPU runs, best first."""
+    return list(_native.levels())
+
+
+def choose_isa(wanted: str | None) -> tuple[str, str]:
+    """(level, reason). RequestError when `wanted` cannot run here."""
+    name = wanted or os.environ.get(ISA_VARIABLE)
+    try:
+        level = _native.find_level(name or "")
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if wanted:
+        return level, "asked for"
+    return level, f"asked for by {ISA_VARIABLE}" if name else "the best this CPU runs"
+
+
+def usable_cores() -> tuple[int, str]:
+    """(cores, reason): the cores this process may really use, by affinity and by its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cores()
+    if quota is not None and quota < cores:
+        return quota, f"the container's quota, of {cores} cores"
+    return cores, "every core this process may use"
+
+
+def _cgroup_cores() -> int | None:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else max(1, int(limit) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def choose_threads(wanted: int) -> tuple[int, str]:
+    """(threads, reason). RequestError when `wanted` is out of range; 0 leaves the choice to us."""
+    if not 0 <= wanted <= 1024:
+        raise RequestError(f"threads must lie between 0 (automatic) and 1024, not {wanted}")
+    return (wanted, "asked for") if wanted else usable_cores()
+
+
+def choices(engine: EngineConfig) -> dict[str, str]:
+    """What is chosen for this machine, each with its reason."""
+    isa, isa_reason = choose_isa(engine.isa)
+    threads, threads_reason = choose_threads(engine.threads)
+    return {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
+
+
+def round_up(n: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below n."""
+    return -(-n // to) * to
+
+
+def matmul(
+    x: NDArray[np.float32], weights: NDArray[np.uint8], type_name: str, rows: int, *, isa: str = "", threads: int = 1
+) -> NDArray[np.float32]:
+    """x . W^T through the native kernels, float32 [tokens, rows].
+
+    x: float32 [tokens, k]; weights: the blocks of W [rows, k] as a model file stores them, uint8 1-D. Activations take
+    the form that the type wants: 8 bits per 32 for quantised weights, bfloat16 for BF16. ValueError for wrong shapes.
+    """
+    pool = _native.Pool(threads)
+    matrix = _native.pack(pool, _native.Arena(), type_name, rows, x.shape[1], weights)
+    out = np.full((x.shape[0], round_up(rows, LANES)), np.nan, np.float32)
+    _native.matmul(pool, matrix, isa, np.ascontiguousarray(x, np.float32), out)
+    return out[:, :rows]
