@@ -1,0 +1,447 @@
+"""Every architecture against `transformers`: tiny random models, as a Hugging Face folder and as a GGUF file.
+
+The truth is `transformers` run in float64 throughout. The bound on this engine's error is four times the error that
+`transformers` itself makes in float32: both sum the same terms, and where a vectorised sum keeps 16 partial sums of
+n/16 terms, a plain chain of n terms is off by up to sqrt(16) = 4 times as much (rounding errors add up as a random
+walk). Every case also names a change of its configuration that must be noticed: a truth that no longer told a wrong
+configuration from a right one would make the case worthless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import Batch, Executor  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.models import load  # noqa: E402
+
+TOKENS = 75  # more than two pages of 32, and not a multiple of any block
+CONTEXT = 128
+ROUNDING = 4.0
+SIZES: dict[str, Any] = dict(
+    vocab_size=101,
+    hidden_size=64,
+    intermediate_size=88,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=CONTEXT,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model type with its settings, and settings it must be told apart from."""
+
+    name: str
+    kind: str
+    settings: dict[str, Any]
+    mistaken: dict[str, Any]
+    layouts: tuple[str, ...] = ("folder", "folder-v4", "gguf")
+    metadata: dict[str, Any] = field(default_factory=dict)  # GGUF keys behind the architecture's prefix
+
+    def config(self, **changes: Any) -> Any:
+        cls = getattr(transformers, self.kind.capitalize() + "Config")
+        config = cls(**(SIZES | {"rope_parameters": dict(PLAIN_ROPE)} | self.settings | changes))
+        config._attn_implementation = "eager"
+        return config
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return PLAIN_ROPE | parameters
+
+
+LLAMA3 = rope(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+}
+CASES = [
+    Case("llama2", "llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-2}),
+    Case("llama-gqa", "llama", {"num_attention_heads": 8, "num_key_value_heads": 2}, {"rms_norm_eps": 1e-3}),
+    Case("llama-one-kv-head", "llama", {"num_key_value_heads": 1}, {"rope_parameters": rope(rope_theta=20000.0)}),
+    Case("llama3", "llama", {"rope_parameters": LLAMA3}, {"rope_parameters": rope(rope_theta=500000.0)}),
+    Case(
+        "llama-linear",
+        "llama",
+        {"rope_parameters": rope(rope_type="linear", factor=4.0)},
+        {"rope_parameters": PLAIN_ROPE},
+        metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
+    Case("llama-yarn", "llama", {"rope_parameters": YARN}, {"rope_parameters": PLAIN_ROPE}, metadata=YARN_KEYS),
+    Case("llama-biases", "llama", {"attention_bias": True}, {"rope_parameters": LLAMA3}),
+    Case(
+        "mistral-window",
+        "mistral",
+        {"sliding_window": 20},
+        {"sliding_window": 21},
+        layouts=("folder", "folder-v4"),  # a GGUF file of architecture llama has no window
+    ),
+    Case(
+        "mistral-head-dim",
+        "mistral",
+        {"sliding_window": None, "head_dim": 32},
+        {"rope_parameters": rope(rope_theta=20000.0)},
+    ),
+    Case(
+        "smollm2",
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "hidden_size": 48,
+            "rope_parameters": rope(rope_theta=100000.0),
+        },
+        {"rope_parameters": PLAIN_ROPE},
+    ),
+    Case("qwen2", "qwen2", {"tie_word_embeddings": True}, {"rms_norm_eps": 1e-2}),
+    Case(
+        "qwen2-window",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+        layouts=("folder", "folder-v4"),
+    ),
+    Case("qwen2-yarn", "qwen2", {"rope_parameters": YARN}, {"rope_parameters": PLAIN_ROPE}, metadata=YARN_KEYS),
+    Case(
+        "qwen3",
+        "qwen3",
+        {"head_dim": 32, "tie_word_embeddings": True},
+        {"rope_parameters": rope(rope_theta=20000.0)},
+    ),
+]
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """A float32 model whose every parameter matters: attention far from uniform, norms and biases far from neutral."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                parameter.copy_(noise if "embed" in name else 1.5 * noise / math.sqrt(parameter.shape[1]))
+            else:
+                parameter.copy_(0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise)
+    return model
+
+
+class DoubleTorch:
+    """The torch module with its 32-bit float types replaced by float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def double_precision(kind: str) -> Iterator[None]:
+    """`transformers` computes norms, softmax and angles in float32 whatever the model's type; here in float64."""
+    names = ["transformers.modeling_rope_utils", f"transformers.models.{kind}.modeling_{kind}"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(importlib.import_module(name), "torch", DoubleTorch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.inference_mode():
+        return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+
+
+def exact_logits(case: Case, config: Any, model: Any, tokens: np.ndarray) -> np.ndarray:
+    """float64 logits [T, vocab] of the float32 model's weights under `config`."""
+    with double_precision(case.kind):
+        wide = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+        assert wide.model.rotary_emb.inv_freq.dtype == torch.float64
+        wide.load_state_dict(model.state_dict())
+        result = logits(wide, tokens)
+    assert result.dtype == np.float64
+    return result
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+# --- the two file formats ---------------------------------------------------------------------------------------
+
+
+def save_folder(model: Any, folder: Path, *, version4: bool) -> Path:
+    """A Hugging Face folder in shards; `version4`: its config.json as transformers 4 wrote it."""
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    if version4:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        parameters = config.pop("rope_parameters")
+        config["rope_theta"] = parameters.pop("rope_theta")
+        config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
+        config.pop("layer_types", None)
+        config["torch_dtype"] = config.pop("dtype", "float32")
+        path.write_text(json.dumps(config))
+    return folder
+
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GGUF_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def side_by_side(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key matrix in the order of a `llama` file: the two rows of a rotated pair adjacent."""
+    return np.ascontiguousarray(
+        values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape),
+    )
+
+
+def gguf_tensors(config: Any, model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = parameter.numpy()
+        module, _, kind = name.rpartition(".")
+        if module in GGUF_OUTER:
+            yield f"{GGUF_OUTER[module]}.{kind}", values
+            continue
+        _, _, layer, inner = module.split(".", 3)
+        short = GGUF_NAMES[inner]
+        if architecture == "llama" and short in ("attn_q", "attn_k"):
+            heads = config.num_attention_heads if short == "attn_q" else config.num_key_value_heads
+            values = side_by_side(values, heads)
+        yield f"blk.{layer}.{short}.{kind}", values
+
+
+def llama3_factors(config: Any) -> np.ndarray:
+    """What llama.cpp's converter writes as rope_freqs.weight: how much slower each pair turns."""
+    scaling = config.rope_parameters
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    wavelengths = 2 * np.pi * scaling["rope_theta"] ** exponents
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0, 1)
+    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
+
+
+def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
+    architecture = "llama" if case.kind == "mistral" else case.kind
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if architecture == "llama":
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_rope_dimension_count(head_dim)
+    for key, value in case.metadata.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{architecture}.{key}", value)
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config))
+    for name, values in gguf_tensors(config, model, architecture):
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def save(case: Case, config: Any, model: Any, layout: str, folder: Path) -> Path:
+    if layout == "gguf":
+        return save_gguf(case, config, model, folder / "model.gguf")
+    return save_folder(model, folder / "model", version4=layout == "folder-v4")
+
+
+# --- this engine ------------------------------------------------------------------------------------------------
+
+
+def open_executor(path: Path, quantize: str | None = None, **options: Any) -> Executor:
+    settings = {"threads": 2, "context": CONTEXT, "kv_type": "f32", "prefill_chunk": TOKENS, "max_batch": 4}
+    return load(open_checkpoint(path, quantize), EngineConfig(**(settings | options)))
+
+
+def run_chunks(executor: Executor, tokens: np.ndarray, chunks: list[int], pages: np.ndarray) -> np.ndarray:
+    """Logits [T, vocab] of one sequence fed in pieces of the given lengths."""
+    results, start = [], 0
+    for length in chunks:
+        span = np.arange(start, start + length, dtype=np.int32)
+        batch = Batch(
+            tokens=np.ascontiguousarray(tokens[span]),
+            positions=span,
+            rows=np.zeros(length, np.int32),
+            page_table=pages[None],
+            logit_rows=np.arange(length, dtype=np.int32),
+        )
+        results.append(executor.forward(batch).copy())
+        start += length
+    assert start == len(tokens)
+    return np.concatenate(results)
+
+
+def scattered_pages(executor: Executor, sequences: int) -> np.ndarray:
+    """Page ids [sequences, pages of one] in no order, none twice."""
+    count = -(-TOKENS // executor.page_size)
+    order = np.random.default_rng(7).permutation(executor.n_pages).astype(np.int32)
+    assert len(order) >= sequences * count
+    return order[: sequences * count].reshape(sequences, count)
+
+
+def prompt(case: Case, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], TOKENS).astype(np.int32)
+
+
+def case_layouts() -> list[Any]:
+    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
+
+
+@pytest.mark.parametrize(("case", "layout"), case_layouts())
+def test_logits(case: Case, layout: str, tmp_path: Path) -> None:
+    check_logits(case, layout, tmp_path)
+
+
+def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> None:
+    config, tokens = case.config(), prompt(case)
+    model = random_model(config, seed=11)
+    truth = exact_logits(case, config, model, tokens)
+    allowed = ROUNDING * rms(logits(model, tokens) - truth)
+
+    executor = open_executor(save(case, config, model, layout, tmp_path), **options)
+    try:
+        ours = run_chunks(executor, tokens, [TOKENS], scattered_pages(executor, 1)[0])
+    finally:
+        executor.close()
+    assert ours.dtype == np.float32 and ours.shape == truth.shape
+    assert rms(ours - truth) <= allowed, f"{rms(ours - truth):.3g} against {allowed:.3g}"
+
+
+@pytest.mark.parametrize("isa", cpu.levels()[1:])
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3"])
+def test_logits_on_every_instruction_set(name: str, isa: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == name)
+    check_logits(case, "folder", tmp_path, isa=isa)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_wrong_configuration_would_be_seen(case: Case) -> None:
+    config, tokens = case.config(), prompt(case)
+    model = random_model(config, seed=11)
+    truth = exact_logits(case, config, model, tokens)
+    allowed = ROUNDING * rms(logits(model, tokens) - truth)
+    wrong = exact_logits(case, case.config(**case.mistaken), model, tokens)
+    assert rms(wrong - truth) > 100 * allowed
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_chunks_batches_and_threads_give_the_same_bits(case: Case, tmp_path: Path) -> None:
+    config = case.config()
+    check_same_bits(case, save(case, config, random_model(config, seed=11), "folder", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv_type"),
+    [("float16", "f16"), ("bfloat16", "q8_0"), ("q8_0", "f16"), ("q4_0", "q8_0"), ("float32", "f16")],
+)
+def test_same_bits_with_narrow_types(weights: str, kv_type: str, tmp_path: Path) -> None:
+    case = Case("narrow", "llama", {"head_dim": 32, "intermediate_size": 96}, {})
+    model = random_model(case.config(), seed=11)
+    quantize = weights if weights.startswith("q") else None
+    if quantize is None:
+        model = model.to(getattr(torch, weights))
+    path = save(case, model.config, model, "folder", tmp_path)
+    check_same_bits(case, path, quantize=quantize, kv_type=kv_type)
+
+
+def check_same_bits(case: Case, path: Path, **options: Any) -> None:
+    tokens, other = prompt(case), prompt(case, seed=4)
+    executor = open_executor(path, **options)
+    try:
+        pages = scattered_pages(executor, 4)
+        whole = run_chunks(executor, tokens, [TOKENS], pages[0])
+        uneven = [1, 7, 32, 2, TOKENS - 42]
+        assert np.array_equal(run_chunks(executor, tokens, uneven, pages[1]), whole), "in chunks"
+        assert np.array_equal(run_chunks(executor, tokens, [1] * TOKENS, pages[2]), whole), "token by token"
+        alone = run_chunks(executor, other, [TOKENS], pages[3])
+        together = run_two(executor, tokens, other, pages[2:])
+        assert np.array_equal(together[0], whole[20:]) and np.array_equal(together[1], alone[50:]), "in a batch"
+    finally:
+        executor.close()
+    single = open_executor(path, threads=1, **options)
+    try:
+        assert np.array_equal(run_chunks(single, tokens, [TOKENS], pages[0]), whole), "with one thread"
+    finally:
+        single.close()
+
+
+def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np.ndarray) -> list[np.ndarray]:
+    """Two sequences whose beginnings are in the cache already go on together: 55 tokens of one, 25 of the other."""
+    run_chunks(executor, first[:20], [20], pages[0])
+    run_chunks(executor, second[:50], [50], pages[1])
+    lengths = [TOKENS - 20, TOKENS - 50]
+    results: list[list[np.ndarray]] = [[], []]
+    for part in range(5):  # each call takes a fifth of either
+        spans = [np.arange(TOKENS - n, TOKENS, dtype=np.int32).reshape(5, -1)[part] for n in lengths]
+        batch = Batch(
+            tokens=np.concatenate([first[spans[0]], second[spans[1]]]),
+            positions=np.concatenate(spans),
+            rows=np.repeat(np.arange(2, dtype=np.int32), [len(span) for span in spans]),
+            page_table=np.ascontiguousarray(pages),
+            logit_rows=np.arange(sum(len(span) for span in spans), dtype=np.int32),
+        )
+        answer = executor.forward(batch).copy()
+        results[0].append(answer[: len(spans[0])])
+        results[1].append(answer[len(spans[0]) :])
+    return [np.concatenate(parts) for parts in results]
