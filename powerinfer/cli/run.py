@@ -107,9 +107,7 @@ def describe(completion: Completion) -> dict[str, Any]:
 
 
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
-    for name, value in document.get("timings", {}).items():
-        if value is not None:
-            out.note(f"{name:<16}{value:.3f}")
-    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
-        if name in document:
-            out.note(f"{name:<16}{document[name]}")
+    rows = {**llm.choices, **{name: f"{value:.3f}" for name, value in document.get("timings", {}).items() if value}}
+    rows |= {name: value for name, value in document.items() if name.endswith("_tokens")}
+    for name, value in rows.items():
+        out.note(f"{name:<18}{value}")
