@@ -66,7 +66,8 @@ class ChatTemplate:
         marks = _Marks.choose(given, self.source, special)
         if marks is not None:
             given = marks.put(given)
-        names = {"bos_token": self.bos, "eos_token": self.eos, "tools": None, "documents": None}
+        tokens = {name: text for name, text in (("bos_token", self.bos), ("eos_token", self.eos)) if text}
+        names = {**tokens, "tools": None, "documents": None}
         text = _written_out(self.source, given["messages"], add_prompt)
         if text is None:
             text = self._run({**names, **given, "add_generation_prompt": add_prompt})
@@ -168,7 +169,8 @@ class _Marks:
         whole = [token for token in present if any(token in text for text in texts)]
         # Two strings that a template writes side by side must not make a token between them.
         starts = {token[:cut] for token in present for cut in range(1, len(token))}
-        ends = {text.rstrip()[-cut:] for text in texts for cut in range(1, 1 + max(map(len, present), default=0))}
+        tails = [text.rstrip()[-max(map(len, present), default=1) :] for text in texts]
+        ends = {tail[cut:] for tail in tails for cut in range(len(tail))}
         parts = sorted(starts & ends, key=len, reverse=True)
         if not whole and not parts:
             return None

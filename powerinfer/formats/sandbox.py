@@ -20,13 +20,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 1.0  # for compiling and for rendering; real templates need milliseconds
-WORKER_SECONDS = 2.0  # the same with the start of a process
-WORKER_BYTES = 768 << 20  # address space of that process
+SECONDS = 1.0  # of processor time for compiling and for rendering; real templates need milliseconds
+WORKER_SECONDS = 2  # of processor time of a process, its start included
+WORKER_WAIT = 10.0  # seconds by the clock, on a machine however busy
+WORKER_BYTES = 512 << 20  # address space of that process
 MAX_SOURCE = 1 << 17  # characters; the longest template in use has a fifth of it
 MAX_OUTPUT = 1 << 22  # characters, and as many times the input as below
 MAX_GROWTH = 16
 MAX_WORK = 1 << 24  # characters of all strings that one rendering makes, and as many times the input
+GENERATOR = 0x20  # inspect.CO_GENERATOR
 FILENAME = "<template>"  # what Jinja calls code compiled from a string
 
 _TEXT_METHODS = """strip lstrip rstrip split rsplit splitlines startswith endswith removeprefix removesuffix lower upper
@@ -101,19 +103,30 @@ def _bounded(work: Callable[[], Any]) -> Any:
 
     A trace function looks at the clock on every call, and on every line of a template, of this thread only.
     """
-    deadline = time.monotonic() + SECONDS
+    deadline = time.thread_time() + SECONDS  # of computing: how busy the machine is must not decide
+
+    def check() -> None:
+        if time.thread_time() > deadline:
+            raise Limit(f"it takes longer than {SECONDS:g} s")
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise Limit(f"it takes longer than {SECONDS:g} s")
-        return trace if frame.f_code.co_filename == FILENAME else None
+        ours = frame.f_code.co_filename == FILENAME
+        if ours or not frame.f_code.co_flags & GENERATOR:  # what is raised in a generator that is closed gets lost
+            check()
+        return trace if ours else None
 
-    before = sys.gettrace()
+    before, limit = sys.gettrace(), None
     sys.settrace(trace)
     try:
-        return work()
+        result = work()
+    except Limit as error:
+        limit = str(error)
     finally:
         sys.settrace(before)
+    if limit is not None:
+        raise Limit(limit)
+    check()
+    return result
 
 
 class _Template:
@@ -150,15 +163,21 @@ class _Template:
 
 
 def _failing(work: Callable[[], Any]) -> Any:
-    """What `work` returns, any error in it as Failed."""
+    """What `work` returns, any error in it as Failed.
+
+    The error that is raised knows nothing of the one that it stands for: a traceback would keep alive Jinja's frames,
+    and closing a generator among them later, deep in another template, is an error of its own.
+    """
+    failure: BaseException
     try:
         return work()
-    except Refused:
-        raise
-    except (MemoryError, RecursionError) as error:
-        raise Limit("it nests or grows too far") from error
+    except Refused as error:
+        failure = Refused(str(error))
+    except (MemoryError, RecursionError):
+        failure = Limit("it nests or grows too far")
     except Exception as error:
-        raise Failed(f"{type(error).__name__}: {error}") from error
+        failure = Failed(f"{type(error).__name__}: {error}")
+    raise failure
 
 
 def _size(value: Any) -> int:
@@ -312,6 +331,16 @@ def _guarded_environment() -> Any:
             self.spend(len(s) + s.count(old) * len(new))
             return str(s.replace(old, new, -1 if count is None else count))
 
+        def counted_arguments(self, owner: str, method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            """The arguments of a method of `owner`, counted where it makes more text than it is given."""
+            if method == "join":
+                parts = list(args[0])
+                self.spend(len(owner) * len(parts) + sum(len(part) for part in parts if isinstance(part, str)))
+                return (parts, *args[1:])
+            if method == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+                self.spend(len(owner) + owner.count(args[0]) * len(args[1]))
+            return args
+
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if isinstance(left, Undefined) or isinstance(right, Undefined):
                 return super().call_binop(context, operator, left, right)
@@ -326,10 +355,8 @@ def _guarded_environment() -> Any:
 
         def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
             owner = getattr(__obj, "__self__", None)
-            if type(owner) is str and __obj.__name__ == "join":
-                return __self.joined(owner, *args, **kwargs)
-            if type(owner) is str and __obj.__name__ == "replace":
-                return __self.replace(owner, *args, **kwargs)
+            if type(owner) is str and args:
+                args = __self.counted_arguments(owner, __obj.__name__, args)
             known = type(__obj) is Macro or __obj is Namespace or isinstance(__obj, Undefined)
             known = known or __obj in __self.functions
             if not known and not (isinstance(owner, (str, dict, list, tuple)) and __obj.__name__ in SAFE_METHODS):
@@ -370,11 +397,11 @@ def _in_worker(source: str, variables: dict[str, Any]) -> str:
             input=question,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=WORKER_SECONDS,
+            timeout=WORKER_WAIT,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise Limit(f"it takes longer than {WORKER_SECONDS:g} s") from None
+        raise Limit(f"it takes longer than {WORKER_WAIT:g} s") from None
     try:
         answer = json.loads(done.stdout)
     except ValueError:
@@ -406,8 +433,7 @@ def _limit_process(input_bytes: int) -> None:
         return
     memory = WORKER_BYTES + MAX_GROWTH * input_bytes
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    seconds = int(WORKER_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (WORKER_SECONDS, WORKER_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
