@@ -3,9 +3,6 @@
 // in a batch and alone.
 #include "simd.h"
 #include "table.h"
-#if defined(__AMX_INT8__)
-#include "amx.h"
-#endif
 
 namespace {
 
@@ -315,6 +312,10 @@ void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t
     }
   }
 }
+
+#if defined(__AMX_INT8__)
+#include "amx.h"
+#endif
 
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
 #if defined(__AMX_INT8__)

@@ -119,5 +119,12 @@ static inline int64_t pi_kv_head_bytes(int kv_type, int64_t head_pad) {
 enum { PI_ATTENTION_ROWS = 8 };
 static inline int64_t pi_attention_scratch(int64_t head_pad) { return PI_ATTENTION_ROWS * (head_pad + PI_PAGE + 16); }
 
-// Bytes a thread must lend `linear` as scratch: one panel's codes widened to bytes, and a tile of sums (AMX).
-static inline int64_t pi_linear_scratch(int64_t k) { return pi_round_up(k, 256) * 32 + 8192; }
+// Activations of that many bytes stay in a core's L2 cache while the panels of a matrix pass by (tile unit).
+enum { PI_AMX_ACTS = 524288 };
+
+// Bytes a thread must lend `linear` as scratch, 64-byte aligned: for the tile unit, a tile of sums, the scales of the
+// activations in tile order, and one panel's codes widened to bytes.
+static inline int64_t pi_linear_scratch(int64_t k) {
+  const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some;
+  return 8192 + tokens * (k / 32 + 1) * 8 + pi_round_up(k, 256) * 16;
+}
