@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 1.0  # of processor time for compiling and for rendering; real templates need milliseconds
+SECONDS = 1.0  # of processor time for a rendering; real templates need milliseconds
 WORKER_SECONDS = 2  # of processor time of a process, its start included
 WORKER_WAIT = 10.0  # seconds by the clock, on a machine however busy
 WORKER_BYTES = 512 << 20  # address space of that process
-MAX_SOURCE = 1 << 17  # characters; the longest template in use has a fifth of it
+MAX_SOURCE = 1 << 16  # characters, compiled in 2 s at worst; the longest template in use has a quarter of it
 MAX_OUTPUT = 1 << 22  # characters, and as many times the input as below
 MAX_GROWTH = 16
 MAX_WORK = 1 << 24  # characters of all strings that one rendering makes, and as many times the input
@@ -89,7 +89,7 @@ def _compiled(source: str) -> _Template:
             while len(_templates) >= 8:
                 _templates.pop(next(iter(_templates)))
             try:
-                _templates[source] = _bounded(lambda: _Template(source, guarded=True))
+                _templates[source] = _Template(source, guarded=True)
             except _Unknown:
                 _templates[source] = None
         template = _templates[source]
@@ -101,7 +101,7 @@ def _compiled(source: str) -> _Template:
 def _bounded(work: Callable[[], Any]) -> Any:
     """What `work` returns; Limit when it takes longer than SECONDS.
 
-    A trace function looks at the clock on every call, and on every line of a template, of this thread only.
+    A trace function looks at the clock on calls, and on every line of the template, in this thread only.
     """
     deadline = time.thread_time() + SECONDS  # of computing: how busy the machine is must not decide
 
