@@ -572,6 +572,13 @@ SCORED_DAMAGE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("data", [b"x", b"\0" * 40, b"\x40\0\0\0" + b"\0" * 40, b"\x03\0\0\0" + b"\0" * 40])
+def test_a_malformed_table_of_replacements_is_refused(data: bytes) -> None:
+    metadata = {**sentencepiece_metadata("unigram"), G + "precompiled_charsmap": np.frombuffer(data, np.uint8)}
+    with pytest.raises(ModelError, match="charsmap"):
+        tokenizer_from_gguf(metadata)
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("change", SCORED_DAMAGE.values(), ids=SCORED_DAMAGE)
 def test_malformed_scored_metadata_is_refused(change: dict[str, Any], kind: str) -> None:

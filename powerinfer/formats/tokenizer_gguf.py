@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
@@ -113,10 +114,14 @@ class _GGUF:
         value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             return None
-        size = len(self.pieces)
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) < size:
-            raise ModelError(f"tokenizer.ggml.{name}_token_id {str(value)[:40]} is not one of the {size} tokens")
-        return int(value)
+        try:
+            token = -1 if isinstance(value, bool) else index(value)
+        except TypeError:
+            token = -1
+        if not 0 <= token < len(self.pieces):
+            name = f"tokenizer.ggml.{name}_token_id"
+            raise ModelError(f"{name} {str(value)[:40]!r} is not one of the {len(self.pieces)} tokens")
+        return token
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._metadata.get(f"tokenizer.ggml.{name}", default)
@@ -134,6 +139,16 @@ class _GGUF:
             return np.asarray(value).astype(np.uint8, casting="unsafe").tobytes()
         except (TypeError, ValueError) as error:
             raise ModelError(f"tokenizer.ggml.{name} must be an array of bytes") from error
+
+    def charsmap(self) -> bytes | None:
+        """SentencePiece's table of replacements: the size of a trie (32 bits), the trie in words, and its texts."""
+        data = self.raw("precompiled_charsmap")
+        if not data:
+            return None
+        trie = int.from_bytes(data[:4], "little")
+        if len(data) < 8 or trie % 4 or not 4 <= trie <= len(data) - 4:
+            raise ModelError("tokenizer.ggml.precompiled_charsmap is malformed")
+        return data
 
     def vocabulary(self, **fields: Any) -> Vocabulary:
         """The part of a Vocabulary that is read the same way for every model. `fields` complete it."""
@@ -226,7 +241,7 @@ def _gguf_scored(gguf: _GGUF) -> Tokenizer:
 def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
     scores = _scores(gguf)
     prefix, squeeze = gguf.flag("add_space_prefix", True), gguf.flag("remove_extra_whitespaces", True)
-    charsmap = gguf.raw("precompiled_charsmap")
+    charsmap = gguf.charsmap()
     vocabulary = gguf.vocabulary(
         byte_level=False,
         byte_pieces=_byte_pieces(gguf),
