@@ -83,11 +83,14 @@ def _dispatch(argv: list[str]) -> int:
         raise RequestError(f"no verb {verb}; the verbs are {', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    import gc
     from importlib import import_module
 
+    gc.disable()  # imports leave no garbage; looking for some takes a tenth of their time
     from powerinfer.cli.common import Output, Parser, common_flags
 
     module = import_module(f"powerinfer.cli.{verb}")
+    gc.enable()
     parser = Parser(prog=f"powerinfer {verb}", description=(module.__doc__ or "").strip())
     common_flags(parser)
     module.configure(parser)
