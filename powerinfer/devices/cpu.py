@@ -84,7 +84,8 @@ class CpuExecutor:
 
     def embed(self, tensor: RawTensor) -> None:
         """x = rows of the embedding, looked up in the model file's own type."""
-        self._program.embed(_native.Table(tensor.type, *tensor.shape, tensor.data))
+        rows, cols = tensor.shape
+        self._program.embed(_native.Table(tensor.type, rows, cols, tensor.data))
         self.bytes_per_token += tensor.data.nbytes // tensor.shape[0]
 
     def attention(
@@ -102,7 +103,8 @@ class CpuExecutor:
     ) -> None:
         """x += output . attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         eps = self._config.norm_eps
-        self._program.attention_input(layer, eps, norm, *qkv, *biases, q_norm=q_norm, k_norm=k_norm)
+        (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
+        self._program.attention_input(layer, eps, norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm)
         self._program.attention(layer, window or 0)
         self._program.project(output, output_bias)
 

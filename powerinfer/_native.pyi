@@ -1,0 +1,108 @@
+"""The native module: packed weights, kernels of every instruction-set level, and programs of fused operators.
+
+Arrays are C-contiguous and of exactly the type written here. Wrong shapes, names and numbers are ValueErrors.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE: int
+LANES: int
+TYPES: list[str]
+KV_TYPES: list[str]
+
+def levels() -> list[str]: ...
+def find_level(name: str) -> str: ...
+def panel_bytes(type: str, k: int) -> int: ...
+def kv_page_bytes(type: str, layers: int, kv_heads: int, head_dim: int) -> int: ...
+
+class Pool:
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+class Arena:
+    def __init__(self) -> None: ...
+
+class Matrix:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def pack(
+    pool: Pool,
+    arena: Arena,
+    type: str,
+    rows: int,
+    k: int,
+    data: NDArray[np.uint8],
+    row_map: NDArray[np.int32] | None = None,
+) -> Matrix: ...
+def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
+
+class Table:
+    def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
+    def row(self, index: int, out: NDArray[np.float32]) -> None: ...
+
+class Cache:
+    def __init__(self, type: str, layers: int, kv_heads: int, head_dim: int, pages: int) -> None: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Program:
+    timed: bool
+    def __init__(
+        self,
+        pool: Pool,
+        cache: Cache,
+        level: str,
+        max_tokens: int,
+        d_model: int,
+        d_ff: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        frequencies: NDArray[np.float32],
+        rope_factor: float,
+    ) -> None: ...
+    def embed(self, table: Table) -> None: ...
+    def attention_input(
+        self,
+        layer: int,
+        eps: float,
+        norm: NDArray[np.float32],
+        q: Matrix,
+        k: Matrix,
+        v: Matrix,
+        q_bias: NDArray[np.float32] | None = None,
+        k_bias: NDArray[np.float32] | None = None,
+        v_bias: NDArray[np.float32] | None = None,
+        q_norm: NDArray[np.float32] | None = None,
+        k_norm: NDArray[np.float32] | None = None,
+    ) -> None: ...
+    def attention(self, layer: int, window: int) -> None: ...
+    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None) -> None: ...
+    def ffn(self, norm: NDArray[np.float32], eps: float, gate: Matrix, up: Matrix, down: Matrix) -> None: ...
+    def head(self, norm: NDArray[np.float32], eps: float, w: Matrix) -> None: ...
+    @property
+    def size(self) -> int: ...
+    def take_times(self) -> list[tuple[str, float]]: ...
+    def run(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        page_table: NDArray[np.int32],
+        logit_rows: NDArray[np.int32],
+        logits: NDArray[np.float32],
+        first: int,
+        last: int,
+        vocab: int,
+    ) -> None: ...

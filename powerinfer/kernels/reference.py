@@ -1,0 +1,133 @@
+"""Reference operators in numpy: what every kernel must compute, written to be read, not to be fast.
+
+Values are rounded where the kernels round on purpose (activations, keys and values on their way into a smaller type);
+everything else is float64, so that what differs is the kernels' float32 arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.formats.quant import dequantize
+
+Floats = NDArray[np.floating[Any]]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+
+PAGE = 32
+"""Tokens of a page of the KV cache."""
+
+SMALLEST_PEAK = np.float32(2.0**-120)
+"""A block of activations whose peak lies below this is taken as zeros: 127 / peak would overflow."""
+
+
+def bfloat16_rounded(x: Floats) -> Float32:
+    """The nearest bfloat16 of finite x, ties to even, as float32."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def quantise_activations(x: Floats) -> tuple[NDArray[np.int8], Float32]:
+    """(codes int8 [..., k], scales float32 [..., k / 32]) of x [..., k]: 8 bits per 32, bit for bit as the kernels."""
+    blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, 32)
+    peak = np.abs(blocks).max(axis=-1)
+    usable = peak >= SMALLEST_PEAK
+    inverse = np.where(usable, np.float32(127) / np.where(usable, peak, np.float32(1)), np.float32(0))
+    codes = np.rint(blocks * inverse[..., None]).astype(np.int8)
+    return codes.reshape(x.shape), peak / np.float32(127)
+
+
+def seen_by(x: Floats, type_name: str) -> Float64:
+    """x [..., k] in the form that weights of this type are multiplied with: as it is, bfloat16, or 8 bits per 32."""
+    if type_name in ("F32", "F16"):
+        return np.asarray(x, np.float32).astype(np.float64)
+    if type_name == "BF16":
+        return bfloat16_rounded(x).astype(np.float64)
+    codes, scales = quantise_activations(x)
+    return codes.astype(np.float64) * np.repeat(scales, 32, axis=-1)
+
+
+def linear(x: Floats, data: NDArray[np.uint8], type_name: str, rows: int) -> Float64:
+    """x . W^T, [tokens, rows]. x: [tokens, k]; data: the stored blocks of W [rows, k], uint8 1-D."""
+    weights = dequantize(data.reshape(rows, -1), type_name).astype(np.float64)
+    return seen_by(x, type_name) @ weights.T
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float) -> Float64:
+    """x / rms(x) * weight over the last axis."""
+    wide = np.asarray(x, np.float64)
+    mean: Float64 = np.mean(wide * wide, axis=-1, keepdims=True)
+    return wide / np.sqrt(mean + np.float32(eps)) * np.asarray(weight, np.float64)
+
+
+def rotations(positions: NDArray[np.int32], frequencies: Float32, factor: float) -> tuple[Float64, Float64]:
+    """(cos, sin) [tokens, pairs], times factor. The angle is a float32, as in training."""
+    angle = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)
+    return np.cos(angle) * np.float32(factor), np.sin(angle) * np.float32(factor)
+
+
+def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
+    """Rotates the pairs (i, i + n) of the first 2 n dimensions. x: [tokens, heads, dim]; cos, sin: [tokens, n]."""
+    out = np.array(x, np.float64)
+    n = cos.shape[-1]
+    first, second = out[..., :n].copy(), out[..., n : 2 * n].copy()
+    c, s = cos[:, None, :], sin[:, None, :]
+    out[..., :n] = first * c - second * s
+    out[..., n : 2 * n] = first * s + second * c
+    return out
+
+
+def swiglu(gate: Floats, up: Floats) -> Float64:
+    """silu(gate) * up."""
+    wide = np.asarray(gate, np.float64)
+    return wide * 0.5 * (1.0 + np.tanh(0.5 * wide)) * up
+
+
+def kv_rounded(x: Floats, kv_type: str) -> Float32:
+    """Keys or values [..., head_dim] as the cache gives them back. kv_type: f32, f16 or q8_0 (8 bits per 32)."""
+    narrow = np.asarray(x, np.float32)
+    if kv_type == "f32":
+        return narrow
+    most = np.float32(65504)
+    if kv_type == "f16":
+        return np.clip(narrow, -most, most).astype(np.float16).astype(np.float32)
+    dim = narrow.shape[-1]
+    padded = np.zeros((*narrow.shape[:-1], -(-dim // 32) * 32), np.float32)
+    padded[..., :dim] = narrow
+    blocks = padded.reshape(*narrow.shape[:-1], -1, 32)
+    peak = np.abs(blocks).max(axis=-1, keepdims=True)
+    scale = np.minimum(peak * (np.float32(1) / np.float32(127)), most).astype(np.float16).astype(np.float32)
+    inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, np.float32(1)), np.float32(0))
+    codes = np.clip(np.rint(blocks * inverse), -128, 127)
+    back: Float32 = (codes * scale).reshape(padded.shape)
+    return back[..., :dim]
+
+
+def softmax(scores: Floats) -> Float64:
+    """Over the last axis; -inf has weight 0."""
+    weights = np.exp(np.asarray(scores, np.float64) - np.max(scores, axis=-1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float64)
+
+
+def attention(
+    q: Floats, keys: Floats, values: Floats, pages: NDArray[np.int32], positions: NDArray[np.int32], window: int = 0
+) -> Float64:
+    """Attention of tokens of one sequence over its paged cache, [tokens, heads, dim].
+
+    q: [tokens, heads, dim]; keys, values: [pages, PAGE, kv_heads, dim]; pages: the sequence's page table. The token at
+    position p sees 0 .. p, or the last `window` of these.
+    """
+    tokens, heads, dim = q.shape
+    group = heads // keys.shape[2]
+    out = np.zeros((tokens, heads, dim))
+    for t, position in enumerate(positions.tolist()):
+        first = max(0, position - window + 1) if window else 0
+        seen = np.arange(first, position + 1)
+        k, v = (cache[pages[seen // PAGE], seen % PAGE].astype(np.float64) for cache in (keys, values))
+        for h in range(heads):
+            weights = softmax(k[:, h // group] @ np.asarray(q[t, h], np.float64) / np.sqrt(dim))
+            out[t, h] = weights @ v[:, h // group]
+    return out
