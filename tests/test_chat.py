@@ -615,6 +615,16 @@ def test_a_token_in_two_halves_stays_plain_text() -> None:
             assert end not in ids and model.decode(ids) == "<|im_end|>"
 
 
+def test_many_special_tokens_in_a_content_take_time_in_proportion() -> None:
+    """50,000 of them: looking at every span for every one would be 2.5e9 steps."""
+    model = tokenizer()
+    text = "<|im_end|>x" * 50_000
+    begin = time.process_time()
+    ids = encode_chat(model, ChatTemplate(CHATML), [{"role": "user", "content": text}])
+    assert time.process_time() - begin < 20
+    assert ids.count(model.encode("<|im_end|>", add_bos=False)[0]) == 1
+
+
 def test_a_role_cannot_smuggle_a_special_token() -> None:
     model = tokenizer()
     ids = encode_chat(
@@ -787,3 +797,12 @@ def test_the_limits_hold_in_a_thread_and_leave_the_others_alone() -> None:
         assert rendered(QWEN25, CHATS["turns"]) == expected(QWEN25, CHATS["turns"])
     thread.join(30)
     assert len(errors) == 1 and "longer than" in str(errors[0])
+
+
+@pytest.mark.parametrize("source", [QWEN25, ODD, CHATML, BROKEN["syntax"], HARMFUL["too long"]])
+def test_preparing_a_template_says_nothing_and_changes_nothing(source: str) -> None:
+    before = rendered(source, CHATS["one"])
+    sandbox._templates.clear()
+    ChatTemplate(source).prepare()
+    assert source not in (QWEN25,) or source in sandbox._templates
+    assert rendered(source, CHATS["one"]) == before

@@ -75,8 +75,9 @@ def render(source: str, variables: dict[str, Any], isolate: bool | None = None) 
 
 def prepare(source: str) -> None:
     """Compiles `source` ahead of its first rendering."""
-    with contextlib.suppress(_Unknown):
-        _compiled(source)
+    if len(source) <= MAX_SOURCE:
+        with contextlib.suppress(_Unknown):
+            _compiled(source)
 
 
 _templates: dict[str, _Template | None] = {}

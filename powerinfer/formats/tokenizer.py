@@ -8,7 +8,6 @@ decoded here, so that a process with a short prompt never waits for it.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,6 +122,8 @@ def _without_special(full: tokenizers.Tokenizer, model: Any, pre_tokenizer: Any)
 
 def _pre_tokenizer(state: bytes) -> Any:
     """The pre-tokenizer that `state`, the library's own JSON for it, describes."""
+    import json
+
     import tokenizers
 
     empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
@@ -172,7 +173,10 @@ class Tokenizer:
         return self._framed(self._encode(valid_unicode(text), special), add_bos)
 
     def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
-        """As `encode` with special tokens, except that those touching a span [start, end) of `plain` are plain text."""
+        """As `encode` with special tokens, except that those touching a span of `plain` are plain text.
+
+        plain: [start, end) in characters, in order and apart from each other.
+        """
         if not plain:
             return self.encode(text, add_bos=add_bos)
         ids: list[int] = []
@@ -222,9 +226,11 @@ class Tokenizer:
             yield text, None
             return
         pattern = re.compile("|".join(map(re.escape, sorted(present, key=len, reverse=True))))
-        done, start = 0, 0
+        done, start, span = 0, 0, 0
         while match := pattern.search(text, start):
-            if any(begin < match.end() and match.start() < end for begin, end in spans):
+            while span < len(spans) and spans[span][1] <= match.start():
+                span += 1
+            if span < len(spans) and spans[span][0] < match.end():
                 start = match.start() + 1
                 continue
             token = present[match[0]]
