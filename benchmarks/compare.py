@@ -88,7 +88,7 @@ class Engines:
         sizes = ["--prompt-tokens", str(self.prompt_tokens), "--gen-tokens", str(self.gen_tokens)]
         flags = ["--repeat", "1", "--threads", str(threads), "--context", "1024", "--json"]
         document = json.loads(output([*self.own, "bench", "-m", str(model), *sizes, *flags]).splitlines()[-1])
-        extra = ("bytes_per_token", "python_share", "peak_rss_mb", "load_s", "choices")
+        extra = ("bytes_per_token", "peak_rss_mb", "load_s", "choices")
         rates = {name: document[name]["median"] for name in RATES}
         return rates | {name: document[name] for name in extra if name in document}
 
@@ -201,8 +201,6 @@ def constant_fields(run: Runs) -> dict[str, Any]:
     done = [entry for entry in run.rounds if entry is not None]
     names = ("bytes_per_token", "choices")
     result = {name: done[-1][name] for name in names if done and name in done[-1]}
-    if shares := run.values("python_share"):
-        result["python_share"] = round(median(shares), 4)
     if peaks := run.values("peak_rss_mb"):
         result["peak_rss_mb"] = round(max(peaks), 1)
     return result
@@ -222,6 +220,16 @@ def compare_start(engines: Engines, model: Path, threads: int, arguments: argpar
     names = ("wall_s", "cpu_s", "peak_rss_mib")
     summary = {label: run.summary(names) for label, run in runs.items()}
     return {"model": model.stem, "threads": threads, "prompt": PROMPT, "engines": summary}
+
+
+def python_share(model: Path, threads: int) -> dict[str, Any] | None:
+    """Python's share of a decode step, from python_share.py; None where this Python has no powerinfer."""
+    script = str(Path(__file__).with_name("python_share.py"))
+    try:
+        return dict(json.loads(output([sys.executable, script, str(model), "--threads", str(threads)])))
+    except (RuntimeError, ValueError) as error:
+        print(f"no share of Python: {error}", file=sys.stderr)
+        return None
 
 
 def bandwidth(threads: list[int]) -> dict[str, float]:
@@ -256,13 +264,19 @@ def labelled(argument: str) -> tuple[str, Path]:
     return (label if found else "llama.cpp"), Path(path)
 
 
+def own_command() -> str:
+    """The `powerinfer` beside the running Python, else the one that `make` installs."""
+    beside = Path(sys.executable).with_name("powerinfer")
+    return str(beside if beside.exists() else machine.ROOT / ".venv/bin/powerinfer")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder of make_models.py")
     parser.add_argument("--names", nargs="+", default=NAMES, help="models of that folder, without .gguf")
     parser.add_argument("--peer", type=labelled, nargs="+", default=[], metavar="[LABEL=]FOLDER")
     parser.add_argument("--build-peer", type=Path, metavar="CACHE", help="build llama.cpp there first")
-    parser.add_argument("--powerinfer", default=str(Path(sys.executable).with_name("powerinfer")), metavar="COMMAND")
+    parser.add_argument("--powerinfer", default=own_command(), metavar="COMMAND", help="default: %(default)s")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--start-rounds", type=int, default=9, help="0: leave process start out")
@@ -291,6 +305,9 @@ def main() -> None:
     models = [arguments.models / f"{name}.gguf" for name in arguments.names]
     if arguments.start_rounds:
         document["start"] = compare_start(engines, models[0], max(arguments.threads), arguments)
+    machine.wait_until_quiet(arguments.quiet)
+    shares = [python_share(models[0], threads) for threads in arguments.threads]
+    document["python"] = [{"model": models[0].stem, **share} for share in shares if share is not None]
     document["speed"] = []
     for model in models:
         for threads in arguments.threads:

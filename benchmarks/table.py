@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 MARKERS = re.compile(r"(<!-- benchmark table: begin -->\n).*?(<!-- benchmark table: end -->)", re.DOTALL)
 OURS = "powerinfer"
-LABELS = {"prefill_tok_s": "prefill of 512", "decode_tok_s": "decode"}
+LABELS = {"prefill_tok_s": "prefill of {prompt_tokens}", "decode_tok_s": "decode of {gen_tokens}"}
 MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
 
 
@@ -48,7 +48,7 @@ def speed_rows(document: dict[str, Any]) -> list[str]:
     rows = ["| " + " | ".join(heads) + " |", "|---|---|" + "---|" * (1 + 2 * len(peers))]
     for rate, label in LABELS.items():
         for entry in document["speed"]:
-            cells = [f"{label}, {model_label(entry['model'])}", str(entry["threads"])]
+            cells = [f"{label.format_map(document)}, {model_label(entry['model'])}", str(entry["threads"])]
             cells.append(cell(entry["engines"][OURS], rate))
             for peer in peers:
                 ratio = entry["ratio"][peer][rate]
@@ -90,8 +90,9 @@ def derived_lines(document: dict[str, Any]) -> list[str]:
         if own.get("bytes_per_token") and bandwidth:
             rate = own["bytes_per_token"] * own["decode_tok_s"]["median"] / 1e9
             parts.append(f"{rate:.1f} GB/s of {bandwidth:.1f} GB/s read bandwidth")
-        if "python_share" in own:
-            parts.append(f"{100 * own['python_share']:.1f} % of a step in Python")
+        for share in document.get("python", ()):
+            if (share["model"], share["threads"]) == (model, threads):
+                parts.append(f"{100 * share['python_share']:.1f} % of a step in Python")
         if parts:
             lines.append(f"- decode of {model_label(model)} with {threads} threads: " + ", ".join(parts))
     return ["", *lines] if lines else []
