@@ -15,13 +15,17 @@ ARGS ?=
 
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
 
-.PHONY: help run test check fuzz bench install clean
+.PHONY: help run test check fuzz bench install clean test-native test-neon test-asan fuzz-asan
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
 	@echo 'make test               everything the tests need, then all of them (ARGS="-k name" for some)'
 	@echo 'make check              ruff, mypy and the import-order test'
 	@echo 'make fuzz               thousands of damaged model files against the readers'
+	@echo 'make test-native        the kernels of every level that runs here, without Python'
+	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
+	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make fuzz-asan          damaged model files through a whole forward pass, under the sanitisers'
 	@echo 'make bench              measure this machine with the default model'
 	@echo 'make clean              remove .venv and the build'
 
@@ -66,6 +70,25 @@ check: $(VENV)/stamp-check
 
 fuzz: $(VENV)/stamp-test
 	@$(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
+
+test-native:
+	@$(MAKE) --no-print-directory -C tests/native TARGET=native
+
+test-neon:
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || { \
+		echo "$$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
+	@$(MAKE) --no-print-directory -C tests/native TARGET=neon
+
+test-asan:
+	@$(MAKE) --no-print-directory -C tests/native TARGET=asan
+
+# Beside the package, so that the module under .venv stays fast. Python itself is not sanitised: the runtime comes in by LD_PRELOAD.
+fuzz-asan: $(VENV)/stamp-test
+	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/asan -G Ninja -DPOWERINFER_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(BIN)/python)" >/dev/null
+	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan
+	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		$(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
 
 bench: $(VENV)/stamp-core
 	@$(BIN)/powerinfer bench $(ARGS)

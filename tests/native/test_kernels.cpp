@@ -1,0 +1,693 @@
+// The kernels of every level that runs here, against plain loops in double precision. No framework and no Python, so that
+// it also runs under an emulator and under the sanitisers. Prints one line a failure and 'N passed, N failed' at the end.
+//
+// Tolerances are bounds on rounding: a chain of n operations is off by at most n u / (1 - n u) of the sum of the absolute
+// terms, u = 2^-24. Buffers have exactly the size that the contract in table.h asks for, so that AddressSanitizer sees a
+// kernel that reaches further, and outputs start as NaN, so that what is not written is seen.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "levels.h"
+#include "pack.h"
+#include "pool.h"
+#include "program.h"
+
+namespace {
+
+constexpr double U = 1.0 / (1 << 24);
+const float NOT = std::numeric_limits<float>::quiet_NaN();
+const char* const TYPES[PI_N_TYPES] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
+
+double gamma_of(double n) { return n * U / (1 - n * U); }
+
+// ---- Results -----------------------------------------------------------------------------------------------------
+
+int passed = 0, failed = 0;
+
+void result(bool good, const std::string& what) {
+  if (good) { passed++; return; }
+  failed++;
+  if (failed <= 50) printf("FAILED %s\n", what.c_str());
+}
+
+// Many values that make one check: the worst one is told. NaN is a failure.
+struct Check {
+  std::string name, first;
+  int64_t wrong = 0, all = 0;
+  explicit Check(std::string n) : name(std::move(n)) {}
+  void near(double got, double wanted, double bound, int64_t at) {
+    all++;
+    if (fabs(got - wanted) <= bound) return;
+    note("at %lld: got %.9g, wanted %.9g within %.3g", at, got, wanted, bound);
+  }
+  void same(float got, float wanted, int64_t at) {
+    all++;
+    uint32_t a, b;
+    memcpy(&a, &got, 4);
+    memcpy(&b, &wanted, 4);
+    if (a != b) note("at %lld: got %.9g, wanted exactly %.9g, %g", at, got, wanted, 0.0);
+  }
+  void yes(bool good, int64_t at) {
+    all++;
+    if (!good) note("at %lld: %g %g %g", at, 0, 0, 0);
+  }
+  ~Check() { result(wrong == 0 && all > 0, name + ": " + std::to_string(wrong) + " of " + std::to_string(all) + " wrong, the first " + first); }
+
+ private:
+  void note(const char* format, int64_t at, double a, double b, double c) {
+    if (wrong++ > 0) return;
+    char line[200];
+    snprintf(line, sizeof line, format, (long long)at, a, b, c);
+    first = line;
+  }
+};
+
+// ---- Random data ---------------------------------------------------------------------------------------------------
+
+struct Random {
+  uint64_t state;
+  explicit Random(uint64_t seed) : state(seed * 0x9e3779b97f4a7c15u + 1) {}
+  uint32_t next() {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    uint64_t x = state;
+    x ^= x >> 29;
+    x *= 0xbf58476d1ce4e5b9u;
+    return (uint32_t)(x >> 32);
+  }
+  double uniform() { return ((double)next() + 0.5) / 4294967296.0; }
+  float normal() { return (float)(sqrt(-2 * log(uniform())) * cos(6.283185307179586 * uniform())); }
+  std::vector<float> normals(int64_t n, float scale = 1) {
+    std::vector<float> v((size_t)n);
+    for (float& x : v) x = scale * normal();
+    return v;
+  }
+};
+
+// Halves by their definition, not by the code under test.
+double half_value(uint16_t h) {
+  const int e = h >> 10 & 31, m = h & 1023;
+  const double v = e == 0 ? ldexp(m, -24) : e == 31 ? (m ? NAN : INFINITY) : ldexp(1024 + m, e - 25);
+  return h & 0x8000 ? -v : v;
+}
+
+// To the nearest half, ties to even, saturated.
+double to_half(double x) {
+  const double a = std::min(fabs(x), 65504.0);
+  int e;
+  frexp(a, &e);
+  const double unit = ldexp(1, std::max(e, -13) - 11);
+  return copysign(nearbyint(a / unit) * unit, x);
+}
+
+struct Aligned {
+  uint8_t* data;
+  explicit Aligned(int64_t bytes) : data((uint8_t*)aligned_alloc(64, (size_t)pi_round_up(std::max<int64_t>(bytes, 64), 64))) {}
+  ~Aligned() { free(data); }
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+};
+
+bool is_quantised(int type) { return type >= PI_Q8_0; }
+
+// Random stored rows: every code occurs, scales have both signs.
+std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
+  std::vector<uint8_t> out((size_t)(rows * stored_row_bytes(type, k)));
+  const auto put_half = [&](uint8_t* p) {
+    const uint16_t h = (uint16_t)((r.next() & 1) << 15 | (6 + r.next() % 6) << 10 | (r.next() & 1023));
+    memcpy(p, &h, 2);
+  };
+  if (!is_quantised(type)) {
+    for (int64_t i = 0; i < rows * k; i++) {
+      const float x = r.normal();
+      if (type == PI_F32) memcpy(&out[(size_t)i * 4], &x, 4);
+      else if (type == PI_F16) put_half(&out[(size_t)i * 2]);
+      else memcpy(&out[(size_t)i * 2], (const uint8_t*)&x + 2, 2);  // the upper half of a little-endian float
+    }
+    return out;
+  }
+  for (uint8_t& b : out) b = (uint8_t)r.next();
+  const int64_t size = stored_row_bytes(type, pi_block(type));
+  for (size_t at = 0; at < out.size(); at += (size_t)size) {
+    put_half(&out[at + (type == PI_Q6_K ? 208 : 0)]);
+    if (type == PI_Q4_1 || type == PI_Q5_1 || type == PI_Q4_K || type == PI_Q5_K) put_half(&out[at + 2]);
+  }
+  return out;
+}
+
+// Rows whose values are |scale * code| + |minimum|: what the rounding of a type with minima is relative to.
+std::vector<uint8_t> magnitudes(int type, std::vector<uint8_t> rows) {
+  const int64_t size = stored_row_bytes(type, pi_block(type));
+  const bool one = type == PI_Q4_1 || type == PI_Q5_1, k = type == PI_Q4_K || type == PI_Q5_K;
+  for (size_t at = 0; (one || k) && at < rows.size(); at += (size_t)size) {
+    rows[at + 1] &= 0x7f;
+    if (one) rows[at + 3] &= 0x7f; else rows[at + 3] |= 0x80;
+  }
+  return rows;
+}
+
+// ---- Activations -----------------------------------------------------------------------------------------------------
+
+struct Acts {
+  int64_t tokens, k, ldb;
+  std::vector<float> f, d, sd;
+  std::vector<uint16_t> b;
+  std::vector<int8_t> q;
+  std::vector<int16_t> s;
+
+  Acts(const PiKernels* kernels, int type, int64_t tokens, int64_t k, std::vector<float> x) : tokens(tokens), k(k), ldb(pi_round_up(k, 32)), f(std::move(x)) {
+    const int form = pi_form(type);
+    if (form == PI_FORM_BF16) b.assign((size_t)(tokens * ldb), 0x7fc0);
+    if (form == PI_FORM_Q8) {
+      q.assign((size_t)(tokens * k), -128);
+      d.assign((size_t)(tokens * (k / 32)), NOT);
+      sd = d;
+      s.assign((size_t)(tokens * (k / 16)), -30000);
+    }
+    for (int64_t t = 0; t < tokens; t++) kernels->forms(f.data() + t * k, k, form, b.data() + t * ldb, q.data() + t * k, d.data() + t * (k / 32), sd.data() + t * (k / 32), s.data() + t * (k / 16));
+  }
+  // The forms from token t on.
+  PiActs from(int64_t t) const {
+    return {f.data() + t * k, b.data() + t * ldb, q.data() + t * k, d.data() + t * (k / 32), sd.data() + t * (k / 32), s.data() + t * (k / 16), k, k, ldb};
+  }
+  // What the weights are multiplied with.
+  double value(int type, int64_t t, int64_t i) const {
+    const int form = pi_form(type);
+    if (form == PI_FORM_F32) return f[(size_t)(t * k + i)];
+    if (form == PI_FORM_Q8) return (double)d[(size_t)(t * (k / 32) + i / 32)] * q[(size_t)(t * k + i)];
+    const uint32_t u = (uint32_t)b[(size_t)(t * ldb + i)] << 16;
+    float v;
+    memcpy(&v, &u, 4);
+    return v;
+  }
+};
+
+void test_forms(const PiKernels* kernels) {
+  const PiKernels* scalar = find_level("scalar");
+  Check q8(std::string(kernels->name) + " forms q8"), bf16(std::string(kernels->name) + " forms bf16"), same(std::string(kernels->name) + " forms as scalar");
+  for (int64_t k : {1, 31, 32, 45, 64, 96, 577, 1536}) {
+    Random r((uint64_t)k);
+    std::vector<float> x = r.normals(k, 3);
+    if (k >= 64) for (int i = 0; i < 32; i++) x[(size_t)i] = 0;                        // a block of zeros
+    if (k >= 96) for (int i = 32; i < 64; i++) x[(size_t)i] = (float)(i - 48) / 2;   // many ties
+    const Acts a(kernels, PI_BF16, 1, k, x), b(scalar, PI_BF16, 1, k, x);
+    for (int64_t i = 0; i < a.ldb; i++) {
+      uint32_t u = 0;
+      if (i < k) memcpy(&u, &x[(size_t)i], 4);
+      const uint32_t down = u & 0xffff0000u, rest = u & 0xffff, up = rest > 0x8000 || (rest == 0x8000 && (u >> 16 & 1)) ? 0x10000 : 0;
+      bf16.yes(a.b[(size_t)i] == (down + up) >> 16, i);
+      same.yes(a.b[(size_t)i] == b.b[(size_t)i], i);
+    }
+    if (k % 32) continue;
+    const Acts c(kernels, PI_Q8_0, 1, k, x), e(scalar, PI_Q8_0, 1, k, x);
+    same.yes(c.q == e.q && c.s == e.s && c.d == e.d && c.sd == e.sd, k);
+    for (int64_t block = 0; block < k / 32; block++) {
+      float most = 0;
+      int sum[2] = {0, 0};
+      for (int i = 0; i < 32; i++) {
+        most = std::max(most, fabsf(x[(size_t)(32 * block + i)]));
+        sum[i / 16] += c.q[(size_t)(32 * block + i)];
+      }
+      q8.same(c.d[(size_t)block], most / 127.0f, block);
+      for (int h = 0; h < 2; h++) q8.yes(c.s[(size_t)(2 * block + h)] == sum[h], block);
+      q8.same(c.sd[(size_t)block], c.d[(size_t)block] * (float)(sum[0] + sum[1]), block);
+      // 127 / most and the product round once each: the value before rounding is off by 127 * 2 u.
+      for (int i = 0; i < 32; i++) q8.near(c.q[(size_t)(32 * block + i)], most > 0 ? x[(size_t)(32 * block + i)] * 127.0 / most : 0, 0.5 + 254 * gamma_of(2), 32 * block + i);
+    }
+  }
+}
+
+// ---- Matrix products ---------------------------------------------------------------------------------------------
+
+// Operations on the longest path of a term to the sum. Quantised: each 32 k the sum is added to once, and once more for a
+// minimum; before that come the factors of the block, at most 6 of them, and what the reference's own row was rounded by.
+double chain(int type, int64_t k) { return is_quantised(type) ? 2.0 * (double)(k / 32) + 12 : (double)k + 6; }
+
+void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_t most, const std::vector<int64_t>& counts) {
+  const std::string name = std::string(kernels->name) + " linear " + TYPES[type] + " k=" + std::to_string(k) + " rows=" + std::to_string(rows);
+  Random r((uint64_t)(type * 1000003 + k * 131 + rows));
+  const std::vector<uint8_t> stored = random_rows(r, type, rows, k), large = magnitudes(type, stored);
+  const int64_t panels = (rows + 15) / 16, ldo = panels * 16, row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
+  Aligned packed(panels * panel_bytes), scratch(pi_linear_scratch(k));
+  memset(packed.data, 0, (size_t)(panels * panel_bytes));
+  pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data, 0, panels);
+  const Acts acts(kernels, type, most, k, r.normals(most * k));
+  std::vector<float> bias = r.normals(ldo), before = r.normals(most * ldo);
+
+  const auto run = [&](std::vector<float>& out, int64_t first, int64_t tokens, int64_t p0, int64_t p1, bool with_bias, bool add) {
+    const PiActs a = acts.from(first);
+    const PiLinear l{packed.data, with_bias ? bias.data() : nullptr, out.data(), ldo, type, add};
+    kernels->linear(&l, &a, p0, p1, tokens, scratch.data);
+  };
+  std::vector<float> plain((size_t)(most * ldo), NOT), full = before;
+  run(plain, 0, most, 0, panels, false, false);
+  run(full, 0, most, 0, panels, true, true);
+  {
+    Check values(name);
+    std::vector<float> w((size_t)k), m((size_t)k);
+    std::vector<double> a((size_t)(most * k));
+    for (int64_t t = 0; t < most; t++) for (int64_t i = 0; i < k; i++) a[(size_t)(t * k + i)] = acts.value(type, t, i);
+    const double g = gamma_of(chain(type, k));
+    for (int64_t row = 0; row < ldo; row++) {
+      if (row < rows) {
+        unpack_row(type, stored.data() + row * row_bytes, k, w.data());
+        unpack_row(type, large.data() + row * row_bytes, k, m.data());
+      }
+      for (int64_t t = 0; t < most; t++) {
+        double sum = 0, size = 0;
+        for (int64_t i = 0; row < rows && i < k; i++) {
+          const double x = a[(size_t)(t * k + i)];
+          sum += w[(size_t)i] * x;
+          size += fabs(m[(size_t)i] * x);
+        }
+        const size_t at = (size_t)(t * ldo + row);
+        values.near(plain[at], sum, g * size, (int64_t)at);  // rows beyond the last: exactly zero
+        const double more = bias[(size_t)row], was = before[at];
+        values.near(full[at], sum + more + was, g * (size + fabs(more) + fabs(was)), (int64_t)at);
+      }
+    }
+  }
+  Check bits(name + " bits for any number of tokens"), outside(name + " writes its part only");
+  for (int64_t tokens : counts) {
+    for (int64_t first : {(int64_t)0, (most - tokens) / 2}) {
+      std::vector<float> out((size_t)(tokens * ldo), NOT);
+      run(out, first, tokens, 0, panels, false, false);
+      for (size_t i = 0; i < out.size(); i++) bits.same(out[i], plain[(size_t)(first * ldo) + i], (int64_t)i);
+    }
+    if (panels < 3) continue;
+    std::vector<float> out((size_t)(tokens * ldo), NOT);
+    run(out, 0, tokens, 1, panels - 1, false, false);
+    for (size_t i = 0; i < out.size(); i++) {
+      const int64_t p = (int64_t)i % ldo / 16;
+      if (p == 0 || p == panels - 1) outside.yes(isnan(out[i]), (int64_t)i);
+      else outside.same(out[i], plain[i], (int64_t)i);
+    }
+  }
+  if (panels < 3) outside.yes(true, 0);
+}
+
+void test_linear(const PiKernels* kernels) {
+  const std::vector<int64_t> counts = {1, 2, 3, 5, 8, 12, 13, 16, 17, 33};
+  for (int type = 0; type < PI_N_TYPES; type++) {
+    std::vector<int64_t> ks = {32, 64, 96, 160, 576, 1536};
+    if (!is_quantised(type)) ks = {1, 17, 32, 33, 45, 96, 577, 1536};
+    if (pi_block(type) == 256) ks = {256, 512, 768, 1536};
+    for (int64_t k : ks) for (int64_t rows : {1, 16, 17, 40, 70}) {
+      if (k <= 600 || rows == 1 || rows == 70) product(kernels, type, k, rows, 33, counts);
+    }
+    product(kernels, type, 16384, 20, 33, {1, 13, 32});  // activations beyond the cache: tokens in several rounds
+  }
+}
+
+// Any bytes as weights, scales that are infinite or no number included, and activations that are no better: every output is
+// written, a token's are the same whatever is beside it, and no operation is undefined.
+void test_hostile(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " any bytes");
+  for (int type = 0; type < PI_N_TYPES; type++) {
+    Random r((uint64_t)type + 99);
+    const int64_t k = 256, rows = 40, panels = 3, ldo = 48, tokens = 17;
+    std::vector<uint8_t> stored((size_t)(rows * stored_row_bytes(type, k)));
+    for (uint8_t& b : stored) b = (uint8_t)r.next();
+    std::vector<float> x = r.normals(tokens * k);
+    const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, 1e-38f, -0.0f};
+    for (int i = 0; i < 8; i++) x[(size_t)(i * k + 40)] = odd[i];
+    std::fill(x.begin() + 8 * k, x.begin() + 9 * k, 1e-45f);
+    Aligned packed(panels * pi_panel_bytes(type, k)), scratch(pi_linear_scratch(k));
+    memset(packed.data, 0, (size_t)(panels * pi_panel_bytes(type, k)));
+    pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data, 0, panels);
+    const Acts acts(kernels, type, tokens, k, x);
+    std::vector<float> all((size_t)(tokens * ldo), 12345.0f), one((size_t)ldo);
+    PiActs a = acts.from(0);
+    PiLinear l{packed.data, nullptr, all.data(), ldo, type, 0};
+    kernels->linear(&l, &a, 0, panels, tokens, scratch.data);
+    for (int64_t t = 0; t < tokens; t++) {
+      std::fill(one.begin(), one.end(), 54321.0f);
+      a = acts.from(t);
+      l.out = one.data();
+      kernels->linear(&l, &a, 0, panels, 1, scratch.data);
+      for (int64_t i = 0; i < ldo; i++) {
+        const float v = all[(size_t)(t * ldo + i)], w = one[(size_t)i];
+        check.yes(v != 12345.0f && w != 54321.0f && (isnan(v) ? isnan(w) : v == w), t * ldo + i);
+      }
+    }
+  }
+  const int64_t n = 48;
+  std::vector<float> x(n), w(n, 1.0f), out(n), up(n, 2.0f);
+  for (float bad : {(float)NAN, (float)INFINITY, -(float)INFINITY, 3e38f}) {
+    std::fill(x.begin(), x.end(), bad);
+    kernels->rms_norm(x.data(), w.data(), n, 1e-5f, out.data());
+    kernels->swiglu(x.data(), up.data(), n);
+    for (int type = 0; type < PI_N_KV_TYPES; type++) {
+      Aligned cache(pi_kv_head_bytes(type, n));
+      memset(cache.data, 0, (size_t)pi_kv_head_bytes(type, n));
+      std::fill(x.begin(), x.end(), bad);
+      kernels->store_kv(type, cache.data, 0, x.data(), x.data(), (int)n);
+      kernels->store_kv(type, cache.data, 1, w.data(), x.data(), (int)n);
+      const int32_t page = 0;
+      std::vector<float> scratch((size_t)pi_attention_scratch(n)), got((size_t)(2 * n), 12345.0f), q((size_t)(2 * n), bad);
+      const PiAttention a{q.data(), got.data(), cache.data, &page, n, n, 0, 0, 0, (int)n, (int)n, 1, 0};
+      kernels->attention[type](&a, 0, 0, 2, scratch.data());
+      for (size_t i = 0; i < got.size(); i++) check.yes(got[i] != 12345.0f, (int64_t)i);
+    }
+  }
+}
+
+// A map of rows, with padding in between, as heads that are not whole lanes have it.
+void test_row_map() {
+  Check same("pack with a map of rows");
+  for (int type = 0; type < PI_N_TYPES; type++) {
+    Random r(7);
+    const int64_t k = 256, rows = 23, mapped = 37, panels = 3, bytes = pi_panel_bytes(type, k), row_bytes = stored_row_bytes(type, k);
+    const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
+    std::vector<int32_t> map((size_t)mapped);
+    std::vector<uint8_t> moved((size_t)(panels * 16 * row_bytes), 0);
+    for (int64_t i = 0; i < mapped; i++) {
+      map[(size_t)i] = i % 5 == 4 ? -1 : (int32_t)(i * 7 % rows);
+      if (map[(size_t)i] >= 0) memcpy(&moved[(size_t)(i * row_bytes)], &stored[(size_t)(map[(size_t)i] * row_bytes)], (size_t)row_bytes);
+    }
+    Aligned a(panels * bytes), b(panels * bytes);
+    memset(a.data, 0, (size_t)(panels * bytes));
+    memset(b.data, 0, (size_t)(panels * bytes));
+    pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data, 0, 2);
+    pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data, 2, 3);
+    pack_panels(type, moved.data(), panels * 16, k, nullptr, 0, b.data, 0, panels);
+    same.yes(memcmp(a.data, b.data, (size_t)(panels * bytes)) == 0, type);
+  }
+}
+
+// ---- The small kernels ---------------------------------------------------------------------------------------------
+
+void test_rms_norm(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " rms_norm");
+  for (int64_t n : {1, 15, 16, 17, 31, 32, 33, 64, 80, 576, 577, 2048}) {
+    Random r((uint64_t)n);
+    std::vector<float> x = r.normals(n, 2), w = r.normals(n), out((size_t)n, NOT);
+    kernels->rms_norm(x.data(), w.data(), n, 1e-5f, out.data());
+    double sum = 0;
+    for (float v : x) sum += (double)v * v;
+    const double by = 1 / sqrt(sum / (double)n + (double)1e-5f);
+    // Squares are summed by 32 lanes, each adding n / 32 + 1 of them, and 6 more additions: all positive, so the relative
+    // error is that number; the root halves it. Then root, reciprocal, mean, eps and two products.
+    const double bound = gamma_of(((double)n / 32 + 9) / 2 + 6);
+    for (int64_t i = 0; i < n; i++) check.near(out[(size_t)i], x[(size_t)i] * by * w[(size_t)i], bound * fabs(x[(size_t)i] * by * w[(size_t)i]), i);
+    std::vector<float> place = x;
+    kernels->rms_norm(place.data(), w.data(), n, 1e-5f, place.data());
+    for (int64_t i = 0; i < n; i++) check.same(place[(size_t)i], out[(size_t)i], i);
+  }
+}
+
+void test_swiglu(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " swiglu");
+  for (int64_t n : {16, 48, 1536}) {
+    Random r((uint64_t)n);
+    std::vector<float> gate = r.normals(n, 8), up = r.normals(n);
+    const float edges[] = {0, -0.0f, 1e-30f, -87.9f, 87.9f, -88, 88, -1000, 1000, -3e38f, 3e38f};
+    if (n > 16) std::copy(std::begin(edges), std::end(edges), gate.begin());
+    std::vector<float> out = gate;
+    for (size_t i = 0; i < 11; i++) up[i] = 0.75f;
+    kernels->swiglu(out.data(), up.data(), n);
+    for (int64_t i = 0; i < n; i++) {
+      const double g = gate[(size_t)i], wanted = g / (1 + exp(-g)) * up[(size_t)i];
+      // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so that
+      // far below zero the answer is g e^-88 at most.
+      check.near(out[(size_t)i], wanted, gamma_of(8) * fabs(wanted) + (g < -87 ? fabs(g * up[(size_t)i]) * 1e-37 : 0), i);
+    }
+  }
+}
+
+void test_rope_and_scale(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " rope"), scale(std::string(kernels->name) + " scale");
+  for (int64_t half : {1, 8, 15, 16, 20, 24, 32, 40, 64}) {
+    Random r((uint64_t)half);
+    std::vector<float> x = r.normals(2 * half), c((size_t)half), s((size_t)half), y = x;
+    for (int64_t i = 0; i < half; i++) {
+      c[(size_t)i] = (float)cos(0.7 * (double)i);
+      s[(size_t)i] = (float)sin(0.7 * (double)i);
+    }
+    kernels->rope(y.data(), c.data(), s.data(), half);
+    for (int64_t i = 0; i < half; i++) {
+      const double a = x[(size_t)i], b = x[(size_t)(half + i)], cc = c[(size_t)i], ss = s[(size_t)i];
+      check.near(y[(size_t)i], a * cc - b * ss, gamma_of(2) * (fabs(a * cc) + fabs(b * ss)), i);
+      check.near(y[(size_t)(half + i)], a * ss + b * cc, gamma_of(2) * (fabs(a * ss) + fabs(b * cc)), half + i);
+    }
+    y = x;
+    kernels->scale(y.data(), 0.3f, 2 * half);
+    for (int64_t i = 0; i < 2 * half; i++) scale.same(y[(size_t)i], x[(size_t)i] * 0.3f, i);
+  }
+}
+
+// ---- Cache and attention ---------------------------------------------------------------------------------------------
+
+// What the cache keeps of a vector of n: in blocks of 32 (the last may be 16) for Q8_0.
+std::vector<double> kept(int type, const float* x, int64_t n) {
+  std::vector<double> out(x, x + n);
+  if (type == PI_KV_F16) for (double& v : out) v = to_half(v);
+  for (int64_t b = 0; type == PI_KV_Q8_0 && b < n; b += 32) {
+    const int64_t end = std::min(b + 32, n);
+    float most = 0;
+    for (int64_t i = b; i < end; i++) most = std::max(most, fabsf(x[i]));
+    const float d = (float)to_half(most * (1.0f / 127.0f)), by = d > 0 ? 1.0f / d : 0.0f;
+    for (int64_t i = b; i < end; i++) out[(size_t)i] = (double)d * std::max(-128.0, std::min(127.0, (double)nearbyintf(x[i] * by)));
+  }
+  return out;
+}
+
+void attention_case(const PiKernels* kernels, int type, int dim, int group, int window, int64_t position, int64_t count) {
+  const int pad = (int)pi_round_up(dim, 16), kv_heads = 2, heads = kv_heads * group;
+  const int64_t all = position + count, pages = (all + PI_PAGE - 1) / PI_PAGE, total = 7;
+  const std::string name = std::string(kernels->name) + " attention " + KV_TYPES[type] + " dim=" + std::to_string(dim) + " group=" + std::to_string(group) +
+                           " window=" + std::to_string(window) + " position=" + std::to_string(position) + " count=" + std::to_string(count);
+  Random r((uint64_t)(type + 10 * dim + 1000 * group + 10000 * window + position));
+  const int64_t head_bytes = pi_kv_head_bytes(type, pad), page_bytes = head_bytes * kv_heads;
+  Aligned cache(total * page_bytes);
+  memset(cache.data, 0xff, (size_t)(total * page_bytes));  // NaN everywhere: what a page held before must not matter
+  std::vector<int32_t> table((size_t)pages);
+  for (int64_t p = 0; p < pages; p++) table[(size_t)p] = (int32_t)((p * 3 + 2) % total);
+  std::vector<std::vector<double>> keys, values;  // [position * kv_heads + g]
+  for (int64_t p = 0; p < all; p++) {
+    for (int g = 0; g < kv_heads; g++) {
+      std::vector<float> k = r.normals(pad, 2), v = r.normals(pad);
+      std::fill(k.begin() + dim, k.end(), 0.0f);
+      std::fill(v.begin() + dim, v.end(), 0.0f);
+      if (p == 0) v[0] = 1e6f;  // beyond a half
+      if (p == 1) std::fill(k.begin(), k.end(), 0.0f);
+      uint8_t* head = cache.data + table[(size_t)(p / PI_PAGE)] * page_bytes + g * head_bytes;
+      if (p % 2) {
+        kernels->store_kv(type, head, (int)(p % PI_PAGE), k.data(), v.data(), pad);
+      } else {
+        kernels->store_kv(type, head, (int)(p % PI_PAGE), k.data(), nullptr, pad);
+        kernels->store_kv(type, head, (int)(p % PI_PAGE), nullptr, v.data(), pad);
+      }
+      keys.push_back(kept(type, k.data(), pad));
+      values.push_back(kept(type, v.data(), pad));
+    }
+  }
+  const int64_t q_stride = (int64_t)heads * pad + 3, out_stride = (int64_t)heads * dim;
+  std::vector<float> q = r.normals(count * q_stride, 1 / sqrtf((float)dim)), out((size_t)(count * out_stride), NOT);
+  std::vector<float> scratch((size_t)pi_attention_scratch(pad), NOT);
+  const PiAttention a{q.data(), out.data(), cache.data, table.data(), q_stride, out_stride, page_bytes, head_bytes, position, dim, pad, group, window};
+  const int64_t rows = count * group;
+  for (int g = 0; g < kv_heads; g++) {
+    for (int64_t r0 = 0; r0 < rows; r0 += PI_ATTENTION_ROWS) kernels->attention[type](&a, g, r0, std::min<int64_t>(r0 + PI_ATTENTION_ROWS, rows), scratch.data());
+  }
+  {
+    Check check(name);
+    for (int64_t t = 0; t < count; t++) {
+      for (int h = 0; h < heads; h++) {
+        const float* x = &q[(size_t)(t * q_stride + h * pad)];
+        const int64_t last = position + t, first = window && last >= window ? last - window + 1 : 0;
+        std::vector<double> s;
+        double most = -INFINITY, least = INFINITY, size = 0;
+        for (int64_t p = first; p <= last; p++) {
+          double dot = 0, absolute = 0;
+          const std::vector<double>& key = keys[(size_t)(p * kv_heads + h / group)];
+          for (int i = 0; i < dim; i++) {
+            dot += x[i] * key[(size_t)i];
+            absolute += fabs(x[i] * key[(size_t)i]);
+          }
+          s.push_back(dot);
+          most = std::max(most, dot);
+          least = std::min(least, dot);
+          size = std::max(size, absolute);
+        }
+        // A score is off by pad + 2 roundings of its terms, so a weight and the greatest score each by e to that; the
+        // difference rounds once; e^x 4 u; shrinking 6 u a page for sum and total; summing one u a position in both.
+        const double n = (double)s.size(), relative = 2 * size * gamma_of(pad + 2) + gamma_of(most - least) + gamma_of(8 + 12 * (double)pages + 2 * n + 2);
+        double weights = 0;
+        std::vector<double> sum((size_t)dim), absolute((size_t)dim);
+        for (int64_t p = first; p <= last; p++) {
+          const double w = exp(s[(size_t)(p - first)] - most);
+          weights += w;
+          for (int i = 0; i < dim; i++) {
+            const double v = w * values[(size_t)(p * kv_heads + h / group)][(size_t)i];
+            sum[(size_t)i] += v;
+            absolute[(size_t)i] += fabs(v);
+          }
+        }
+        for (int i = 0; i < dim; i++) {
+          const int64_t at = t * out_stride + (int64_t)h * dim + i;
+          check.near(out[(size_t)at], sum[(size_t)i] / weights, 2 * relative * absolute[(size_t)i] / weights, at);
+        }
+      }
+    }
+  }
+  Check bits(name + " bits of each row alone");
+  std::vector<float> alone((size_t)(count * out_stride), NOT);
+  PiAttention b = a;
+  b.out = alone.data();
+  for (int g = 0; g < kv_heads; g++) for (int64_t row = 0; row < rows; row++) kernels->attention[type](&b, g, row, row + 1, scratch.data());
+  for (size_t i = 0; i < out.size(); i++) bits.same(alone[i], out[i], (int64_t)i);
+}
+
+void test_attention(const PiKernels* kernels) {
+  for (int type = 0; type < PI_N_KV_TYPES; type++) {
+    for (int dim : {16, 20, 64, 80, 128}) {
+      for (int group : {1, 3}) {
+        attention_case(kernels, type, dim, group, 0, 0, 1);
+        attention_case(kernels, type, dim, group, 0, 0, 40);
+        attention_case(kernels, type, dim, group, 0, 93, 9);
+        attention_case(kernels, type, dim, group, 20, 93, 9);
+      }
+    }
+    attention_case(kernels, type, 64, 4, 1, 62, 5);
+    attention_case(kernels, type, 64, 8, 32, 95, 3);
+    attention_case(kernels, type, 64, 2, 33, 0, 70);
+  }
+}
+
+// ---- A whole program -------------------------------------------------------------------------------------------------
+
+struct Model {
+  static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80;
+  std::vector<uint8_t> table_bytes;
+  std::shared_ptr<Program> program;
+
+  Model(const PiKernels* kernels, int threads, int type, int other, int kv_type) {
+    Random r(3);
+    auto pool = std::make_shared<Pool>(threads);
+    auto arena = std::make_shared<Arena>();
+    auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
+    std::vector<float> frequencies;
+    for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
+    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM}, frequencies, 1.0f);
+    const auto matrix = [&](int t, int64_t rows, int64_t k) {
+      const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
+      auto m = std::make_shared<Matrix>(Matrix{t, rows, k, (rows + 15) / 16, nullptr, arena});
+      uint8_t* data = arena->allocate(m->bytes());
+      pack_panels(t, stored.data(), rows, k, nullptr, 0, data, 0, m->panels);
+      m->data = data;
+      return m;
+    };
+    table_bytes = random_rows(r, type, VOCAB, D);
+    program->embed(std::make_shared<Table>(Table{type, VOCAB, D, table_bytes.data()}));
+    for (int layer = 0; layer < LAYERS; layer++) {
+      AttentionInput in;
+      in.layer = layer;
+      in.eps = 1e-5f;
+      in.norm = r.normals(D);
+      in.q_bias = r.normals(HEADS * DIM);
+      in.q_norm = r.normals(DIM);
+      in.k_norm = r.normals(DIM);
+      in.q = matrix(type, HEADS * DIM, D);
+      in.k = matrix(other, KV * DIM, D);
+      in.v = matrix(type, KV * DIM, D);
+      program->attention_input(std::move(in));
+      program->attention(layer, layer ? 20 : 0);
+      program->project(matrix(other, D, HEADS * DIM), r.normals(D));
+      program->ffn(r.normals(D), 1e-5f, matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF));
+    }
+    program->head(r.normals(D), 1e-5f, matrix(type, VOCAB, D));
+  }
+
+  // Logits of every token of two sequences, which are cut into steps of at most `chunk` tokens of each.
+  std::vector<float> logits(int64_t chunk) {
+    const int64_t lengths[2] = {41, 13};
+    const int32_t pages[2][2] = {{5, 2}, {0, 7}};
+    std::vector<float> out((size_t)((lengths[0] + lengths[1]) * LDO), NOT);
+    for (int64_t from = 0; from < lengths[0]; from += chunk) {
+      std::vector<int32_t> token, position, rows;
+      std::vector<int64_t> to;
+      Step step;
+      for (int s = 0; s < 2; s++) {
+        const int64_t count = std::min(chunk, lengths[s] - from);
+        if (count <= 0) continue;
+        step.runs.push_back({(int64_t)token.size(), count, from, pages[s]});
+        for (int64_t i = from; i < from + count; i++) {
+          rows.push_back((int32_t)token.size());
+          to.push_back(s * lengths[0] + i);
+          token.push_back((int32_t)((i * 31 + s * 17 + 5) % VOCAB));
+          position.push_back((int32_t)i);
+        }
+      }
+      std::vector<float> got(token.size() * LDO, NOT);
+      step.tokens = step.logit_rows = (int64_t)token.size();
+      step.logit_stride = LDO;
+      step.token = token.data();
+      step.position = position.data();
+      step.logit_row = rows.data();
+      step.logits = got.data();
+      program->run(step, 0, program->size());
+      for (size_t i = 0; i < to.size(); i++) memcpy(&out[(size_t)(to[i] * LDO)], &got[i * LDO], LDO * 4);
+    }
+    return out;
+  }
+};
+
+void test_program(const PiKernels* kernels) {
+  const int types[][3] = {{PI_Q4_0, PI_F16, PI_KV_F16}, {PI_Q8_0, PI_Q5_1, PI_KV_Q8_0}, {PI_BF16, PI_F32, PI_KV_F32}};
+  for (const auto& t : types) {
+    const std::string name = std::string(kernels->name) + " program " + TYPES[t[0]] + " " + TYPES[t[1]] + " " + KV_TYPES[t[2]];
+    const std::vector<float> wanted = Model(kernels, 1, t[0], t[1], t[2]).logits(41);
+    Check finite(name + " finite and not all the same"), same(name + " bits for any threads and chunks");
+    for (size_t i = 0; i < wanted.size(); i++) finite.yes((int64_t)i % Model::LDO < Model::VOCAB ? isfinite(wanted[i]) && (i == 0 || wanted[i] != wanted[i - 1]) : wanted[i] == 0, (int64_t)i);
+    for (int threads : {1, 2, 3}) {
+      Model model(kernels, threads, t[0], t[1], t[2]);
+      for (int64_t chunk : {(int64_t)41, (int64_t)16, (int64_t)1}) {
+        const std::vector<float> got = model.logits(chunk);
+        for (size_t i = 0; i < wanted.size(); i++) same.same(got[i], wanted[i], (int64_t)i);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (int h = 0; h < 65536; h++) {  // the reference's own halves
+    const double v = half_value((uint16_t)h);
+    if (isfinite(v) && to_half(v) != v) { result(false, "to_half"); break; }
+  }
+  {
+    Check check("unpack_row of halves");
+    for (int h = 0; h < 65536; h++) {
+      const uint8_t bytes[2] = {(uint8_t)h, (uint8_t)(h >> 8)};
+      float f;
+      unpack_row(PI_F16, bytes, 1, &f);
+      check.yes(isnan(half_value((uint16_t)h)) ? isnan(f) : (double)f == half_value((uint16_t)h) && signbit(f) == (h >= 32768), h);
+    }
+  }
+  test_row_map();
+  for (const PiKernels* kernels : supported_levels()) {
+    const int before = passed, wrong = failed;
+    test_forms(kernels);
+    test_linear(kernels);
+    test_hostile(kernels);
+    test_rms_norm(kernels);
+    test_swiglu(kernels);
+    test_rope_and_scale(kernels);
+    test_attention(kernels);
+    test_program(kernels);
+    printf("%-12s %d passed, %d failed\n", kernels->name, passed - before, failed - wrong);
+    fflush(stdout);
+  }
+  printf("%d passed, %d failed\n", passed, failed);
+  return failed ? 1 : 0;
+}
