@@ -172,11 +172,14 @@ struct Acts {
       sd = d;
       s.assign((size_t)(tokens * (k / 16)), -30000);
     }
-    for (int64_t t = 0; t < tokens; t++) kernels->forms(f.data() + t * k, k, form, b.data() + t * ldb, q.data() + t * k, d.data() + t * (k / 32), sd.data() + t * (k / 32), s.data() + t * (k / 16));
+    for (int64_t t = 0; t < tokens; t++) kernels->forms(f.data() + t * k, k, form, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)), at(sd, t * (k / 32)), at(s, t * (k / 16)));
   }
+  // Null where the form was not asked for.
+  template <class T> static T* at(std::vector<T>& v, int64_t i) { return v.empty() ? nullptr : v.data() + i; }
+  template <class T> static const T* at(const std::vector<T>& v, int64_t i) { return v.empty() ? nullptr : v.data() + i; }
   // The forms from token t on.
   PiActs from(int64_t t) const {
-    return {f.data() + t * k, b.data() + t * ldb, q.data() + t * k, d.data() + t * (k / 32), sd.data() + t * (k / 32), s.data() + t * (k / 16), k, k, ldb};
+    return {f.data() + t * k, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)), at(sd, t * (k / 32)), at(s, t * (k / 16)), k, k, ldb};
   }
   // What the weights are multiplied with.
   double value(int type, int64_t t, int64_t i) const {
