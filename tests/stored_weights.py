@@ -1,0 +1,50 @@
+"""Random weights in the bytes of a model file, for the tests of the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from powerinfer.formats.quant import block_type, dequantize
+
+FLOATS = ("F32", "F16", "BF16")
+
+# Where the float16 fields of a stored block lie, in bytes, and how many scales its minimum must be to centre the codes.
+_HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_CENTRE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}
+
+
+def with_scales(blocks: np.ndarray, type_name: str, scales: np.ndarray) -> np.ndarray:
+    """Sets the float16 fields of blocks [..., bytes]: scales, and minima that centre the codes on zero."""
+    for i, at in enumerate(_HALVES.get(type_name, (0,))):
+        half = (scales * _CENTRE[type_name] if i else scales).astype(np.float16)
+        blocks[..., at : at + 2] = half[..., None].view(np.uint8)
+    return blocks
+
+
+def float_bytes(weights: np.ndarray, type_name: str) -> np.ndarray:
+    """float32 weights as F32, F16 or BF16 (cut), uint8 1-D."""
+    if type_name == "F32":
+        return weights.view(np.uint8).reshape(-1)
+    narrow = weights.astype(np.float16) if type_name == "F16" else (weights.view(np.uint32) >> 16).astype(np.uint16)
+    return narrow.view(np.uint8).reshape(-1)
+
+
+def stored(type_name: str, rows: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    """Any codes, scales of both signs over four orders of magnitude; uint8 1-D."""
+    if type_name in FLOATS:
+        return float_bytes(rng.standard_normal((rows, k)).astype(np.float32), type_name)
+    kind = block_type(type_name)
+    blocks = rng.integers(0, 256, (rows, k // kind.block, kind.nbytes), dtype=np.uint8)
+    scales = rng.choice([-1.0, 1.0], blocks.shape[:2]) * 10 ** rng.uniform(-4, 0, blocks.shape[:2])
+    return with_scales(blocks, type_name, scales).reshape(-1)
+
+
+def stored_evenly(type_name: str, rows: int, k: int, size: float, rng: np.random.Generator) -> np.ndarray:
+    """Weights around zero with a standard deviation of about `size`; uint8 1-D."""
+    if type_name in FLOATS:
+        return float_bytes((rng.standard_normal((rows, k)) * size).astype(np.float32), type_name)
+    kind = block_type(type_name)
+    shape = (rows, k // kind.block)
+    blocks = rng.integers(0, 256, (*shape, kind.nbytes), dtype=np.uint8)
+    plain = dequantize(with_scales(blocks, type_name, np.ones(shape)).reshape(rows, -1), type_name)
+    return with_scales(blocks, type_name, np.full(shape, size / plain.std())).reshape(-1)

@@ -1,0 +1,299 @@
+"""Native matrix products: every weight type at every instruction-set level of this CPU, against the reference.
+
+The bound is that of float32 sums on the operands that the kernel really multiplies: n * u * sum |a| |b|, u = 2**-24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+
+import numpy as np
+import pytest
+from stored_weights import FLOATS, float_bytes, stored, with_scales
+
+from powerinfer import _native
+from powerinfer.errors import RequestError
+from powerinfer.formats.quant import block_type, dequantize
+from powerinfer.kernels import cpu, reference
+
+LEVELS = _native.levels()
+POOLS = {threads: _native.Pool(threads) for threads in (1, 2, 3)}
+TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31, 32, 33, 48, 70]
+ROWS = [1, 3, 7, 8, 9, *range(15, 18), *range(31, 65), 70]
+
+# Where the codes of a stored block begin, in bytes.
+CODES_OF_AFFINE = {"Q4_1": 4, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16}
+
+every_type = pytest.mark.parametrize("type_name", _native.TYPES)
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def test_every_type_of_the_module_is_listed() -> None:
+    assert set(FLOATS) < set(_native.TYPES) and len(_native.TYPES) == 11
+    assert LEVELS[-1] == "scalar" and len(set(LEVELS)) == len(LEVELS)
+
+
+def magnitude(data: np.ndarray, type_name: str, rows: int) -> np.ndarray:
+    """|b| of the bound, [rows, k]: of scale * code + minimum both parts, since they are summed apart."""
+    weights = dequantize(data.reshape(rows, -1), type_name).astype(np.float64)
+    if type_name not in CODES_OF_AFFINE:
+        return np.abs(weights)
+    blocks = data.reshape(rows, -1, block_type(type_name).nbytes).copy()
+    blocks[..., CODES_OF_AFFINE[type_name] :] = 0
+    minima = dequantize(blocks.reshape(rows, -1), type_name).astype(np.float64)
+    return np.abs(weights - minima) + np.abs(minima)
+
+
+@dataclass(frozen=True)
+class Case:
+    x: np.ndarray
+    matrix: _native.Matrix
+    expected: np.ndarray
+    bound: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return self.expected.shape[1]
+
+    def run(self, level: str, threads: int = 1, tokens: slice = slice(None)) -> np.ndarray:
+        """The native product of some tokens. The output is NaN before; the padding must be zeros after."""
+        x = np.ascontiguousarray(self.x[tokens])
+        out = np.full((len(x), cpu.round_up(self.rows, cpu.LANES)), np.nan, np.float32)
+        _native.matmul(POOLS[threads], self.matrix, level, x, out)
+        assert not out[:, self.rows :].any()
+        return out[:, : self.rows]
+
+    def check(self, out: np.ndarray) -> None:
+        excess = np.abs(out - self.expected) - self.bound
+        assert not np.isnan(out).any() and excess.max() <= 0, f"{np.unravel_index(excess.argmax(), excess.shape)}"
+
+
+def make_case(type_name: str, x: np.ndarray, data: np.ndarray, rows: int) -> Case:
+    k = x.shape[1]
+    # Float types: k products, k sums. Blocks: an exact integer sum, scaled twice (Q6_K: four times) and added; affine
+    # types add the minima. A level without fused operations rounds once more for each.
+    n = 2 * k if type_name in FLOATS else 4 * k // 32 + 8
+    a, b = np.abs(reference.seen_by(x, type_name)), magnitude(data, type_name, rows)
+    bound = n * 2.0**-24 / (1 - n * 2.0**-24) * (a @ b.T) + n * 2.0**-126  # results below that may underflow
+    if type_name == "BF16":  # units for bfloat16 take subnormal factors as zeros
+        bound += np.where(a < 2.0**-126, a, 0) @ b.T + a @ np.where(b < 2.0**-126, b, 0).T
+    matrix = _native.pack(POOLS[1], _native.Arena(), type_name, rows, k, data)
+    return Case(x, matrix, reference.linear(x, data, type_name, rows), bound)
+
+
+@cache
+def random_case(type_name: str, k: int, rows: int, tokens: int) -> Case:
+    rng = np.random.default_rng([k, rows, tokens, _native.TYPES.index(type_name)])
+    x = rng.standard_normal((tokens, k)) * 10 ** rng.uniform(-3, 2, (tokens, 1))
+    return make_case(type_name, x.astype(np.float32), stored(type_name, rows, k, rng), rows)
+
+
+def columns(type_name: str) -> list[int]:
+    if type_name in FLOATS:
+        return [1, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 96, 256, 512, 576, 1536, 4096]
+    block = block_type(type_name).block
+    return [k for k in (32, 64, 96, 160, 256, 512, 576, 768, 1536, 2048, 4096) if k % block == 0]
+
+
+def shapes(type_name: str) -> list[tuple[int, int, int]]:
+    """(k, rows, tokens): every k, every number of rows and every number of tokens, in changing company."""
+    small = [k for k in columns(type_name) if k <= 256]
+    some = [
+        *zip(columns(type_name), cycle([17, 64, 33, 70, 15, 48, 1]), cycle([5, 1, 16, 2, 9, 33, 12]), strict=False),
+        *zip(cycle(small), ROWS, cycle(TOKENS), strict=False),
+        *zip(cycle(small[::-1]), cycle([31, 40, 80]), TOKENS, strict=False),
+    ]
+    return [*some, (small[-1] // 2 if type_name in FLOATS else small[-1], 4096, 3)]
+
+
+@every_level
+@every_type
+def test_products(type_name: str, level: str) -> None:
+    for i, shape in enumerate(shapes(type_name)):
+        case = random_case(type_name, *shape)
+        case.check(case.run(level, threads=1 + i % 3))
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
+
+
+@every_level
+@every_type
+def test_bits_of_a_token_do_not_depend_on_company_or_threads(type_name: str, level: str) -> None:
+    case = random_case(type_name, 67 if type_name in FLOATS else 256 if type_name.endswith("_K") else 96, 70, 70)
+    alone = np.concatenate([case.run(level, tokens=slice(t, t + 1)) for t in range(70)])
+    case.check(alone)
+    for threads in POOLS:
+        for tokens in TOKENS:
+            assert same_bits(case.run(level, threads, slice(0, tokens)), alone[:tokens]), (tokens, threads)
+            assert same_bits(case.run(level, threads, slice(70 - tokens, 70)), alone[-tokens:]), (tokens, threads)
+
+
+@every_level
+@every_type
+def test_bits_where_the_activations_outgrow_the_cache(type_name: str, level: str) -> None:
+    """Kernels take as many tokens at a time as their cache holds: here fewer than there are."""
+    case = random_case(type_name, 16384, 17, 48)
+    together = case.run(level)
+    case.check(together)
+    for t in (0, 15, 16, 31, 32, 47):
+        assert same_bits(case.run(level, tokens=slice(t, t + 1)), together[t : t + 1])
+
+
+@pytest.mark.parametrize("type_name", [name for name in _native.TYPES if name != "BF16"])
+@pytest.mark.skipif(len(LEVELS) < 3, reason="this CPU runs fewer than two levels with fused multiply-add")
+def test_levels_agree(type_name: str) -> None:
+    """Integer sums are exact and every level fuses the same operations: a model answers alike on different machines.
+
+    All but the scalar level, which does not fuse, and BF16, whose units sum in an order of their own.
+    """
+    case = random_case(type_name, 512, 70, 33)
+    best, *others = (case.run(level) for level in LEVELS if level != "scalar")
+    for other in others:
+        assert same_bits(best, other)
+
+
+def filled(type_name: str, rows: int, k: int, code: int, scale: float) -> np.ndarray:
+    """Blocks whose every byte but the float16 fields is `code`; floats: all `scale`, the sign of every third turned."""
+    if type_name in FLOATS:
+        weights = np.full(rows * k, scale, np.float32)
+        weights[::3] *= -1
+        return float_bytes(weights, type_name)
+    shape = (rows, k // block_type(type_name).block)
+    blocks = np.full((*shape, block_type(type_name).nbytes), code, np.uint8)
+    return with_scales(blocks, type_name, np.full(shape, scale)).reshape(-1)
+
+
+def hard_activations(k: int) -> np.ndarray:
+    """Sixteen rows, so that units for many tokens come into play."""
+    sign = np.where(np.arange(k) % 2 == 0, 1.0, -1.0)
+    peak = np.where(np.arange(k) % 32 == 5, 1.0, 1e-3)
+    with np.errstate(under="ignore"):
+        rows = [np.ones(k), -np.ones(k), sign, -sign, np.zeros(k), 1e25 * np.ones(k), -1e25 * sign, 1e-40 * sign]
+        rows += [1e-45 * np.ones(k), 2.0**-120 * sign, 2.0**-121 * sign, 1e-37 * peak, peak, sign * peak, 1e25 * peak]
+        rows += [np.where(np.arange(k) // 32 % 2 == 0, 0, sign)]
+        return np.asarray(rows, np.float32)
+
+
+@every_level
+@every_type
+def test_extremes(type_name: str, level: str) -> None:
+    """Saturation, zeros, subnormals, sums of 1e30: the same bound, and the same bits for one token and for many."""
+    k = 256 if type_name.endswith("_K") else 96
+    x = hard_activations(k)
+    codes = (0,) if type_name in FLOATS else (0x00, 0x01, 0x7F, 0x80, 0x88, 0xF0, 0xFF)
+    smallest_half = 2.0**-24
+    for code in codes:
+        for scale in (1.0, -1.0, 0.0, smallest_half, 1000.0):
+            case = make_case(type_name, x, filled(type_name, 17, k, code, scale), 17)
+            together = case.run(level)
+            case.check(together)
+            if scale == 0:
+                assert not together.any()
+            assert not together[4].any(), "zeros give zeros"
+            for t in range(len(x)):
+                assert same_bits(case.run(level, tokens=slice(t, t + 1)), together[t : t + 1]), (code, scale, t)
+
+
+@every_level
+def test_eight_bit_sums_do_not_saturate(level: str) -> None:
+    """-128 times 127, 32 times and more: pairs of such products are beyond 16 bits when two instructions add them."""
+    x = np.full((9, 64), -1, np.float32)
+    case = make_case("Q8_0", x, filled("Q8_0", 16, 64, 0x80, 1.0), 16)
+    inexact = 4 * 64 * 128 * 2.0**-24
+    assert np.abs(case.run(level) - 64 * 128).max() <= inexact
+
+
+@every_type
+def test_rows_are_looked_up_exactly(type_name: str) -> None:
+    rng = np.random.default_rng(5)
+    data = stored(type_name, 7, 512, rng)
+    expected = dequantize(data.reshape(7, -1), type_name)
+    table = _native.Table(type_name, 7, 512, data)
+    for row in range(7):
+        out = np.full(512, np.nan, np.float32)
+        table.row(row, out)
+        assert same_bits(out, expected[row])
+    for row in (-1, 7):
+        with pytest.raises(ValueError, match="no such row"):
+            table.row(row, out)
+
+
+@every_type
+def test_packed_rows_follow_their_map(type_name: str) -> None:
+    rng = np.random.default_rng(6)
+    data, x = stored(type_name, 20, 256, rng), rng.standard_normal((3, 256)).astype(np.float32)
+    rows = np.array([19, -1, 0, 0, *range(15), -1, 7], np.int32)
+    plain = cpu.matmul(x, data, type_name, 20)
+    for threads, pool in POOLS.items():
+        matrix = _native.pack(pool, _native.Arena(), type_name, 20, 256, data, rows)
+        assert (matrix.rows, matrix.k, matrix.type) == (21, 256, type_name)
+        assert matrix.nbytes == 2 * _native.panel_bytes(type_name, 256)
+        out = np.full((3, 32), np.nan, np.float32)
+        _native.matmul(POOLS[threads], matrix, "", x, out)
+        expected = np.where(rows < 0, np.float32(0), plain[:, rows])
+        assert np.array_equal(out[:, :21], expected) and not out[:, 21:].any()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    pool, arena, data = POOLS[1], _native.Arena(), np.zeros(2 * 34, np.uint8)
+    for type_name, rows, k in [("Q8_0", 1, 32), ("Q8_0", 3, 32), ("Q8_0", 2, 33), ("Q8_0", 0, 32), ("Q8_0", -2, 32),
+                               ("Q4_K", 1, 64), ("Q2_K", 1, 256), ("q8_0", 2, 32), ("Q8_0", 2, 2**40)]:  # fmt: skip
+        with pytest.raises(ValueError):
+            _native.pack(pool, arena, type_name, rows, k, data)
+        with pytest.raises(ValueError):
+            _native.Table(type_name, rows, k, data)
+    matrix = _native.pack(pool, arena, "Q8_0", 2, 32, data)
+    x, out = np.zeros((1, 32), np.float32), np.zeros((1, 16), np.float32)
+    for bad_x, bad_out in [(x[:, :31].copy(), out), (x, out[:, :2].copy()), (np.zeros((2, 32), np.float32), out)]:
+        with pytest.raises(ValueError):
+            _native.matmul(pool, matrix, "", bad_x, bad_out)
+    with pytest.raises(ValueError, match="'avx9' cannot run on this CPU; choose one of: "):
+        _native.matmul(pool, matrix, "avx9", x, out)
+    for threads in (0, -1, 1025):
+        with pytest.raises(ValueError, match="between 1 and 1024"):
+            _native.Pool(threads)
+
+
+def test_arrays_that_are_written_or_kept_are_never_copies() -> None:
+    """A copy of another type or layout would take the result, or die before its reader."""
+    pool, data = POOLS[1], np.zeros(2 * 34, np.uint8)
+    matrix, x = _native.pack(pool, _native.Arena(), "Q8_0", 2, 32, data), np.zeros((1, 32), np.float32)
+    for out in (np.zeros((1, 16)), np.zeros((1, 32), np.float32)[:, ::2]):
+        with pytest.raises(TypeError):
+            _native.matmul(pool, matrix, "", x, out)
+    for kept in (data.view(np.int8), np.zeros(4 * 34, np.uint8)[::2]):
+        with pytest.raises(TypeError):
+            _native.Table("Q8_0", 2, 32, kept)
+    with pytest.raises(TypeError):
+        _native.Table("Q8_0", 2, 32, data).row(0, np.zeros(32))  # type: ignore[arg-type]
+
+
+def test_matmul_of_the_door() -> None:
+    case = random_case("Q4_0", 64, 33, 5)
+    rng = np.random.default_rng([64, 33, 5, _native.TYPES.index("Q4_0")])
+    x = (rng.standard_normal((5, 64)) * 10 ** rng.uniform(-3, 2, (5, 1))).astype(np.float32)
+    out = cpu.matmul(x, stored("Q4_0", 33, 64, rng), "Q4_0", 33, isa="scalar", threads=2)
+    assert out.shape == (5, 33) and same_bits(out, case.run("scalar"))
+
+
+def test_a_level_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.ISA_VARIABLE, raising=False)
+    assert cpu.choose_isa(None) == (LEVELS[0], "the best this CPU runs")
+    assert cpu.choose_isa("scalar") == ("scalar", "asked for")
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "scalar")
+    assert cpu.choose_isa(None) == ("scalar", f"asked for by {cpu.ISA_VARIABLE}")
+    assert cpu.choose_isa(LEVELS[0]) == (LEVELS[0], "asked for")
+    with pytest.raises(RequestError, match=r"choose one of: .*scalar"):
+        cpu.choose_isa("avx1")
+
+
+def test_threads_are_chosen_within_bounds() -> None:
+    assert cpu.choose_threads(3) == (3, "asked for")
+    assert cpu.choose_threads(0)[0] >= 1
+    for wanted in (-1, 1025):
+        with pytest.raises(RequestError, match="between 0"):
+            cpu.choose_threads(wanted)

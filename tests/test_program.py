@@ -1,0 +1,460 @@
+"""Whole native programs, tiny and random, against the reference operators; and that a token's bits are its own.
+
+The bound on the logits is not a chosen number. The reference runs again with every operator's result disturbed, at
+random, by as much as float32 arithmetic may: n roundings add up to 4 sqrt(n) u sum |a| |b| but for one case in
+thousands (Higham and Mary, 2019). The native program may stray twice as far as the worst of these runs did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+from stored_weights import stored_evenly
+
+from powerinfer import _native
+from powerinfer.formats.quant import dequantize
+from powerinfer.kernels import reference
+from powerinfer.kernels.cpu import LANES, PAGE, round_up
+
+LEVELS = _native.levels()
+ROUNDING = 2.0**-24
+N_PAGES, MAX_TOKENS = 12, 120
+LENGTHS = (75, 33, 5)  # tokens of the three sequences; pages turn at 32 and 64
+PAGE_TABLES = [
+    np.array([[7, 2, 11], [0, 9, -1], [4, -1, -1]], np.int32),
+    np.array([[1, 10, 3], [8, 5, -1], [6, -1, -1]], np.int32),
+]
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model to be. types: of embed, head and PARTS, in this order, or one for all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_model: int
+    d_ff: int
+    types: str
+    kv_type: str
+    windows: tuple[int, ...] = (0, 0)
+    rotated: int | None = None  # pairs; None: all
+    biases: bool = False
+    head_norms: bool = False
+    rope_base: float = 1000.0
+    rope_factor: float = 1.0
+    eps: float = 1e-5
+    vocab: int = 45
+
+    def type_of(self, part: str) -> str:
+        names = self.types.split()
+        return names[0] if len(names) == 1 else names[("embed", "head", *PARTS).index(part)]
+
+    def shape(self, part: str) -> tuple[int, int]:
+        q, kv, d, ff = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.d_model, self.d_ff
+        shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "gate": (ff, d), "up": (ff, d), "down": (d, ff)}
+        return shapes.get(part, (self.vocab, d))
+
+
+SETTINGS = {
+    "odd widths, window of 5": Setting(4, 2, 8, 40, 72, "F32", "f32", windows=(0, 5)),
+    "window over pages": Setting(4, 4, 16, 64, 80, "F16", "f16", windows=(40, 0)),
+    "four heads a key head, biases": Setting(4, 1, 24, 24, 40, "F32", "q8_0", biases=True),
+    "three heads a key head": Setting(3, 1, 64, 96, 160, "Q8_0", "f16", rope_factor=1.25),
+    "part of a head rotated, head norms": Setting(2, 2, 80, 64, 96, "Q4_0", "q8_0", rotated=16, head_norms=True),
+    "more query heads than a tile": Setting(9, 1, 128, 32, 32, "F32", "f32", biases=True, head_norms=True),
+    "bfloat16, window of one": Setting(3, 3, 32, 48, 80, "BF16", "f32", windows=(1, 33)),
+    "super-blocks": Setting(4, 2, 64, 256, 512, "Q6_K Q6_K Q4_K Q5_K Q6_K Q4_K Q4_K Q5_K Q6_K", "f16"),
+    "a type for every part": Setting(2, 1, 48, 64, 96, "F16 Q4_1 F32 BF16 Q8_0 Q5_1 Q5_0 F32 BF16", "q8_0", (0, 64)),
+}  # fmt: skip
+
+every_setting = pytest.mark.parametrize("name", SETTINGS)
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+class Weights:
+    """The bytes of a random model, its packed matrices, and the tokens it reads."""
+
+    def __init__(self, s: Setting, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.s, self.layers = s, len(s.windows)
+        names = ["embed", "head", *(f"{layer}.{part}" for layer in range(self.layers) for part in PARTS)]
+        self.data: dict[str, np.ndarray] = {}
+        for name in names:
+            rows, k = s.shape(part := name.split(".")[-1])
+            size = {"embed": 1.0, "q": 2.0, "k": 2.0}.get(part, 1.0) / (1.0 if part == "embed" else np.sqrt(k))
+            self.data[name] = stored_evenly(s.type_of(part), rows, k, size, rng)
+        vectors: dict[str, int] = {"final_norm": s.d_model}
+        for layer in range(self.layers):
+            vectors |= {f"{layer}.attn_norm": s.d_model, f"{layer}.ffn_norm": s.d_model}
+            if s.head_norms:
+                vectors |= {f"{layer}.q_norm": s.head_dim, f"{layer}.k_norm": s.head_dim}
+            if s.biases:
+                vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in "qkvo"}
+        self.vectors = {name: rng.uniform(0.5, 1.5, n).astype(np.float32) for name, n in vectors.items()}
+        pairs = s.head_dim // 2 if s.rotated is None else s.rotated
+        self.frequencies = (s.rope_base ** -(np.arange(pairs) / pairs)).astype(np.float32)
+        self.sequences = [rng.integers(0, s.vocab, n).astype(np.int32) for n in LENGTHS]
+        self.packed = {name: self._pack(name) for name in names if name != "embed"}
+
+    def _head_map(self, heads: int) -> np.ndarray:
+        """Rows of heads padded to whole lanes, -1 where there is nothing."""
+        dim = self.s.head_dim
+        within = np.arange(round_up(dim, LANES))
+        return np.where(within < dim, np.arange(heads)[:, None] * dim + within, -1).reshape(-1).astype(np.int32)
+
+    def _pack(self, name: str) -> _native.Matrix:
+        part = name.split(".")[-1]
+        heads = {"q": self.s.heads, "k": self.s.kv_heads, "v": self.s.kv_heads}.get(part)
+        rows = None if heads is None else self._head_map(heads)
+        kind = self.s.type_of(part)
+        return _native.pack(_native.Pool(1), _native.Arena(), kind, *self.s.shape(part), self.data[name], rows)
+
+    def padded_bias(self, layer: int, part: str, heads: int) -> np.ndarray | None:
+        bias = self.vectors.get(f"{layer}.{part}_bias")
+        if bias is None:
+            return None
+        rows = self._head_map(heads)
+        return np.where(rows < 0, np.float32(0), bias[rows])
+
+    def program(self, level: str, threads: int) -> _native.Program:
+        s = self.s
+        cache = _native.Cache(s.kv_type, self.layers, s.kv_heads, s.head_dim, N_PAGES)
+        sizes = (MAX_TOKENS, s.d_model, s.d_ff, s.heads, s.kv_heads, s.head_dim)
+        p = _native.Program(_native.Pool(threads), cache, level, *sizes, self.frequencies, s.rope_factor)
+        p.embed(_native.Table(s.type_of("embed"), s.vocab, s.d_model, self.data["embed"]))
+        for i, window in enumerate(s.windows):
+            q, k, v, o, gate, up, down = (self.packed[f"{i}.{part}"] for part in PARTS)
+            biases = (self.padded_bias(i, part, s.heads if part == "q" else s.kv_heads) for part in "qkv")
+            norms = (self.vectors.get(f"{i}.q_norm"), self.vectors.get(f"{i}.k_norm"))
+            p.attention_input(i, s.eps, self.vectors[f"{i}.attn_norm"], q, k, v, *biases, *norms)
+            p.attention(i, window)
+            p.project(o, self.vectors.get(f"{i}.o_bias"))
+            p.ffn(self.vectors[f"{i}.ffn_norm"], s.eps, gate, up, down)
+        p.head(self.vectors["final_norm"], s.eps, self.packed["head"])
+        return p
+
+
+class Reference:
+    """The same model in the reference operators. noise: disturbs every result as far as float32 may."""
+
+    def __init__(self, weights: Weights, noise: np.random.Generator | None = None) -> None:
+        self.w, self.noise = weights, noise
+
+    def _disturbed(self, exact: np.ndarray, size: np.ndarray, roundings: int) -> np.ndarray:
+        if self.noise is None:
+            return exact
+        return exact + size * (4 * roundings**0.5 * ROUNDING * self.noise.choice([-1.0, 1.0], exact.shape))
+
+    def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
+        part = name.split(".")[-1]
+        kind, (rows, k) = self.w.s.type_of(part), self.w.s.shape(part)
+        exact = reference.linear(x, self.w.data[name], kind, rows)
+        b = np.abs(dequantize(self.w.data[name].reshape(rows, -1), kind)).astype(np.float64)
+        n = 2 * k if kind in ("F32", "F16", "BF16") else 4 * k // 32 + 8
+        out = self._disturbed(exact, np.abs(reference.seen_by(x, kind)) @ b.T, n)
+        bias = self.w.vectors.get(f"{name}_bias")
+        return out if bias is None else out + bias
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        exact = reference.rms_norm(x, self.w.vectors[name], self.w.s.eps)
+        return self._disturbed(exact, np.abs(exact), x.shape[-1] // LANES + 8)
+
+    def _heads(self, x: np.ndarray, i: int, part: str, rotation: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        heads = self._linear(x, f"{i}.{part}").reshape(len(x), -1, self.w.s.head_dim)
+        if part == "v":
+            return heads
+        if self.w.s.head_norms:
+            heads = self._norm(heads, f"{i}.{part}_norm")
+        rotated = reference.rope(heads, *rotation)
+        return self._disturbed(rotated, np.full(rotated.shape, np.abs(rotated).max()), 4)
+
+    def _attention(self, x: np.ndarray, i: int, window: int) -> np.ndarray:
+        s, tokens = self.w.s, len(x)
+        positions, pages = np.arange(tokens, dtype=np.int32), np.arange(-(-tokens // PAGE), dtype=np.int32)
+        rotation = reference.rotations(positions, self.w.frequencies, s.rope_factor)
+        normed = self._norm(x, f"{i}.attn_norm")
+        q, k, v = (self._heads(normed, i, part, rotation) for part in "qkv")
+        q = self._disturbed(q, np.abs(q), s.head_dim)  # the error of the scores
+        caches = []
+        for part in (k, v):
+            cache = np.zeros((len(pages) * PAGE, s.kv_heads, s.head_dim), np.float32)
+            cache[:tokens] = reference.kv_rounded(part, s.kv_type)
+            caches.append(cache.reshape(len(pages), PAGE, s.kv_heads, s.head_dim))
+        out = reference.attention(q, *caches, pages, positions, window)
+        out = self._disturbed(out, np.full(out.shape, np.abs(caches[1]).max()), tokens + 8)
+        return self._linear(out.reshape(tokens, -1), f"{i}.o")
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """[tokens, vocab] of one sequence from its start."""
+        s = self.w.s
+        table = dequantize(self.w.data["embed"].reshape(s.vocab, -1), s.type_of("embed"))
+        x = table[tokens].astype(np.float64)
+        for i, window in enumerate(s.windows):
+            x = x + self._attention(x, i, window)
+            x = self._disturbed(x, np.abs(x), 1)
+            normed = self._norm(x, f"{i}.ffn_norm")
+            hidden = reference.swiglu(self._linear(normed, f"{i}.gate"), self._linear(normed, f"{i}.up"))
+            x = x + self._linear(self._disturbed(hidden, np.abs(hidden), 12), f"{i}.down")
+            x = self._disturbed(x, np.abs(x), 1)
+        return self._linear(self._norm(x, "final_norm"), "head")
+
+
+@cache
+def weights_of(name: str) -> Weights:
+    return Weights(SETTINGS[name], seed=list(SETTINGS).index(name))
+
+
+@cache
+def expected(name: str) -> tuple[np.ndarray, float]:
+    """(logits of the first sequence, how far they may be missed)."""
+    weights = weights_of(name)
+    exact = Reference(weights).logits(weights.sequences[0])
+    runs = [Reference(weights, np.random.default_rng(i)).logits(weights.sequences[0]) for i in range(4)]
+    return exact, 2 * max(float(np.abs(run - exact).max()) for run in runs)
+
+
+Part = tuple[int, int, int]  # row, first position, tokens
+
+
+def step(program: _native.Program, weights: Weights, parts: list[Part], table: np.ndarray) -> list[np.ndarray]:
+    """One run over parts of sequences; the logits of every token, [tokens, vocab] each part."""
+    vocab = weights.s.vocab
+    tokens = np.concatenate([weights.sequences[row][first : first + n] for row, first, n in parts])
+    positions = np.concatenate([np.arange(first, first + n, dtype=np.int32) for _, first, n in parts])
+    rows = np.concatenate([np.full(n, row, np.int32) for row, _, n in parts])
+    logits = np.full((len(tokens), round_up(vocab, LANES)), np.nan, np.float32)
+    every = np.arange(len(tokens), dtype=np.int32)
+    program.run(tokens, positions, rows, table, every, logits, 0, program.size, vocab)
+    assert not logits[:, vocab:].any() and np.isfinite(logits).all()
+    return np.split(logits[:, :vocab], np.cumsum([n for _, _, n in parts])[:-1])
+
+
+@cache
+def whole(name: str, level: str) -> tuple[np.ndarray, ...]:
+    """The logits of each sequence, alone, in one go, with one thread."""
+    weights, out = weights_of(name), []
+    for row, length in enumerate(LENGTHS):
+        out += step(weights.program(level, 1), weights, [(row, 0, length)], PAGE_TABLES[0])
+    return tuple(out)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
+
+
+@every_level
+@every_setting
+def test_logits_are_those_of_the_reference(name: str, level: str) -> None:
+    exact, bound = expected(name)
+    assert np.abs(whole(name, level)[0] - exact).max() <= bound
+
+
+@every_setting
+def test_the_bound_notices_every_setting(name: str) -> None:
+    """A model that is a little different misses the bound: the test above can fail."""
+    weights, (exact, bound) = weights_of(name), expected(name)
+    s = weights.s
+    wrong = {
+        "window": replace(s, windows=tuple(w + 1 if w else 64 for w in s.windows)),
+        "rope": replace(s, rope_factor=s.rope_factor * 1.05),
+        "eps": replace(s, eps=0.1),
+    }
+    for what, setting in wrong.items():
+        other = Weights(setting, seed=list(SETTINGS).index(name))
+        assert np.abs(Reference(other).logits(other.sequences[0]) - exact).max() > bound, what
+    for changed in weights.vectors:
+        kept = weights.vectors[changed]
+        weights.vectors[changed] = np.roll(kept, 1)
+        missed = np.abs(Reference(weights).logits(weights.sequences[0]) - exact).max()
+        weights.vectors[changed] = kept
+        assert missed > bound, changed
+
+
+@every_level
+@every_setting
+def test_chunks_and_threads_give_the_same_bits(name: str, level: str) -> None:
+    weights, (expected_logits, *_) = weights_of(name), whole(name, level)
+    for threads, sizes in ((1, [1] * 75), (2, [1, 31, 1, 32, 10]), (3, [9, 66])):
+        program, first, out = weights.program(level, threads), 0, []
+        for n in sizes:
+            out += step(program, weights, [(0, first, n)], PAGE_TABLES[1])
+            first += n
+        assert same_bits(np.concatenate(out), expected_logits), (threads, sizes)
+
+
+@every_level
+@every_setting
+def test_batches_give_the_same_bits(name: str, level: str) -> None:
+    """Three sequences side by side: prompts together, prompts beside decoding, decoding together."""
+    weights, alone = weights_of(name), whole(name, level)
+    for threads in (1, 2, 3):
+        program, table = weights.program(level, threads), PAGE_TABLES[threads % 2]
+        batches = [[(0, 0, 73), (1, 0, 30), (2, 0, 2)], [(1, 30, 1), (0, 73, 1), (2, 2, 2)],
+                   [(0, 74, 1), (1, 31, 1), (2, 4, 1)], [(1, 32, 1)]]  # fmt: skip
+        for parts in batches:
+            for (row, first, n), logits in zip(parts, step(program, weights, parts, table), strict=True):
+                assert same_bits(logits, alone[row][first : first + n]), (threads, row, first)
+
+
+def simple() -> tuple[Weights, _native.Program, dict[str, np.ndarray]]:
+    """A model, its program and good arguments of a step of six tokens of two sequences."""
+    weights = weights_of("odd widths, window of 5")
+    step_of = {
+        "tokens": np.array([1, 2, 3, 4, 5, 6], np.int32),
+        "positions": np.array([0, 1, 2, 0, 1, 2], np.int32),
+        "rows": np.array([0, 0, 0, 2, 2, 2], np.int32),
+        "page_table": PAGE_TABLES[0].copy(),
+        "logit_rows": np.array([2, 5], np.int32),
+        "logits": np.full((2, 48), np.nan, np.float32),
+    }
+    return weights, weights.program("", 1), step_of
+
+
+def test_only_the_logits_asked_for_are_written() -> None:
+    weights, program, step_of = simple()
+    every = step_of | {"logit_rows": np.arange(6, dtype=np.int32), "logits": np.full((6, 48), np.nan, np.float32)}
+    program.run(**every, first=0, last=program.size, vocab=45)
+    for asked in ([], [4], [5, 0, 5]):
+        logits = np.full((4, 48), np.nan, np.float32)
+        some = step_of | {"logit_rows": np.array(asked, np.int32), "logits": logits}
+        program.run(**some, first=0, last=program.size, vocab=45)
+        assert same_bits(logits[: len(asked)], every["logits"][asked]) and np.isnan(logits[len(asked) :]).all()
+    assert weights.s.vocab == 45
+
+
+BAD_VALUES = {
+    "token id beyond the vocabulary": ("tokens", 3, 45, "outside the vocabulary"),
+    "negative token id": ("tokens", 0, -1, "outside the vocabulary"),
+    "huge token id": ("tokens", 5, 2**31 - 1, "outside the vocabulary"),
+    "row beyond the table": ("rows", 5, 3, "outside the page table"),
+    "negative row": ("rows", 0, -1, "outside the page table"),
+    "negative position": ("positions", 0, -1, "beyond the page table"),
+    "position beyond the table": ("positions", 5, 96, "beyond the page table"),
+    "position gap": ("positions", 2, 3, "must follow each other"),
+    "position repeated": ("positions", 1, 0, "must follow each other"),
+    "row changes inside a sequence": ("rows", 1, 1, None),
+    "unused page": ("page_table", (0, 0), -1, "page is outside the cache"),
+    "page beyond the cache": ("page_table", (2, 0), N_PAGES, "page is outside the cache"),
+    "logit row beyond the step": ("logit_rows", 1, 6, "logit row is outside"),
+    "negative logit row": ("logit_rows", 0, -1, "logit row is outside"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_VALUES)
+def test_a_step_with_bad_values_is_refused(what: str) -> None:
+    _, program, step_of = simple()
+    name, at, value, message = BAD_VALUES[what]
+    step_of[name][at] = value
+    if message is None:  # three runs of two sequences, each page known: odd, but sound
+        program.run(**step_of, first=0, last=program.size, vocab=45)
+        return
+    with pytest.raises(ValueError, match=message):
+        program.run(**step_of, first=0, last=program.size, vocab=45)
+    assert np.isnan(step_of["logits"]).all()
+
+
+def test_a_page_that_is_reached_later_must_be_there_too() -> None:
+    weights, program, _ = simple()
+    table = PAGE_TABLES[0].copy()
+    table[0, 1] = -1
+    step(program, weights, [(0, 0, 32)], table)
+    with pytest.raises(ValueError, match="page is outside the cache"):
+        step(program, weights, [(0, 32, 1)], table)
+
+
+def ints(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+BAD_SHAPES = {
+    "no tokens": ({"tokens": ints(0), "positions": ints(0), "rows": ints(0)}, "between 1 and max_tokens"),
+    "too many tokens": (dict.fromkeys(("tokens", "positions", "rows"), ints(MAX_TOKENS + 1)), "1 and max_tokens"),
+    "fewer positions": ({"positions": ints(5)}, "differ in length"),
+    "fewer rows": ({"rows": ints(5)}, "differ in length"),
+    "room for one row of logits": ({"logits": np.zeros((1, 48), np.float32)}, "room for"),
+    "more logits than tokens": ({"logit_rows": ints(7), "logits": np.zeros((7, 48), np.float32)}, "room for"),
+    "logits not rounded up to lanes": ({"logits": np.zeros((2, 45), np.float32)}, "another width"),
+    "wider logits": ({"logits": np.zeros((2, 64), np.float32)}, "another width"),
+    "another vocabulary": ({"vocab": 32, "logits": np.zeros((2, 32), np.float32)}, "another size than the output head"),
+    "a vocabulary beyond the embedding": ({"vocab": 46}, "larger than the embedding"),
+    "no sequences": ({"page_table": ints(0, 3)}, "outside the page table"),
+    "no pages": ({"page_table": ints(3, 0)}, "beyond the page table"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_SHAPES)
+def test_a_step_with_bad_shapes_is_refused(what: str) -> None:
+    _, program, step_of = simple()
+    change, message = BAD_SHAPES[what]
+    with pytest.raises(ValueError, match=message):
+        program.run(**({"vocab": 45, "first": 0, "last": program.size} | step_of | change))
+
+
+def test_logits_are_never_written_to_a_copy() -> None:
+    _, program, step_of = simple()
+    for logits in (np.zeros((2, 48)), np.zeros((2, 96), np.float32)[:, ::2]):
+        with pytest.raises(TypeError):
+            program.run(**step_of | {"logits": logits}, first=0, last=program.size, vocab=45)
+
+
+def test_wrong_wiring_is_refused() -> None:
+    weights, program, _ = simple()
+    s, norm = weights.s, np.ones(40, np.float32)
+    q, k, v, o, gate, up, down = (weights.packed[f"0.{part}"] for part in PARTS)
+    short = norm[:39].copy()
+    with pytest.raises(ValueError, match="layer"):
+        program.attention_input(2, s.eps, norm, q, k, v)
+    for bad in ([norm, k, k, v], [norm, q, q, v], [norm, q, k, q], [norm, q, k, down], [short, q, k, v]):
+        with pytest.raises(ValueError):
+            program.attention_input(0, s.eps, *bad)
+    for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
+        with pytest.raises(ValueError, match=r"wrong length|another length"):
+            program.attention_input(0, s.eps, norm, q, k, v, **{name: np.ones(9, np.float32)})
+    for layer, window in ((2, 0), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="layer"):
+            program.attention(layer, window)
+    with pytest.raises(ValueError, match="output projection"):
+        program.project(down)
+    with pytest.raises(ValueError, match="bias"):
+        program.project(o, short)
+    for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate)):
+        with pytest.raises(ValueError, match="width"):
+            program.ffn(norm, s.eps, *weights_)
+    with pytest.raises(ValueError, match="FFN norm"):
+        program.ffn(short, s.eps, gate, up, down)
+    for bad_norm, matrix in ((short, weights.packed["head"]), (norm, down)):
+        with pytest.raises(ValueError, match="width"):
+            program.head(bad_norm, s.eps, matrix)
+    with pytest.raises(ValueError, match="width"):
+        program.embed(_native.Table("F32", 45, 8, np.zeros(45 * 32, np.uint8)))
+
+
+def test_wrong_sizes_are_refused() -> None:
+    frequencies = np.ones(4, np.float32)
+    good = {"max_tokens": 4, "d_model": 32, "d_ff": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    pool, cache = _native.Pool(1), _native.Cache("f16", 1, 2, 8, 4)
+    assert cache.pages == 4 and cache.nbytes == 4 * _native.kv_page_bytes("f16", 1, 2, 8)
+    for change in ({"heads": 3}, {"kv_heads": 4}, {"head_dim": 16}, {"d_ff": 0}, {"max_tokens": -1}):
+        with pytest.raises(ValueError):
+            _native.Program(pool, cache, "", **(good | change), frequencies=frequencies, rope_factor=1.0)
+    with pytest.raises(ValueError, match="rotary"):
+        _native.Program(pool, cache, "", **good, frequencies=np.ones(5, np.float32), rope_factor=1.0)
+    for args in (("f8", 1, 1, 8, 1), ("f16", 0, 1, 8, 1), ("f16", 1, 1, 8, 0), ("f16", 1, -1, 8, 1)):
+        with pytest.raises(ValueError):
+            _native.Cache(*args)
+
+
+def test_operators_are_timed_by_kind() -> None:
+    _, program, step_of = simple()
+    program.run(**step_of, first=0, last=program.size, vocab=45)
+    assert sum(seconds for _, seconds in program.take_times()) == 0
+    program.timed = True
+    program.run(**step_of, first=0, last=program.size, vocab=45)
+    times = dict(program.take_times())
+    assert set(times) == {"embed", "attention_input", "attention", "project", "ffn", "head"}
+    assert all(seconds > 0 for seconds in times.values())
