@@ -20,6 +20,8 @@ using namespace nb::literals;
 
 namespace {
 
+// An array of another type or layout is copied on its way in. Where the copy would be written to, or kept, its argument
+// says noconvert.
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -114,6 +116,8 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   require(step.tokens > 0 && step.tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
   require((int64_t)positions.shape(0) == step.tokens && (int64_t)rows.shape(0) == step.tokens, "tokens, positions and rows differ in length");
   require(step.logit_rows <= (int64_t)logits.shape(0) && step.logit_rows <= step.tokens, "more logits are asked for than there is room for");
+  require(vocab > 0 && (p.table_rows == 0 || vocab <= p.table_rows), "the vocabulary is larger than the embedding");
+  require(p.head_panels == 0 || p.head_panels == pi_round_up(vocab, PI_LANES) / PI_LANES, "the vocabulary has another size than the output head");
   require(step.logit_stride == pi_round_up(vocab, PI_LANES), "the logits have another width than the vocabulary, rounded up to 16");
   const int32_t *row = rows.data(), *table = page_table.data();
   for (int64_t i = 0; i < step.tokens; i++) {
@@ -171,17 +175,17 @@ NB_MODULE(_native, m) {
       .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
       .def_prop_ro("nbytes", &Matrix::bytes);
   m.def("pack", &pack, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none());
-  m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a);
+  m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert());
 
   nb::class_<Table>(m, "Table")
       .def("__init__", [](Table* table, const std::string& type, int64_t rows, int64_t k, Bytes data) {
         check_stored(type_of(type), rows, k, (int64_t)data.shape(0));
         new (table) Table{type_of(type), rows, k, data.data()};
-      }, "type"_a, "rows"_a, "k"_a, "data"_a, nb::keep_alive<1, 5>())
+      }, "type"_a, "rows"_a, "k"_a, "data"_a.noconvert(), nb::keep_alive<1, 5>())
       .def("row", [](const Table& t, int64_t i, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
         require(i >= 0 && i < t.rows && (int64_t)out.shape(0) == t.k, "no such row, or out has another length");
         unpack_row(t.type, t.data + i * stored_row_bytes(t.type, t.k), t.k, out.data());
-      }, "index"_a, "out"_a);
+      }, "index"_a, "out"_a.noconvert());
 
   nb::class_<Cache>(m, "Cache")
       .def("__init__", [](Cache* cache, const std::string& type, int layers, int kv_heads, int head_dim, int64_t pages) {
@@ -215,5 +219,5 @@ NB_MODULE(_native, m) {
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)
       .def("take_times", &Program::take_times)
-      .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a, "first"_a, "last"_a, "vocab"_a);
+      .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(), "first"_a, "last"_a, "vocab"_a);
 }

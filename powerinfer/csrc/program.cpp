@@ -220,6 +220,8 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
   input = make_shared(wide);
   middle = make_shared(s.d_ff);
   const int64_t alone = std::max(ALONE, std::max(wide, s.d_ff)) + 32 * 64;
+  // The scratch of a smaller k may be the larger one: it holds more tokens.
+  const int64_t scratch = std::max(pi_linear_scratch(s.d_model), std::max(pi_linear_scratch(s.heads * s.head_dim), pi_linear_scratch(s.d_ff)));
   threads_.resize((size_t)pool->threads());
   for (int i = 0; i < pool->threads(); i++) {
     Thread& t = threads_[(size_t)i];
@@ -232,7 +234,7 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
     t.sd.resize((size_t)alone / 32 + 1);
     t.s.resize((size_t)alone / 16 + 1);
     t.attention.resize((size_t)pi_attention_scratch(head_pad));
-    t.scratch.resize((size_t)pi_linear_scratch(std::max(wide, s.d_ff)) + 64);
+    t.scratch.resize((size_t)scratch + 64);
   }
 }
 
@@ -254,6 +256,7 @@ int64_t Program::rope_half() const { return (int64_t)frequencies_.size(); }
 
 void Program::embed(std::shared_ptr<Table> table) {
   check(table->k == sizes.d_model, "the embedding table has rows of another width than the model");
+  table_rows = table->rows;
   auto op = std::make_unique<Embed>();
   op->table = std::move(table);
   ops_.push_back(std::move(op));
@@ -308,6 +311,7 @@ void Program::ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate_w, std::s
 
 void Program::head(Vector norm, float eps, std::shared_ptr<Matrix> w) {
   check(w->k == sizes.d_model && (int64_t)norm.size() == sizes.d_model, "the output head or its norm has another width than d_model");
+  head_panels = w->panels;
   auto op = std::make_unique<Head>();
   op->norm = padded(std::move(norm));
   op->eps = eps;

@@ -104,6 +104,8 @@ class Program {
   // Seconds spent in each kind of operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
+  // What a step's vocabulary must agree with: rows of the embedding, panels of the head. 0: there is none.
+  int64_t table_rows = 0, head_panels = 0;
 
   const Sizes sizes;
   const std::shared_ptr<Cache> cache;
