@@ -26,17 +26,6 @@ constexpr int64_t TILE_TOKENS = 16;
 // Stores what a tile load will read: gcc must not move it past the load.
 PI_INLINE void settle() { __asm__ volatile("" : : : "memory"); }
 
-// The codes of one panel as signed bytes, [block][8 groups][64].
-template <class W> void widen(const uint8_t* codes, int64_t nb, uint8_t* out) {
-  for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
-    unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
-      unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
-        b_store(out + (b0 + i.value) * 512 + g.value * 64, b_sub(W::template group<g.value, i.value>(codes, b0 + i.value), b_set(W::OFFSET)));
-      });
-    });
-  }
-}
-
 // tile c = activations at `at` . weights at `bt`, stored as 16 x 16 sums.
 #define PI_TILE_PRODUCT(c, a, b, at, bt, to) \
   _tile_zero(c);                             \
@@ -135,7 +124,7 @@ template <class W> bool amx_product(const PiLinear* l, const PiActs* x, int64_t 
     for (int64_t p = p0; p < p1; p++) {
       const uint8_t *codes = l->w + p * stride, *meta = codes + codes_bytes;
       if constexpr (!W::SIGNED) {
-        widen<W>(codes, nb, wide);
+        widen<W>(codes, nb, wide, W::OFFSET);
         codes = wide;
         settle();
       }

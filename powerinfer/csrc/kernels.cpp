@@ -117,8 +117,30 @@ template <class W> PI_INLINE i32x16 start(int32_t sum) {
   return i_set(-W::OFFSET * sum);
 }
 
+// Codes of a panel widened to a byte each, [block][8 groups][64]: unpacking once pays when many tokens follow.
+template <class W> struct Wide : W {
+  static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
+  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
+};
+
+template <class W> void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
+  for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
+    unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
+      unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
+        b_store(out + (b0 + i.value) * 512 + g.value * 64, b_sub(W::template group<g.value, i.value>(codes, b0 + i.value), b_set(offset)));
+      });
+    });
+  }
+}
+
+// Where the panels of a call lie: codes and scales of panel p at p times their strides.
+struct Panels {
+  const uint8_t *codes, *scales;
+  int64_t codes_stride, scales_stride;
+};
+
 template <class W, int P, int T, bool PREFETCH>
-PI_INLINE void tile_q(const uint8_t* w, int64_t stride, int64_t codes, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
+PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
   const int64_t k = x->k, nb = k / 32;
   const int8_t* q[T];
   const float *d[T], *sd[T];
@@ -152,8 +174,8 @@ PI_INLINE void tile_q(const uint8_t* w, int64_t stride, int64_t codes, const PiA
           for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + g * 4);
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) {
-            u8x64 c = W::template group<g, i.value>(w + p * stride, b);
-            if constexpr (PREFETCH && j.value % 2 == 0) __builtin_prefetch(w + p * stride + b * (512 / (W::SIGNED ? 1 : 2)) + g * 64 + 2048);
+            u8x64 c = W::template group<g, i.value>(w.codes + p * w.codes_stride, b);
+            if constexpr (PREFETCH && j.value % 2 == 0) __builtin_prefetch(w.codes + p * w.codes_stride + b * (512 / (W::SIGNED ? 1 : 2)) + g * 64 + 2048);
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
           }
@@ -161,7 +183,7 @@ PI_INLINE void tile_q(const uint8_t* w, int64_t stride, int64_t codes, const PiA
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) {
           if constexpr (W::HALVES == 2) {
-            f32x16 f = WQ6_K::half(w + p * stride + codes, b, h.value);
+            f32x16 f = WQ6_K::half(w.scales + p * w.scales_stride, b, h.value);
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
           } else {
@@ -172,7 +194,7 @@ PI_INLINE void tile_q(const uint8_t* w, int64_t stride, int64_t codes, const PiA
       });
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) {
-        Scales f = W::scales(w + p * stride + codes, b);
+        Scales f = W::scales(w.scales + p * w.scales_stride, b);
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
           sum[p][t] = f_fma(f_mul(value[p][t], f_set(d[t][b])), f.d, sum[p][t]);
@@ -262,14 +284,7 @@ PI_INLINE void tile_bf16(const uint8_t* w, int64_t stride, const PiActs* x, int6
 
 // ---- The matrix product: tiles of P panels by T tokens ------------------------------------------------------------
 
-template <class W, int P, int T>
-void tile(const PiLinear* l, const PiActs* x, int64_t p0, int64_t t0) {
-  const int64_t stride = pi_panel_bytes(l->type, x->k);
-  const uint8_t* w = l->w + p0 * stride;
-  f32x16 sum[P][T];
-  if constexpr (__is_same(W, WBF16)) tile_bf16<P, T>(w, stride, x, t0, sum);
-  else if constexpr (__is_same(W, WF32) || __is_same(W, WF16)) tile_f<W, P, T>(w, stride, x, t0, sum);
-  else tile_q<W, P, T, T == 1>(w, stride, pi_codes_bytes(l->type, x->k), x, t0, sum);
+template <int P, int T> PI_INLINE void put(const PiLinear* l, int64_t p0, int64_t t0, const f32x16 (&sum)[P][T]) {
 #pragma GCC unroll 16
   for (int p = 0; p < P; p++) {
 #pragma GCC unroll 16
@@ -283,32 +298,71 @@ void tile(const PiLinear* l, const PiActs* x, int64_t p0, int64_t t0) {
   }
 }
 
-template <class W, int P, int T>
-PI_INLINE int64_t sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t t) {
-  int64_t p = p0;
-  for (; p + P <= p1; p += P) tile<W, P, T>(l, x, p, t);
-  if constexpr (P > 2) for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, x, p, t);
-  if constexpr (P > 1) for (; p < p1; p++) tile<W, 1, T>(l, x, p, t);
-  return T;
+// Panels [p0, p0 + P) of the matrix, which are the first of `w`.
+template <class W, int P, int T> void tile(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p0, int64_t t0) {
+  f32x16 sum[P][T];
+  if constexpr (__is_same(W, WBF16)) tile_bf16<P, T>(w.codes, w.codes_stride, x, t0, sum);
+  else if constexpr (__is_same(W, WF32) || __is_same(W, WF16)) tile_f<W, P, T>(w.codes, w.codes_stride, x, t0, sum);
+  else tile_q<W, P, T, T == 1>(w, x, t0, sum);
+  put(l, p0, t0, sum);
 }
 
-template <class W, int P, int TMAX>
-void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
-  if (tokens == 1) { sweep<W, 4, 1>(l, x, p0, p1, 0); return; }  // four address streams feed one core best
-  if constexpr (TMAX > 1) if (tokens == 2) { sweep<W, TMAX >= 4 ? 4 : P, 2>(l, x, p0, p1, 0); return; }
-  // Tokens whose activations stay in the L2 cache while the panels pass by.
-  const int64_t some = 393216 / (x->k * (pi_form(l->type) == PI_FORM_F32 ? 4 : pi_form(l->type) == PI_FORM_BF16 ? 2 : 1));
-  const int64_t most = some < TMAX ? TMAX : some / TMAX * TMAX;
-  for (int64_t m = 0; m < tokens; m += most) {
-    const int64_t end = m + most < tokens ? m + most : tokens;
+PI_INLINE Panels panels_at(const PiLinear* l, int64_t k, int64_t p) {
+  const int64_t stride = pi_panel_bytes(l->type, k);
+  const uint8_t* codes = l->w + p * stride;
+  return {codes, codes + pi_codes_bytes(l->type, k), stride, stride};
+}
+
+template <class W, int P, int T> PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1) {
+  int64_t p = p0;
+  for (; p + P <= p1; p += P) tile<W, P, T>(l, panels_at(l, x->k, p), x, p, 0);
+  if constexpr (P > 2) for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, panels_at(l, x->k, p), x, p, 0);
+  if constexpr (P > 1) for (; p < p1; p++) tile<W, 1, T>(l, panels_at(l, x->k, p), x, p, 0);
+}
+
+// Tokens [t, end) by P panels, in the largest tiles that fit.
+template <class W, int P, int T> PI_INLINE int64_t along(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p, int64_t t, int64_t end) {
+  for (; t + T <= end; t += T) tile<W, P, T>(l, w, x, p, t);
+  if constexpr (T > 8) return along<W, P, 8>(l, w, x, p, t, end);
+  else if constexpr (T > 4) return along<W, P, 4>(l, w, x, p, t, end);
+  else if constexpr (T > 2) return along<W, P, 2>(l, w, x, p, t, end);
+  else if constexpr (T > 1) return along<W, P, 1>(l, w, x, p, t, end);
+  return t;
+}
+
+// Tokens whose activations stay in the L2 cache while the panels of the matrix pass by.
+PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
+  const int form = pi_form(l->type);
+  const int64_t some = 393216 / (k * (form == PI_FORM_F32 ? 4 : form == PI_FORM_BF16 ? 2 : 1));
+  return some < tile ? tile : some / tile * tile;
+}
+
+template <class W, int P, int T> void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
+  if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);  // four address streams feed one core best
+  if constexpr (T > 1) if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
+  const int64_t some = tokens_at_once(l, x->k, T);
+  for (int64_t m = 0; m < tokens; m += some) {
+    const int64_t end = m + some < tokens ? m + some : tokens;
+    int64_t p = p0;
+    for (; p + P <= p1; p += P) along<W, P, T>(l, panels_at(l, x->k, p), x, p, m, end);
+    if constexpr (P > 1) for (; p < p1; p++) along<W, 1, T>(l, panels_at(l, x->k, p), x, p, m, end);
+  }
+}
+
+// The same for quantised weights and many tokens: codes are widened once, then used for all tokens.
+template <class W> void product_q(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  if (tokens < 2 * TILE_WIDE) return product<W, 1, TILE_Q>(l, x, p0, p1, tokens);
+  constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
+  const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T);
+  uint8_t* wide = (uint8_t*)scratch;
+  for (int64_t m = 0; m < tokens; m += some) {
+    const int64_t end = m + some < tokens ? m + some : tokens;
     for (int64_t p = p0; p < p1; p += P) {
-      const int64_t last = p + P < p1 ? p + P : p1;
-      int64_t t = m;
-      while (t + TMAX <= end) t += sweep<W, P, TMAX>(l, x, p, last, t);
-      if constexpr (TMAX > 8) while (t + 8 <= end) t += sweep<W, P, 8>(l, x, p, last, t);
-      if constexpr (TMAX > 4) while (t + 4 <= end) t += sweep<W, P, 4>(l, x, p, last, t);
-      if constexpr (TMAX > 2) while (t + 2 <= end) t += sweep<W, P, 2>(l, x, p, last, t);
-      while (t < end) t += sweep<W, P, 1>(l, x, p, last, t);
+      const Panels own = panels_at(l, x->k, p);
+      const Panels w = {W::SIGNED ? own.codes : wide, own.scales, W::SIGNED ? own.codes_stride : nb * 512, own.scales_stride};
+      const bool whole = p + P <= p1;
+      if constexpr (!W::SIGNED) for (int i = 0; i < (whole ? P : 1); i++) widen<W>(own.codes + i * own.codes_stride, nb, wide + i * nb * 512, 0);
+      if (whole) along<Wide<W>, P, T>(l, w, x, p, m, end); else along<Wide<W>, 1, T>(l, w, x, p, m, end);
     }
   }
 }
@@ -321,19 +375,18 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
 #if defined(__AMX_INT8__)
   if (amx_linear(l, x, p0, p1, tokens, scratch)) return;
 #endif
-  (void)scratch;
   switch (l->type) {
     case PI_F32: return product<WF32, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
     case PI_F16: return product<WF16, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
     case PI_BF16: return product<WBF16, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
-    case PI_Q8_0: return product<WQ8_0, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q4_0: return product<WQ4_0, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q4_1: return product<WQ4_1, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q5_0: return product<WQ5_0, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q5_1: return product<WQ5_1, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q4_K: return product<WQ4_K, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q5_K: return product<WQ5_K, 1, TILE_Q>(l, x, p0, p1, tokens);
-    case PI_Q6_K: return product<WQ6_K, 1, TILE_Q>(l, x, p0, p1, tokens);
+    case PI_Q8_0: return product_q<WQ8_0>(l, x, p0, p1, tokens, scratch);
+    case PI_Q4_0: return product_q<WQ4_0>(l, x, p0, p1, tokens, scratch);
+    case PI_Q4_1: return product_q<WQ4_1>(l, x, p0, p1, tokens, scratch);
+    case PI_Q5_0: return product_q<WQ5_0>(l, x, p0, p1, tokens, scratch);
+    case PI_Q5_1: return product_q<WQ5_1>(l, x, p0, p1, tokens, scratch);
+    case PI_Q4_K: return product_q<WQ4_K>(l, x, p0, p1, tokens, scratch);
+    case PI_Q5_K: return product_q<WQ5_K>(l, x, p0, p1, tokens, scratch);
+    case PI_Q6_K: return product_q<WQ6_K>(l, x, p0, p1, tokens, scratch);
   }
 }
 
@@ -355,8 +408,10 @@ void forms(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* 
   for (int64_t i = 0; i < k / 32; i++) {
     f32x16 lo = f_load(x + 32 * i), hi = f_load(x + 32 * i + 16);
     float most = f_hmax(f_max(f_abs(lo), f_abs(hi)));
-    f32x16 by = f_set(most > 0.0f ? 127.0f / most : 0.0f);
-    i32x16 a = i_round(f_mul(lo, by)), c = i_round(f_mul(hi, by));
+    f32x16 by = f_set(most >= 0x1p-120f ? 127.0f / most : 0.0f);  // below, the quotient would overflow: zeros
+    // Held within 127 for the sake of NaN and infinity alone, so that the sums are those of the bytes.
+    const f32x16 top = f_set(127.0f), bottom = f_set(-127.0f);
+    i32x16 a = i_round(f_min(f_max(f_mul(lo, by), bottom), top)), c = i_round(f_min(f_max(f_mul(hi, by), bottom), top));
     i_store_s8(q + 32 * i, a);
     i_store_s8(q + 32 * i + 16, c);
     s[2 * i] = (int16_t)i_sum(a);
@@ -519,11 +574,15 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     const Kv kv(a->kv + a->pages[page] * a->page_bytes + g * a->head_bytes, n);
     const int64_t base = page * PI_PAGE;
     const int slots = last - base + 1 < PI_PAGE ? (int)(last - base + 1) : (int)PI_PAGE;
+    // The processor's own prefetcher stops at the end of a page: ask for the next one, a line a turn.
+    [[maybe_unused]] const uint8_t* next = a->kv + a->pages[page < last / PI_PAGE ? page + 1 : page] * a->page_bytes + g * a->head_bytes;
+    [[maybe_unused]] const int64_t ahead = a->head_bytes / n;
     f32x16 s[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_zero();
     for (int i = 0; i < n; i++) {
       f32x16 k0 = kv.key(i, 0), k1 = kv.key(i, 1);
+      if constexpr (R <= 4) for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + i * ahead + line);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         f32x16 x = f_set(q[r][i]);
@@ -531,7 +590,7 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
         s[r][1] = f_fma(k1, x, s[r][1]);
       }
     }
-    float shrink[R];
+    float shrink[16] = {0};
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const int end = position[r] - base + 1 < PI_PAGE ? (int)(position[r] - base + 1) : (int)PI_PAGE;
@@ -544,11 +603,13 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
       }
       float top = f_hmax(f_max(s[r][0], s[r][1]));
       top = top > most[r] ? top : most[r];
-      f32x16 m = f_set(top), w0 = f_exp(f_sub(s[r][0], m)), w1 = f_exp(f_sub(s[r][1], m));
-      float change[16];
-      f_store(change, f_exp(f_set(most[r] - top)));
-      shrink[r] = change[0];
+      shrink[r] = most[r] - top;
       most[r] = top;
+    }
+    f_store(shrink, f_exp(f_load(shrink)));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      f32x16 m = f_set(most[r]), w0 = f_exp(f_sub(s[r][0], m)), w1 = f_exp(f_sub(s[r][1], m));
       total[r] = total[r] * shrink[r] + f_sum(f_add(w0, w1));
       f_store(weights + r * PI_PAGE, w0);
       f_store(weights + r * PI_PAGE + 16, w1);
@@ -600,6 +661,7 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
 template <class Kv> void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scratch) {
   int64_t r = r0;
   for (; r + TILE_A <= r1; r += TILE_A) attend<Kv, TILE_A>(a, g, r, scratch);
+  if constexpr (TILE_A > 6) for (; r + 6 <= r1; r += 6) attend<Kv, 6>(a, g, r, scratch);
   if constexpr (TILE_A > 4) for (; r + 4 <= r1; r += 4) attend<Kv, 4>(a, g, r, scratch);
   if constexpr (TILE_A > 3) for (; r + 3 <= r1; r += 3) attend<Kv, 3>(a, g, r, scratch);
   if constexpr (TILE_A > 2) for (; r + 2 <= r1; r += 2) attend<Kv, 2>(a, g, r, scratch);

@@ -54,6 +54,18 @@ void spread_halves(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   for (int r = 0; r < 16; r++) if (rows[r]) memcpy(dst + 2 * r, rows[r] + at, 2);
 }
 
+// Element i of row r goes to i * 16 + r, in pieces that stay in the L1 cache.
+template <class T> void interleave(const uint8_t* const* rows, int64_t k, uint8_t* dst) {
+  for (int64_t begin = 0; begin < k; begin += 64) {
+    const int64_t end = std::min(begin + 64, k);
+    for (int r = 0; r < 16; r++) {
+      if (!rows[r]) continue;
+      const uint8_t* src = rows[r];
+      for (int64_t i = begin; i < end; i++) memcpy(dst + (i * 16 + r) * sizeof(T), src + i * sizeof(T), sizeof(T));
+    }
+  }
+}
+
 void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   for (int r = 0; r < 16; r++) {
     if (!rows[r]) continue;
@@ -69,12 +81,8 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   uint8_t* meta = dst + pi_codes_bytes(type, k);
   const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
   switch (type) {
-    case PI_F32:
-      for (int r = 0; r < 16; r++) if (rows[r]) for (int64_t i = 0; i < k; i++) memcpy(dst + i * 64 + r * 4, rows[r] + i * 4, 4);
-      return;
-    case PI_F16:
-      for (int r = 0; r < 16; r++) if (rows[r]) for (int64_t i = 0; i < k; i++) memcpy(dst + i * 32 + r * 2, rows[r] + i * 2, 2);
-      return;
+    case PI_F32: interleave<uint32_t>(rows, k, dst); return;
+    case PI_F16: interleave<uint16_t>(rows, k, dst); return;
     case PI_BF16:
       for (int64_t i = 0; i + 32 <= k; i += 32) spread_words(rows, i * 2, 16, dst + i * 32);
       for (int r = 0; r < 16; r++) {

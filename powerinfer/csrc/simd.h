@@ -10,8 +10,9 @@
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
-// Register tiles: tokens by panels of the quantised and of the float kernels, and query rows of attention.
-enum { TILE_Q = 12, TILE_F = 12, TILE_F_PANELS = 2, TILE_A = 8 };
+// Register tiles: tokens of the quantised kernels; tokens and panels of those on widened codes and of the float ones;
+// query rows of attention.
+enum { TILE_Q = 12, TILE_WIDE = 6, TILE_WIDE_PANELS = 2, TILE_F = 12, TILE_F_PANELS = 2, TILE_A = 12 };
 typedef __m512 f32x16;
 typedef __m512i i32x16;
 typedef __m512i u8x64;
@@ -75,7 +76,7 @@ PI_INLINE f32x16 dot_bf16(f32x16 acc, const void* w, uint32_t a) {
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
-enum { TILE_Q = 2, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
+enum { TILE_Q = 2, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
 struct f32x16 { __m256 a, b; };
 struct i32x16 { __m256i a, b; };
 struct u8x64 { __m256i a, b; };
@@ -152,6 +153,8 @@ PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   *odd = {_mm256_castsi256_ps(_mm256_and_si256(x, m)), _mm256_castsi256_ps(_mm256_and_si256(y, m))};
 }
 PI_INLINE u8x64 b_load(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+PI_INLINE void b_store(void* p, u8x64 x) { _mm256_storeu_si256((__m256i*)p, x.a); _mm256_storeu_si256((__m256i*)p + 1, x.b); }
+PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
 PI_INLINE u8x64 b_set(int x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
@@ -186,7 +189,7 @@ PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
 
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
-enum { TILE_Q = 2, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
+enum { TILE_Q = 2, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
 struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t v[4]; };
 struct u8x64 { uint8x16_t v[4]; };
@@ -245,6 +248,8 @@ PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   }
 }
 PI_INLINE u8x64 b_load(const void* p) { u8x64 r; EACH r.v[i] = vld1q_u8((const uint8_t*)p + 16 * i); return r; }
+PI_INLINE void b_store(void* p, u8x64 x) { EACH vst1q_u8((uint8_t*)p + 16 * i, x.v[i]); }
+PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { EACH x.v[i] = vsubq_u8(x.v[i], y.v[i]); return x; }
 PI_INLINE u8x64 b_set(int x) { u8x64 r; EACH r.v[i] = vdupq_n_u8((uint8_t)x); return r; }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { EACH x.v[i] = vandq_u8(x.v[i], y.v[i]); return x; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { EACH x.v[i] = vorrq_u8(x.v[i], y.v[i]); return x; }
@@ -264,7 +269,7 @@ PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
 // loops, out of line, where those fall short.
 #include <math.h>
 #define PI_PLAIN static __attribute__((noinline, unused))
-enum { TILE_Q = 1, TILE_F = 1, TILE_F_PANELS = 1, TILE_A = 1 };
+enum { TILE_Q = 1, TILE_WIDE = 1, TILE_WIDE_PANELS = 1, TILE_F = 1, TILE_F_PANELS = 1, TILE_A = 1 };
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
@@ -325,6 +330,8 @@ PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   *odd = (f32x16)(w & 0xffff0000u);
 }
 PI_INLINE u8x64 b_load(const void* p) { u8x64 r; memcpy(&r, p, 64); return r; }
+PI_INLINE void b_store(void* p, u8x64 x) { memcpy(p, &x, 64); }
+PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { return x - y; }
 PI_INLINE u8x64 b_set(int x) { return (uint8_t)x - (u8x64){}; }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return x & y; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return x | y; }

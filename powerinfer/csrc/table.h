@@ -116,15 +116,15 @@ static inline int64_t pi_kv_head_bytes(int kv_type, int64_t head_pad) {
   return pi_round_up(n + 2 * pi_round_up(head_pad, 32) / 32 * PI_PAGE * 2, 64);
 }
 
-enum { PI_ATTENTION_ROWS = 8 };
+enum { PI_ATTENTION_ROWS = 12 };
 static inline int64_t pi_attention_scratch(int64_t head_pad) { return PI_ATTENTION_ROWS * (head_pad + PI_PAGE + 16); }
 
 // Activations of that many bytes stay in a core's L2 cache while the panels of a matrix pass by (tile unit).
 enum { PI_AMX_ACTS = 524288 };
 
-// Bytes a thread must lend `linear` as scratch, 64-byte aligned: for the tile unit, a tile of sums, the scales of the
-// activations in tile order, and one panel's codes widened to bytes.
+// Bytes a thread must lend `linear` as scratch, 64-byte aligned: the codes of two panels widened to bytes; for the tile
+// unit, a tile of sums, the scales of the activations in tile order and the codes of one panel.
 static inline int64_t pi_linear_scratch(int64_t k) {
   const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some;
-  return 8192 + tokens * (k / 32 + 1) * 8 + pi_round_up(k, 256) * 16;
+  return 8192 + tokens * (k / 32 + 1) * 8 + pi_round_up(k, 256) * 32;
 }
