@@ -44,7 +44,8 @@ class CpuExecutor:
         self.choices = {
             "isa": f"{isa} ({isa_reason})",
             "threads": f"{threads} ({threads_reason})",
-            "kv_cache": f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {cache.nbytes >> 20} MiB ({pages_reason})",
+            "kv_cache": f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, "
+            f"{cache.nbytes >> 20} MiB ({pages_reason})",
         }
         self._program = _native.Program(
             self._pool,
@@ -108,9 +109,16 @@ class CpuExecutor:
         self._program.attention(layer, window or 0)
         self._program.project(output, output_bias)
 
-    def ffn(self, norm: Floats, gate: _native.Matrix, up: _native.Matrix, down: _native.Matrix) -> None:
-        """x += down . (silu(gate . n) * (up . n)) with n = norm(x)."""
-        self._program.ffn(norm, self._config.norm_eps, gate, up, down)
+    def ffn(
+        self,
+        norm: Floats,
+        gate: _native.Matrix,
+        up: _native.Matrix,
+        down: _native.Matrix,
+        biases: Sequence[Floats | None] = (None, None, None),
+    ) -> None:
+        """x += down . (silu(gate . n) * (up . n)) with n = norm(x); biases of gate, up and down."""
+        self._program.ffn(norm, self._config.norm_eps, gate, up, down, *biases)
 
     def head(self, norm: Floats, matrix: _native.Matrix) -> None:
         """logits = matrix . norm(x)."""
@@ -163,8 +171,8 @@ def choose_pages(config: ModelConfig, engine: EngineConfig, context: int) -> tup
     memory = available_memory() or 1 << 62
     if one * page > memory:
         raise RequestError(
-            f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are free: "
-            "lower --context or choose --kv-type q8_0"
+            f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are "
+            "free: lower --context or choose --kv-type q8_0"
         )
     wanted = one * max(1, engine.max_batch)
     most = max(one, memory // 4 // page)
