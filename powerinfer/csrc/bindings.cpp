@@ -212,9 +212,10 @@ NB_MODULE(_native, m) {
            "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
       .def("attention", &Program::attention, "layer"_a, "window"_a)
       .def("project", [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias) { p.project(std::move(w), vector_of(bias)); }, "w"_a, "bias"_a = nb::none())
-      .def("ffn", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down) {
-        p.ffn(vector_of(norm), eps, std::move(gate), std::move(up), std::move(down));
-      }, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a)
+      .def("ffn", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+                     std::optional<Floats> gate_bias, std::optional<Floats> up_bias, std::optional<Floats> down_bias) {
+        p.ffn(vector_of(norm), eps, std::move(gate), std::move(up), std::move(down), vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias));
+      }, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none())
       .def("head", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> w) { p.head(vector_of(norm), eps, std::move(w)); }, "norm"_a, "eps"_a, "w"_a)
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)

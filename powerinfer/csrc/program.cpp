@@ -140,7 +140,7 @@ struct Project : Op {
 };
 
 struct Ffn : Op {
-  Vector norm, none;
+  Vector norm, gate_bias, up_bias, down_bias;
   float eps;
   std::shared_ptr<Matrix> gate, up, down;
   const char* name() const override { return "ffn"; }
@@ -150,8 +150,8 @@ struct Ffn : Op {
     const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, &norm, eps, form_of(*gate) | form_of(*up));
     int64_t p0, p1;
     share(gate->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of the activations below
-    p.linear(t, *gate, none, acts, p.gate, p.ldh, tokens, false, p0, p1);
-    p.linear(t, *up, none, acts, p.up, p.ldh, tokens, false, p0, p1);
+    p.linear(t, *gate, gate_bias, acts, p.gate, p.ldh, tokens, false, p0, p1);
+    p.linear(t, *up, up_bias, acts, p.up, p.ldh, tokens, false, p0, p1);
     const int64_t c0 = p0 * PI_LANES, c1 = std::min(p1 * PI_LANES, k);
     const auto& m = p.middle;
     if (c0 < c1) {
@@ -165,11 +165,13 @@ struct Ffn : Op {
     p.pool->barrier();
     PiActs hidden{p.gate, m.b, m.q, m.d, m.sd, m.s, k, p.ldh, pi_round_up(k, 32)};
     share(down->panels, 1, p.pool->threads(), t.id, &p0, &p1);
-    p.linear(t, *down, none, &hidden, p.x, p.ldx, tokens, true, p0, p1);
+    p.linear(t, *down, down_bias, &hidden, p.x, p.ldx, tokens, true, p0, p1);
     p.pool->barrier();
   }
 };
 
+// Logits decide, and few of them are wanted: for quantised weights the activations come in two planes of 8 bits, the
+// second holding what the first left, and both meet a weight in one pass.
 struct Head : Op {
   Vector norm, none;
   float eps;
@@ -178,11 +180,42 @@ struct Head : Op {
   void run(Thread& t, const Step& step) const override {
     if (step.logit_rows == 0) return;
     Program& p = *t.program;
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, w->k, step.logit_rows, step.logit_row, &norm, eps, form_of(*w));
+    const bool planes = form_of(*w) == PI_FORM_Q8;
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, w->k, step.logit_rows, step.logit_row, &norm, eps, planes ? PI_FORM_F32 : form_of(*w));
     int64_t p0, p1;
     share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
-    p.linear(t, *w, none, acts, step.logits, step.logit_stride, step.logit_rows, false, p0, p1);
+    if (planes) {
+      for (int64_t i = 0; i < step.logit_rows; i += Program::HEAD_ROWS) {
+        const int64_t rows = std::min(step.logit_rows - i, Program::HEAD_ROWS);
+        both_planes(t, acts->f + i * acts->ldf, acts->ldf, rows, step.logits + i * step.logit_stride, step.logit_stride, p0, p1);
+      }
+    } else {
+      p.linear(t, *w, none, acts, step.logits, step.logit_stride, step.logit_rows, false, p0, p1);
+    }
     p.pool->barrier();
+  }
+
+  // Every thread splits the few rows for itself; its own columns of the sums are nobody else's.
+  void both_planes(Thread& t, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo, int64_t p0, int64_t p1) const {
+    Program& p = *t.program;
+    const int64_t k = w->k, nb = k / 32;
+    for (int64_t i = 0; i < 2 * rows; i++) {
+      const float* row = x + i / 2 * ldx;
+      if (i % 2) {
+        const int8_t* q = t.head.q.data() + (i - 1) * k;
+        const float* d = t.head.d.data() + (i - 1) * nb;
+        for (int64_t j = 0; j < k; j++) t.head.f[(size_t)j] = row[j] - d[j / 32] * (float)q[j];
+        row = t.head.f.data();
+      }
+      p.kernels->forms(row, k, PI_FORM_Q8, nullptr, t.head.q.data() + i * k, t.head.d.data() + i * nb, t.head.sd.data() + i * nb, t.head.s.data() + i * 2 * nb);
+    }
+    const PiActs acts{nullptr, nullptr, t.head.q.data(), t.head.d.data(), t.head.sd.data(), t.head.s.data(), k, 0, 0};
+    const int64_t c0 = p0 * PI_LANES, c1 = p1 * PI_LANES;
+    p.linear(t, *w, none, &acts, p.planes, ldo, 2 * rows, false, p0, p1);
+    for (int64_t i = 0; i < rows; i++) {
+      const float *first = p.planes + 2 * i * ldo, *second = first + ldo;
+      for (int64_t j = c0; j < c1; j++) out[i * ldo + j] = first[j] + second[j];
+    }
   }
 };
 
@@ -296,7 +329,11 @@ void Program::project(std::shared_ptr<Matrix> w, Vector bias) {
   ops_.push_back(std::move(op));
 }
 
-void Program::ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate_w, std::shared_ptr<Matrix> up_w, std::shared_ptr<Matrix> down) {
+void Program::ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate_w, std::shared_ptr<Matrix> up_w, std::shared_ptr<Matrix> down, Vector gate_bias,
+                  Vector up_bias, Vector down_bias) {
+  check(gate_bias.empty() || (int64_t)gate_bias.size() == sizes.d_ff, "the bias of gate has a wrong length");
+  check(up_bias.empty() || (int64_t)up_bias.size() == sizes.d_ff, "the bias of up has a wrong length");
+  check(down_bias.empty() || (int64_t)down_bias.size() == sizes.d_model, "the bias of down has a wrong length");
   check(gate_w->rows == sizes.d_ff && up_w->rows == sizes.d_ff && down->k == sizes.d_ff, "gate, up or down has another width than d_ff");
   check(gate_w->k == sizes.d_model && up_w->k == sizes.d_model && down->rows == sizes.d_model, "gate, up or down has another width than d_model");
   check((int64_t)norm.size() == sizes.d_model, "the FFN norm has another length than d_model");
@@ -306,6 +343,9 @@ void Program::ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate_w, std::s
   op->gate = std::move(gate_w);
   op->up = std::move(up_w);
   op->down = std::move(down);
+  op->gate_bias = padded(std::move(gate_bias));
+  op->up_bias = padded(std::move(up_bias));
+  op->down_bias = padded(std::move(down_bias));
   ops_.push_back(std::move(op));
 }
 
@@ -316,6 +356,11 @@ void Program::head(Vector norm, float eps, std::shared_ptr<Matrix> w) {
   op->norm = padded(std::move(norm));
   op->eps = eps;
   op->w = std::move(w);
+  if (form_of(*op->w) == PI_FORM_Q8) {
+    const size_t k = (size_t)op->w->k, rows = 2 * (size_t)HEAD_ROWS;
+    planes = (float*)memory_.allocate((int64_t)rows * op->w->panels * PI_LANES * 4);
+    for (Thread& t : threads_) t.head = {Vector(k), Vector(rows * k / 32), Vector(rows * k / 32), std::vector<int8_t>(rows * k), std::vector<int16_t>(rows * k / 16)};
+  }
   ops_.push_back(std::move(op));
 }
 

@@ -64,6 +64,7 @@ struct Thread {
   std::vector<int8_t> q;
   std::vector<int16_t> s;
   std::vector<uint8_t> scratch;
+  struct { Vector f, d, sd; std::vector<int8_t> q; std::vector<int16_t> s; } head;  // two planes of few rows
 };
 
 struct Op {
@@ -95,7 +96,8 @@ class Program {
   void attention_input(AttentionInput in);                                     // q, cache = rope(norm(x) . q, k, v)
   void attention(int layer, int window);                                       // attended = softmax(q k) v
   void project(std::shared_ptr<Matrix> w, Vector bias);                        // x += w . attended
-  void ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down);
+  void ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down, Vector gate_bias, Vector up_bias,
+           Vector down_bias);                                                    // x += down . (silu(gate . n) * (up . n)), n = norm(x)
   void head(Vector norm, float eps, std::shared_ptr<Matrix> w);                // logits = w . norm(x)
 
   size_t size() const { return ops_.size(); }
@@ -114,7 +116,8 @@ class Program {
 
   // The buffers that operators share. Strides are padded to whole lanes.
   const int64_t head_pad, ldx, ldqkv, lda, ldh;
-  float *x, *qkv, *attended, *gate, *up, *cos, *sin;
+  static constexpr int64_t HEAD_ROWS = 8;  // rows of logits computed together from two planes
+  float *x, *qkv, *attended, *gate, *up, *cos, *sin, *planes = nullptr;
   struct Shared {
     PiActs acts;
     float* f;

@@ -45,8 +45,10 @@ def _attention(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> Non
 
 def _ffn(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> None:
     name = f"layers.{layer}."
-    gate, up, down = (executor.matrix(checkpoint.take(name + part)) for part in ("gate", "up", "down"))
-    executor.ffn(checkpoint.take(name + "ffn_norm").float32(), gate, up, down)
+    parts = ("gate", "up", "down")
+    gate, up, down = (executor.matrix(checkpoint.take(name + part)) for part in parts)
+    biases = [_vector(checkpoint, name + part + "_bias") for part in parts]
+    executor.ffn(checkpoint.take(name + "ffn_norm").float32(), gate, up, down, biases)
 
 
 def _vector(checkpoint: Checkpoint, name: str) -> NDArray[np.float32] | None:
