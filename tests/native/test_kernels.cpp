@@ -605,7 +605,7 @@ struct Model {
       program->attention_input(std::move(in));
       program->attention(layer, layer ? 20 : 0);
       program->project(matrix(other, D, HEADS * DIM), r.normals(D));
-      program->ffn(r.normals(D), 1e-5f, matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF));
+      program->ffn(r.normals(D), 1e-5f, matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF), r.normals(FF), {}, r.normals(D));
     }
     program->head(r.normals(D), 1e-5f, matrix(type, VOCAB, D));
   }
