@@ -232,7 +232,7 @@ Vector padded(Vector v) {
 
 Cache::Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages)
     : type(type), layers(layers), kv_heads(kv_heads), head_dim(head_dim), head_pad((int)pi_round_up(head_dim, PI_LANES)), pages(pages),
-      head_bytes(pi_kv_head_bytes(type, head_pad)), page_bytes(head_bytes * kv_heads), memory_((int64_t)layers * pages * page_bytes) {}
+      head_bytes(pi_kv_head_bytes(type, head_pad)), layer_bytes(head_bytes * kv_heads), page_bytes(layer_bytes * layers), memory_(pages * page_bytes) {}
 
 Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s, Vector frequencies, float rope_factor)
     : sizes(s), cache(std::move(cache_)), kernels(kernels_), pool(std::move(pool_)), head_pad(pi_round_up(s.head_dim, PI_LANES)),

@@ -28,14 +28,15 @@ struct Table {
 // Float vector, zero-padded to whole vectors of lanes. Empty: absent.
 using Vector = std::vector<float>;
 
-// Keys and values of all layers in pages of 32 tokens: [layer][page][kv head].
+// Keys and values in pages of 32 tokens: [page][layer][kv head]. All layers of a page lie together, so that the memory
+// touched grows with the tokens held, in whole huge pages.
 class Cache {
  public:
   Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages);
   const int type, layers, kv_heads, head_dim, head_pad;
-  const int64_t pages, head_bytes, page_bytes;
-  uint8_t* layer(int i) const { return memory_.data() + (int64_t)i * pages * page_bytes; }
-  int64_t bytes() const { return (int64_t)layers * pages * page_bytes; }
+  const int64_t pages, head_bytes, layer_bytes, page_bytes;
+  uint8_t* layer(int i) const { return memory_.data() + i * layer_bytes; }  // of page 0
+  int64_t bytes() const { return pages * page_bytes; }
 
  private:
   Mapping memory_;
