@@ -123,6 +123,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.module:
         use_module(options.module)
+    from powerinfer import _native
+
+    print(f"{_native.__file__}: levels {', '.join(_native.levels())}", flush=True)
     start = time.monotonic()
     bad, totals = 0, Counter[str]()
     last = options.first + options.cases
