@@ -101,7 +101,7 @@ CASES = [
         metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
     Case("llama-yarn", "llama", {"rope_parameters": YARN}, {"rope_parameters": PLAIN_ROPE}, metadata=YARN_KEYS),
-    Case("llama-biases", "llama", {"attention_bias": True}, {"rope_parameters": LLAMA3}),
+    Case("llama-biases", "llama", {"attention_bias": True, "mlp_bias": True}, {"rope_parameters": LLAMA3}),
     Case(
         "mistral-window",
         "mistral",

@@ -94,7 +94,7 @@ class Weights:
             if s.head_norms:
                 vectors |= {f"{layer}.q_norm": s.head_dim, f"{layer}.k_norm": s.head_dim}
             if s.biases:
-                vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in "qkvo"}
+                vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in PARTS}
         self.vectors = {name: rng.uniform(0.5, 1.5, n).astype(np.float32) for name, n in vectors.items()}
         pairs = s.head_dim // 2 if s.rotated is None else s.rotated
         self.frequencies = (s.rope_base ** -(np.arange(pairs) / pairs)).astype(np.float32)
@@ -134,7 +134,8 @@ class Weights:
             p.attention_input(i, s.eps, self.vectors[f"{i}.attn_norm"], q, k, v, *biases, *norms)
             p.attention(i, window)
             p.project(o, self.vectors.get(f"{i}.o_bias"))
-            p.ffn(self.vectors[f"{i}.ffn_norm"], s.eps, gate, up, down)
+            ffn_biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
+            p.ffn(self.vectors[f"{i}.ffn_norm"], s.eps, gate, up, down, *ffn_biases)
         p.head(self.vectors["final_norm"], s.eps, self.packed["head"])
         return p
 
@@ -153,10 +154,11 @@ class Reference:
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         part = name.split(".")[-1]
         kind, (rows, k) = self.w.s.type_of(part), self.w.s.shape(part)
-        exact = reference.linear(x, self.w.data[name], kind, rows)
+        planes = 2 if name == "head" else 1
+        exact = reference.linear(x, self.w.data[name], kind, rows, planes)
         b = np.abs(dequantize(self.w.data[name].reshape(rows, -1), kind)).astype(np.float64)
         n = 2 * k if kind in ("F32", "F16", "BF16") else 4 * k // 32 + 8
-        out = self._disturbed(exact, np.abs(reference.seen_by(x, kind)) @ b.T, n)
+        out = self._disturbed(exact, np.abs(reference.seen_by(x, kind, planes)) @ b.T, n)
         bias = self.w.vectors.get(f"{name}_bias")
         return out if bias is None else out + bias
 

@@ -40,20 +40,28 @@ def quantise_activations(x: Floats) -> tuple[NDArray[np.int8], Float32]:
     return codes.reshape(x.shape), peak / np.float32(127)
 
 
-def seen_by(x: Floats, type_name: str) -> Float64:
-    """x [..., k] in the form that weights of this type are multiplied with: as it is, bfloat16, or 8 bits per 32."""
+def seen_by(x: Floats, type_name: str, planes: int = 1) -> Float64:
+    """x [..., k] in the form that weights of this type are multiplied with: as it is, bfloat16, or 8 bits per 32.
+
+    planes 2: what the first 8 bits left is quantised once more, as the output head does.
+    """
     if type_name in ("F32", "F16"):
         return np.asarray(x, np.float32).astype(np.float64)
     if type_name == "BF16":
         return bfloat16_rounded(x).astype(np.float64)
-    codes, scales = quantise_activations(x)
-    return codes.astype(np.float64) * np.repeat(scales, 32, axis=-1)
+    left = np.asarray(x, np.float32)
+    seen = np.zeros(left.shape)
+    for _ in range(planes):
+        codes, scales = quantise_activations(left)
+        plane = codes.astype(np.float64) * np.repeat(scales, 32, axis=-1)
+        seen, left = seen + plane, (left - plane).astype(np.float32)
+    return seen
 
 
-def linear(x: Floats, data: NDArray[np.uint8], type_name: str, rows: int) -> Float64:
+def linear(x: Floats, data: NDArray[np.uint8], type_name: str, rows: int, planes: int = 1) -> Float64:
     """x . W^T, [tokens, rows]. x: [tokens, k]; data: the stored blocks of W [rows, k], uint8 1-D."""
     weights = dequantize(data.reshape(rows, -1), type_name).astype(np.float64)
-    return seen_by(x, type_name) @ weights.T
+    return seen_by(x, type_name, planes) @ weights.T
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Float64:
