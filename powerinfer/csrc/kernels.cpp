@@ -21,14 +21,14 @@ PI_INLINE int32_t word(const int8_t* p) {
 }
 
 // ---- Quantised weights -------------------------------------------------------------------------------------------
-// A weight trait reads one 32-k block: group<g>() gives the codes of four k of 16 rows; scales() the factor of the
+// A weight trait reads one 32-k block of BLOCK_BYTES: group<g>() gives the codes of four k of 16 rows; scales() the factor of the
 // block and, with MIN, what is added per unit of activation. Codes below zero are stored moved up by OFFSET, which the
 // integer sum takes out again. HALVES 2: each 16 k have a factor of their own (Q6_K).
 
 struct Scales { f32x16 d, m; };
 
 struct WQ4_0 {
-  static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1;
+  static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 256;
   static constexpr bool SIGNED = false, MIN = false;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     u8x64 raw = b_load(codes + b * 256 + (g & 3) * 64);
@@ -46,7 +46,7 @@ struct WQ4_1 : WQ4_0 {
 };
 
 struct WQ5_0 {
-  static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1;
+  static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 320;
   static constexpr bool SIGNED = false, MIN = false;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b * 320;
@@ -65,7 +65,7 @@ struct WQ5_1 : WQ5_0 {
 };
 
 struct WQ8_0 {
-  static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1;
+  static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 512;
   static constexpr bool SIGNED = true, MIN = false;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
@@ -80,7 +80,7 @@ PI_INLINE Scales k_scales(const uint8_t* meta, int64_t b) {
 }
 
 struct WQ4_K {
-  static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1;
+  static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1, BLOCK_BYTES = 256;
   static constexpr bool SIGNED = false, MIN = true;
   template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     u8x64 raw = b_load(codes + b / 2 * 512 + g * 64);
@@ -90,6 +90,7 @@ struct WQ4_K {
 };
 
 struct WQ5_K : WQ4_K {
+  static constexpr int BLOCK_BYTES = 320;
   template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b / 8 * 2560;
     u8x64 raw = b_load(q + b % 8 / 2 * 512 + g * 64), low = i ? b_high4(raw) : b_low4(raw);
@@ -98,7 +99,7 @@ struct WQ5_K : WQ4_K {
 };
 
 struct WQ6_K {
-  static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2;
+  static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2, BLOCK_BYTES = 384;
   static constexpr bool SIGNED = false, MIN = false;
   template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b / 4 * 1536;
@@ -175,7 +176,9 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) {
             u8x64 c = W::template group<g, i.value>(w.codes + p * w.codes_stride, b);
-            if constexpr (PREFETCH && j.value % 2 == 0) __builtin_prefetch(w.codes + p * w.codes_stride + b * (512 / (W::SIGNED ? 1 : 2)) + g * 64 + 2048);
+            // One line of what comes 2 KB later with each group, until the block's lines are all asked for.
+            constexpr int line = (h.value * (8 / W::HALVES) + j.value) * 64;
+            if constexpr (PREFETCH && line < W::BLOCK_BYTES) __builtin_prefetch(w.codes + p * w.codes_stride + b * W::BLOCK_BYTES + line + 2048);
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
           }
