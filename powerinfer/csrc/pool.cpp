@@ -3,14 +3,41 @@
 #include <sched.h>
 
 namespace {
-// About a tenth of a millisecond of pauses: longer than Python needs between two decode steps.
+// At most a millisecond of pauses, whatever a CPU makes of one: longer than Python needs between two decode steps.
 constexpr int SPINS_BEFORE_PARKING = 20000;
 // A thread that waits longer than this at a barrier waits for one that does not run: give it the core.
 constexpr int SPINS_BEFORE_YIELDING = 4000;
+#if defined(__linux__)
+// Moves the calling thread off the core that made the pool, to the n-th of the others, and sets it free again: threads
+// that spin on one core in turn would each wait for the other's time slice until the scheduler notices.
+void spread_out(int n, int maker) {
+  cpu_set_t allowed, one;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+    if (!CPU_ISSET(cpu, &allowed) || cpu == maker || n-- > 0) continue;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    sched_setaffinity(0, sizeof one, &one);
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    return;
+  }
+}
+int this_core() { return sched_getcpu(); }
+#else
+void spread_out(int, int) {}
+int this_core() { return -1; }
+#endif
+
 }  // namespace
 
 Pool::Pool(int threads) : threads_(threads) {
-  for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
+  const int maker = this_core();
+  for (int t = 1; t < threads; t++) {
+    workers_.emplace_back([this, t, maker] {
+      spread_out(t - 1, maker);
+      work(t);
+    });
+  }
 }
 
 Pool::~Pool() {
