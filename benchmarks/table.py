@@ -27,6 +27,25 @@ def newest(kind: str) -> dict[str, Any] | None:
     return max(documents, key=lambda document: document["date"], default=None)
 
 
+def speed() -> dict[str, Any] | None:
+    """All results of this machine as one: of every model and thread count, and of the rest, the newest figures."""
+    documents = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    documents = sorted((d for d in documents if d.get("kind") == "speed"), key=lambda document: document["date"])
+    if not documents:
+        return None
+    documents = [document for document in documents if document["cpu"] == documents[-1]["cpu"]]
+    merged: dict[str, Any] = {}
+    entries: dict[tuple[str, int], dict[str, Any]] = {}
+    for document in documents:
+        bandwidth = merged.get("read_bandwidth_gb_s", {}) | document["read_bandwidth_gb_s"]
+        merged = merged | document | {"read_bandwidth_gb_s": bandwidth}
+        for entry in document["speed"]:
+            entries[entry["model"], entry["threads"]] = entry | {"commit": document["commit"]}
+    merged["speed"] = list(entries.values())
+    merged["commit"] = ", ".join(dict.fromkeys(entry["commit"] for entry in merged["speed"]))
+    return merged
+
+
 def model_label(name: str) -> str:
     family, _, block_type = name.partition("-")
     return f"{MODELS.get(family, family)} {block_type}"
@@ -136,7 +155,7 @@ def max_runs(document: dict[str, Any]) -> int:
 
 
 def table() -> str:
-    document = newest("speed")
+    document = speed()
     if document is None:
         sys.exit(f"no speed result in {RESULTS}; run benchmarks/compare.py first")
     lines = heading(document) + speed_rows(document) + derived_lines(document) + start_rows(document)
