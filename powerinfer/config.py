@@ -38,6 +38,10 @@ class RopeConfig:
     attention_factor: float | None = None
 
 
+ACTIVATIONS = ("silu", "relu", "relu2", "fatrelu", "drelu")
+"""relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is relu on the gate and on up."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder-only transformer, the same whatever file it came from."""
@@ -53,7 +57,17 @@ class ModelConfig:
     context_length: int
     norm_eps: float
     rope: RopeConfig
-    activation: str = "silu"
+    activation: str = "silu"  # of ACTIVATIONS
+    activation_threshold: float = 0.0  # fatrelu: what the gate must exceed
+    gated: bool = True  # False: no gate matrix, the activation is on up
+    norm: str = "rms"  # "layer": LayerNorm, whose norms have biases
+    norm_order: str = "pre"  # "post": x = norm(x + f(x)), and no final norm
+    parallel: bool = False  # attention and FFN both read the layer's input
+    shared_norm: bool = False  # parallel, with one norm for both
+    positions: str = "rope"  # "learned": rows of a table, added to the embedding
+    position_offset: int = 0  # row of position 0 in that table
+    embed_dim: int = 0  # width of the embedding and of the head's input, where it is not d_model
+    final_norm: bool = True
     tied_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -81,4 +95,14 @@ class EngineConfig:
     max_batch: int = option(8, "requests that decode together", metavar="N")
     prefix_cache: bool = option(True, "reuse the KV cache of a prompt prefix that was computed before")
     quantize: str | None = option(None, "quantise a float model's matrices on load", choices=("q8_0", "q4_0"))
+    selector: str = option(
+        "auto",
+        "which neurons decode computes: auto measures what is fastest among the exact ways",
+        choices=("auto", "all", "exact", "predicted", "threshold"),
+    )
+    threshold: float | None = option(None, "selector threshold: activations up to this size are left out", metavar="X")
+    prepared: str | None = option(
+        None, "folder of what was prepared for the model (bundles, predictor); default: MODEL.powerinfer", metavar="PATH"
+    )
+    recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N")
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
