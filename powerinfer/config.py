@@ -97,12 +97,13 @@ class EngineConfig:
     quantize: str | None = option(None, "quantise a float model's matrices on load", choices=("q8_0", "q4_0"))
     selector: str = option(
         "auto",
-        "which neurons decode computes: auto measures what is fastest among the exact ways",
+        "which neurons decode computes; auto: exact where the model allows it and bundles are prepared, else all",
         choices=("auto", "all", "exact", "predicted", "threshold"),
     )
+    trial: bool = option(True, "measure at load, for each layer and batch size, where the selector is slower than all")
     threshold: float | None = option(None, "selector threshold: activations up to this size are left out", metavar="X")
     prepared: str | None = option(
-        None, "folder of what was prepared for the model (bundles, predictor); default: MODEL.powerinfer", metavar="PATH"
+        None, "folder of what was prepared for the model (bundles, predictor); None: MODEL.powerinfer", metavar="PATH"
     )
     recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N")
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
