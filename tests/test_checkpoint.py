@@ -322,10 +322,10 @@ FOLDER_CONFIGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("architecture", "changes"), FOLDER_CONFIGS)
 def test_configurations_mean_what_transformers_says(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
-    from powerinfer.formats.folder import _config
+    from powerinfer.formats.folder_config import read_config
 
     raw = {key: value for key, value in (tiny_config(architecture) | changes).items() if value is not ...}
-    ours = _config(json.loads(json.dumps(raw)), tmp_path)
+    ours = read_config(json.loads(json.dumps(raw)), tmp_path)
     theirs = transformers.CONFIG_MAPPING[architecture](**json.loads(json.dumps(raw)))
     rope = theirs.rope_parameters
     assert ours.n_kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps

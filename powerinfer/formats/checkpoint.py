@@ -4,9 +4,11 @@
     q = checkpoint.take("layers.0.q")
     checkpoint.finish()
 
-Names: `embed`, `final_norm`, `head` (absent when the embedding is the head), `rope_factors` (optional), and per layer
-`layers.N.` + `attn_norm q k v o q_norm k_norm ffn_norm gate up down`, with `_bias` behind the name of a matrix. All
-matrices are [out_features, in_features]. Opening reads headers only; tensors are views of mapped files.
+Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
+`rope_factors`, and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm ffn_norm gate up down`, with `_bias` behind
+the name of a matrix or a LayerNorm; which of them a model has follows from its configuration (`layout.py`). A file may
+bring `predictor_in` [rank, d_model] and `predictor_out` [d_ff, rank] along for every layer. All matrices are
+[out_features, in_features]. Opening reads headers only; tensors are views of mapped files.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Checkpoint:
     """An opened model. `take` gives each tensor in a type that the kernels take; `finish` proves that none was left.
 
     config: the model's sizes; path; source: "gguf" or "hf"; metadata: GGUF metadata or config.json; notes: lines for
-    the user about conversions; file_bytes: bytes on disk; parameters: number of weights.
+    the user about conversions; file_bytes: bytes on disk; parameters: number of weights; predictor_threshold: what
+    the file's own predictors are meant to be compared with, None where it brings none.
 
     With `quantize`, a tied embedding stays as it is for look-up and a quantised copy becomes the tensor `head`, so
     `config.tied_embeddings` is then False.
@@ -59,7 +62,8 @@ class Checkpoint:
         self.path = source.path
         self.source = source.kind
         self.metadata = source.metadata
-        self.notes: list[str] = []
+        self.notes = list(source.notes)
+        self.predictor_threshold = source.predictor_threshold
         self.file_bytes = sum(file.size for file in source.files)
         self.parameters = sum(tensor.size for tensor in source.tensors.values())
         self._targets = self._plan(quantize)
@@ -107,7 +111,7 @@ class Checkpoint:
     def take(self, name: str) -> RawTensor:
         """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.
 
-        Data is a read-only view of the file, or a new array where it had to be converted.
+        Data is a read-only view of the file, or a new array where it had to be converted or gathered.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -116,7 +120,7 @@ class Checkpoint:
             file.check()
         self._taken.add(name)
         if name not in self._targets:
-            return tensor
+            return tensor.gathered()
         try:
             return convert(tensor, self._targets[name], self._tick)
         except ModelError as error:
@@ -128,8 +132,11 @@ class Checkpoint:
             self._progress("converting weights", min(self._converted, self._to_convert), self._to_convert)
 
     def finish(self) -> None:
-        """ModelError naming the tensors that nobody took: the model would run without part of itself."""
-        left = [name for name in self._tensors if name not in self._taken]
+        """ModelError naming the tensors that nobody took: the model would run without part of itself.
+
+        Predictors may be left: they only save work.
+        """
+        left = [name for name in self._tensors if name not in self._taken and ".predictor_" not in name]
         if left:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
@@ -170,10 +177,8 @@ class Checkpoint:
         digest.update(repr(replace(self.config, name="", tied_embeddings="head" not in self._own_types)).encode())
         for name, type_name, shape, nbytes in sorted(self.tensor_list()):
             digest.update(f"{name} {type_name} {shape} {nbytes}\n".encode())
-            data = self._tensors[name].data
-            middle = len(data) // 2
-            for part in (data[:256], data[middle : middle + 256], data[-256:]):
-                digest.update(part.tobytes())
+            for part in self._tensors[name].samples():
+                digest.update(part)
         return digest.hexdigest()[:32]
 
     @cached_property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from powerinfer.config import ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.mapped import MappedFile, shown
-from powerinfer.formats.quant import can_dequantize
+from powerinfer.formats.quant import block_type, can_dequantize
 from powerinfer.formats.tensors import RawTensor
 
 
@@ -25,6 +25,66 @@ class Source:
     metadata: dict[str, Any]
     tensors: dict[str, RawTensor]
     files: list[MappedFile]
+    notes: list[str] = field(default_factory=list)  # lines for the user about how the file was read
+    predictor_threshold: float | None = None  # of the predictors that the file brings along
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a family's files spell canonical names: `outer` and `inner` name -> name without `.weight` or `.bias`.
+
+    layers: what stands before the number of a layer.
+    """
+
+    outer: dict[str, str]
+    layers: str
+    inner: dict[str, str]
+
+    def __call__(self, canonical: str) -> str:
+        """The name in the file of a canonical name."""
+        *layer, name = canonical.split(".")
+        stem = name.removesuffix("_bias")
+        kind = "weight" if stem == name else "bias"
+        return f"{self.layers}.{layer[1]}.{self.inner[stem]}.{kind}" if layer else f"{self.outer[stem]}.{kind}"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Q, K and V in one tensor of a file, its rows in one of two orders.
+
+    grouped: for each key-value head its query heads, then its key, then its value; else all of Q, then K, then V.
+    """
+
+    config: ModelConfig
+    grouped: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of the fused tensor."""
+        return (self.config.n_heads + 2 * self.config.n_kv_heads) * self.config.head_dim
+
+    def cut(self, part: str, tensor: RawTensor) -> RawTensor:
+        """The rows of "q", "k" or "v", matrix or bias: a view, with one run of bytes for each group where grouped."""
+        config = self.config
+        groups = config.n_kv_heads if self.grouped else 1
+        heads, kv_heads = config.n_heads // groups, config.n_kv_heads // groups
+        first = {"q": 0, "k": heads, "v": heads + kv_heads}[part]
+        count = heads if part == "q" else kv_heads
+        head_bytes = tensor.data.nbytes // (config.n_heads + 2 * config.n_kv_heads)
+        runs = tensor.data.reshape(groups, -1)[:, first * head_bytes : (first + count) * head_bytes]
+        shape = (groups * count * config.head_dim, *tensor.shape[1:])
+        return RawTensor(tensor.type, shape, runs[0] if groups == 1 else runs)
+
+
+def predictor_shapes(
+    config: ModelConfig, stored: dict[str, RawTensor], spelled: Callable[[str], str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(canonical name, shape) of each layer's predictor, of whatever rank the file gives it."""
+    for layer in range(config.n_layers):
+        first = stored.get(spelled(f"layers.{layer}.predictor_in"))
+        rank = max(1, first.shape[0]) if first is not None else 1
+        yield f"layers.{layer}.predictor_in", (rank, config.d_model)
+        yield f"layers.{layer}.predictor_out", (config.d_ff, rank)
 
 
 def collect(
@@ -33,10 +93,12 @@ def collect(
     spelled: Callable[[str], str],
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
+    fused: Fused | None = None,
 ) -> dict[str, RawTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
-    stored: tensors under the names of the file; spelled: canonical name -> name in the file.
+    stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: set where the
+    file has Q, K and V in one tensor, whose name is then that of each.
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
@@ -47,14 +109,19 @@ def collect(
         tensor = stored.get(name)
         if tensor is None:
             raise ModelError(f"{where}: tensor {name} is missing")
-        if tensor.shape != shape:
-            raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        part = canonical.rpartition(".")[2].removesuffix("_bias")
+        cut = fused if part in ("q", "k", "v") else None
+        expected = shape if cut is None else (cut.rows, *shape[1:])
+        if tensor.shape != expected:
+            raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(expected)}")
         if not can_dequantize(tensor.type):
             raise ModelError(
                 f"{where}: tensor {name} has type {tensor.type}, which this engine does not read; "
                 "take the model in another quantisation, such as Q4_K_M or Q8_0"
             )
-        found[canonical] = tensor
+        if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
+            raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
+        found[canonical] = tensor if cut is None else cut.cut(part, tensor)
         rest.discard(name)
     if rest:
         names = ", ".join(shown(name) for name in sorted(rest)[:3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,8 @@ _PIECE = 1 << 21  # elements converted by one thread at a time
 class RawTensor:
     """type: a name of `quant.BLOCK_TYPES`; shape: row-major, elements; data: its bytes, uint8 1-D, contiguous.
 
-    `data` is often a read-only view of a mapped file.
+    `data` is often a read-only view of a mapped file. Where a file interleaves tensors it is [runs, bytes] of a
+    larger one, until `gathered` puts the runs together.
     """
 
     type: str
@@ -39,6 +40,17 @@ class RawTensor:
         """The bytes row by row, uint8 [rows, row_bytes]; a 1-D tensor is one row."""
         cols = self.shape[-1]
         return self.data.reshape(self.size // cols, block_type(self.type).row_bytes(cols))
+
+    def gathered(self) -> RawTensor:
+        """The tensor with its data 1-D and contiguous; a copy only where it is not."""
+        return self if self.data.ndim == 1 else RawTensor(self.type, self.shape, self.data.reshape(-1))
+
+    def samples(self) -> Iterator[bytes]:
+        """Some bytes of the beginning, the middle and the end."""
+        runs = self.data.reshape(1, -1) if self.data.ndim == 1 else self.data
+        middle = runs[len(runs) // 2]
+        half = len(middle) // 2
+        yield from (runs[0, :256].tobytes(), middle[half : half + 256].tobytes(), runs[-1, -256:].tobytes())
 
     def float32(self) -> Floats:
         """The values, float32 of `shape`; a read-only view where the tensor is stored as F32 and aligned."""

@@ -1,0 +1,380 @@
+"""config.json of a Hugging Face folder -> `ModelConfig`.
+
+Defaults are those of the `transformers` class that the configuration names, so that a key left out means the same
+there and here; anything that asks for more than this engine does is refused by name. No code of the folder is run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.formats import layout
+from powerinfer.formats.fields import Fields
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.source import printable
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SparseLlamaForCausalLM": "sparsellama",  # ProSparse
+    "BambooForCausalLM": "bamboo",  # Bamboo and TurboSparse-Mistral
+    "OPTForCausalLM": "opt",
+    "FalconForCausalLM": "falcon",
+    "NemotronForCausalLM": "nemotron",
+}
+"""Class of a folder's `architectures` -> family, which is its `model_type`."""
+
+# Folders of these classes name code of their own that does what this engine does natively. It is not run.
+_WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM")
+
+
+def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
+    """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it will not do."""
+    fields = Fields(metadata, str(folder / "config.json"))
+    architecture = _architecture(fields)
+    return _READERS[architecture](fields, architecture, printable(folder.resolve().name))
+
+
+def _architecture(fields: Fields) -> str:
+    """The family that `architectures` names (`model_type` when it is absent)."""
+    if fields.has("quantization_config"):
+        raise fields.bad("quantization_config", "is set: quantised Hugging Face folders are not supported, GGUF is")
+    classes = fields.get("architectures", None)
+    kind = fields.get("model_type", None)
+    name = classes[0] if type(classes) is list and len(classes) == 1 and type(classes[0]) is str else None
+    auto_map: Any = fields.get("auto_map", {})
+    if type(auto_map) is not dict or not _replaced(auto_map.get("AutoModelForCausalLM"), name):
+        raise fields.bad("auto_map", "names code of the folder's own, which is never run")
+    if classes is None and type(kind) is str and kind in ARCHITECTURES.values():
+        return kind
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise fields.bad("architectures", f"is {shown(classes)}, which is not supported (only {known})")
+    family = ARCHITECTURES[name]
+    if kind not in (None, family):
+        raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
+    return family
+
+
+def _replaced(code: Any, name: str | None) -> bool:
+    """Whether no code of the folder is asked for, or code in whose place this engine's own stands."""
+    return code is None or (name in _WITH_OWN_CODE and type(code) is str and code.rpartition(".")[2] == name)
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+_GATED = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
+_PLAIN = {"relu": "relu", "relu2": "relu2"}
+
+
+def _llama_like(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    layers = fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS)
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    llama = architecture in ("llama", "sparsellama")
+    # Only Llama's own class takes a missing number of key-value heads for that of the heads; Bamboo's has 8.
+    kv_default = {"default": n_heads} if llama else {}
+    if architecture == "bamboo":
+        kv_default = {"default": n_heads if fields.stated("num_key_value_heads") else 8}
+    head_dim = _head_dim(fields, architecture, d_model, n_heads)
+    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT)
+    attention_bias = architecture not in ("mistral", "bamboo") and fields.flag("attention_bias", False)
+    window, sliding_layers = _window(fields, architecture, layers)
+    activation, threshold = _gated_activation(fields, architecture)
+    if architecture == "qwen2":
+        fields.only("attention_bias", True)  # the class has biases on q, k and v, and no switch
+    return ModelConfig(
+        architecture=architecture,
+        n_layers=layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, **kv_default),
+        head_dim=head_dim,
+        d_ff=fields.integer("intermediate_size", 1, layout.MAX_WIDTH),
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
+        context_length=context,
+        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
+        rope=_rope(fields, head_dim, context),
+        activation=activation,
+        activation_threshold=threshold,
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=architecture == "qwen2" or attention_bias,
+        o_bias=architecture != "qwen2" and attention_bias,
+        ffn_bias=llama and fields.flag("mlp_bias", False),
+        qk_norm=architecture == "qwen3",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        name=name,
+    )
+
+
+def _gated_activation(fields: Fields, architecture: str) -> tuple[str, float]:
+    """(activation, its threshold) of a gated FFN."""
+    if architecture == "bamboo":
+        return _activation(fields, "hidden_act", {"relu": "drelu"}, "silu"), 0.0
+    if architecture != "sparsellama":
+        return _activation(fields, "hidden_act", _GATED, "silu"), 0.0
+    fields.text("hidden_act")  # a ProSparse model always says
+    activation = _activation(fields, "hidden_act", {"fatrelu": "fatrelu", "relu": "relu"}, "")
+    return activation, fields.number("hidden_act_param", 0, layout.MAX_SCALE) if activation == "fatrelu" else 0.0
+
+
+def _opt(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    fields.only("layer_norm_elementwise_affine", True)
+    first = fields.flag("do_layer_norm_before", True)
+    bias = fields.flag("enable_bias", True)
+    width = fields.integer("word_embed_proj_dim", 1, layout.MAX_WIDTH, d_model)
+    return ModelConfig(
+        architecture=architecture,
+        n_layers=fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=_head_dim(fields, architecture, d_model, n_heads),
+        d_ff=fields.integer("ffn_dim", 1, layout.MAX_WIDTH),
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
+        context_length=fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT),
+        norm_eps=1e-5,  # torch's own default; the configuration has no key for it
+        rope=RopeConfig(),
+        activation=_activation(fields, "activation_function", {"relu": "relu"}, "relu"),
+        gated=False,
+        norm="layer",
+        norm_order="pre" if first else "post",
+        positions="learned",
+        position_offset=2,
+        embed_dim=0 if width == d_model else width,
+        final_norm=first and not fields.flag("_remove_final_layer_norm", False),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        ffn_bias=bias,
+        name=name,
+    )
+
+
+def _falcon(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    fields.only("n_embed", d_model)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    head_dim = _head_dim(fields, architecture, d_model, n_heads)
+    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 2048)
+    if _nullable(fields, "alibi", False):
+        raise fields.bad("alibi", "is true: ALiBi positions are not supported")
+    new = _nullable(fields, "new_decoder_architecture", False)
+    parallel = _nullable(fields, "parallel_attn", True)
+    if new and not parallel:
+        raise fields.bad("parallel_attn", "is false, which does not go with new_decoder_architecture")
+    norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
+    if parallel and not new and norms == 2:
+        raise fields.bad("num_ln_in_parallel_attn", "is 2, which goes with new_decoder_architecture only")
+    kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, n_heads)
+    if not new:
+        one = _nullable(fields, "multi_query", True)
+        if not one and kv_heads != n_heads:
+            raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {n_heads}")
+        kv_heads = 1 if one else n_heads
+    bias = _nullable(fields, "bias", False)
+    return ModelConfig(
+        architecture=architecture,
+        n_layers=fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        d_ff=fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * d_model),
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
+        context_length=context,
+        norm_eps=fields.number("layer_norm_epsilon", 1e-12, 0.1, 1e-5),
+        rope=_rope(fields, head_dim, context),
+        activation=_activation(fields, "activation", _PLAIN, "gelu"),
+        gated=False,
+        norm="layer",
+        parallel=parallel,
+        shared_norm=parallel and norms == 1,
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        ffn_bias=bias,
+        name=name,
+    )
+
+
+def _nemotron(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    head_dim = _head_dim(fields, architecture, d_model, n_heads)
+    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT)
+    bias = fields.flag("attention_bias", False)
+    return ModelConfig(
+        architecture=architecture,
+        n_layers=fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS),
+        head_dim=head_dim,
+        d_ff=fields.integer("intermediate_size", 1, layout.MAX_WIDTH),
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
+        context_length=context,
+        norm_eps=fields.number("norm_eps", 1e-12, 0.1, 1e-5),
+        rope=_rope(fields, head_dim, context, partial=0.5),
+        activation=_activation(fields, "hidden_act", _PLAIN, "relu2"),
+        gated=False,
+        norm="layer",
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=bias,
+        o_bias=bias,
+        ffn_bias=fields.flag("mlp_bias", False),
+        name=name,
+    )
+
+
+_READERS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
+    "opt": _opt,
+    "falcon": _falcon,
+    "nemotron": _nemotron,
+}
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _activation(fields: Fields, key: str, known: dict[str, str], default: str) -> str:
+    """The activation: `known` maps what the family's files call it to what this engine does."""
+    name = fields.text(key, default)
+    if name not in known:
+        raise fields.bad(key, f"is {shown(name)}; of this family only {', '.join(known)} is supported")
+    return known[name]
+
+
+def _nullable(fields: Fields, key: str, default: bool) -> bool:
+    """A truth value that may be null, which counts as false; `default` only where the key is missing."""
+    return bool(fields.flag(key, False if fields.stated(key) else default))
+
+
+def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> int:
+    fixed = architecture in ("sparsellama", "bamboo", "opt", "falcon")  # classes without such a setting
+    if fields.has("head_dim") and not fixed:
+        return int(fields.integer("head_dim", 2, layout.MAX_HEAD_DIM))
+    if architecture == "qwen3":
+        return 128  # the default of its class, whatever the other sizes
+    if d_model % n_heads or d_model // n_heads > layout.MAX_HEAD_DIM or d_model // n_heads < 2:
+        raise fields.bad("num_attention_heads", f"is {n_heads}, which does not divide hidden_size {d_model} well")
+    if fixed:
+        fields.only("head_dim", d_model // n_heads)
+    return d_model // n_heads
+
+
+def _window(fields: Fields, architecture: str, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The sliding window, and which layers use it when not all do."""
+    if architecture in ("llama", "sparsellama"):
+        return None, None  # the class has none, whatever the file says
+    # null means no window; only a missing key means the default of the class
+    default = None if fields.stated("sliding_window") else 4096
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, default)
+    if architecture in ("mistral", "bamboo"):
+        return window, None
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    first = fields.integer("max_window_layers", 0, layout.MAX_CONTEXT, 28)
+    kinds = fields.get("layer_types", None)
+    if kinds is None:
+        slides = tuple(window is not None and layer >= first for layer in range(layers))
+    else:
+        if type(kinds) is not list or len(kinds) != layers:
+            raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
+        strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+        if strange:
+            raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
+        slides = tuple(kind == "sliding_attention" for kind in kinds)
+    if window is None or not any(slides):
+        return None, None
+    return window, None if all(slides) else slides
+
+
+def _rope(fields: Fields, head_dim: int, context: int, partial: float | None = None) -> RopeConfig:
+    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as earlier versions did.
+
+    partial: the family's default share of a head that is rotated; None: the whole head is, always.
+    """
+    new, old = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
+    if new is not None and old is not None and new != old:
+        raise fields.bad("rope_scaling", "and rope_parameters are both set, and differ")
+    values = new if new is not None else old if old is not None else {}
+    if type(values) is not dict:
+        raise fields.bad("rope_parameters", f"is {shown(values)}, not an object")
+    rope = Fields(values, f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}")
+    dim = _rotated(fields, rope, head_dim, partial)
+    outer_theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, 10000.0)
+    outer_original = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, None)
+    theta = rope.number("rope_theta", 1.0001, layout.MAX_THETA, outer_theta)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    result = _SCALINGS[kind](rope, theta, dim, outer_original, context) if kind in _SCALINGS else None
+    if result is None:
+        raise rope.bad("rope_type", f"is {shown(kind)}, which is not supported (only {', '.join(_SCALINGS)})")
+    unread = rope.unread()
+    if unread:
+        raise rope.bad(shown(unread[0])[1:-1], f"is set, which this engine does not support for type {kind}")
+    return result
+
+
+def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None) -> int:
+    """Rotated dimensions of a head."""
+    if partial is None:
+        fields.only("partial_rotary_factor", 1, 1.0)
+        rope.only("partial_rotary_factor", 1, 1.0)
+        return head_dim
+    outer = fields.number("partial_rotary_factor", 0, 1, partial)
+    return int(head_dim * rope.number("partial_rotary_factor", 0, 1, outer))
+
+
+def _plain(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
+    return RopeConfig(theta=theta, dim=dim)
+
+
+def _linear(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
+    return RopeConfig(theta=theta, dim=dim, scaling="linear", factor=rope.number("factor", 1e-6, layout.MAX_SCALE))
+
+
+def _original(rope: Fields, outer: int | None, context: int) -> int:
+    """The context the model was trained on first: said inside, outside, or the model's own."""
+    inner = rope.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, None)
+    if inner is not None and outer is not None and inner != outer:
+        raise rope.bad("original_max_position_embeddings", f"is {inner}, but {outer} outside")
+    return int(inner or outer or context)
+
+
+def _llama3(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
+    return RopeConfig(
+        theta=theta,
+        dim=dim,
+        scaling="llama3",
+        factor=rope.number("factor", 1e-6, layout.MAX_SCALE),
+        original_context_length=_original(rope, original, context),
+        low_freq_factor=rope.number("low_freq_factor", 1e-6, layout.MAX_SCALE),
+        high_freq_factor=rope.number("high_freq_factor", 1e-6, layout.MAX_SCALE),
+    )
+
+
+def _yarn(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
+    rope.only("truncate", True)
+    rope.flag("finetuned", False)
+    return RopeConfig(
+        theta=theta,
+        dim=dim,
+        scaling="yarn",
+        factor=rope.number("factor", 1e-6, layout.MAX_SCALE),
+        original_context_length=_original(rope, original, context),
+        beta_fast=rope.number("beta_fast", 1e-6, layout.MAX_SCALE, 32.0),
+        beta_slow=rope.number("beta_slow", 1e-6, layout.MAX_SCALE, 1.0),
+        attention_factor=rope.number("attention_factor", 1e-6, layout.MAX_SCALE, None),
+    )
+
+
+_SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
