@@ -44,7 +44,7 @@ class Checkpoint:
 
     config: the model's sizes; path; source: "gguf" or "hf"; metadata: GGUF metadata or config.json; notes: lines for
     the user about conversions; file_bytes: bytes on disk; parameters: number of weights; predictor_threshold: what
-    the file's own predictors are meant to be compared with, None where it brings none.
+    the file's own predictors are meant to be compared with, None where it brings none; quantize: what was asked for.
 
     With `quantize`, a tied embedding stays as it is for look-up and a quantised copy becomes the tensor `head`, so
     `config.tied_embeddings` is then False.
@@ -62,6 +62,7 @@ class Checkpoint:
         self.path = source.path
         self.source = source.kind
         self.metadata = source.metadata
+        self.quantize = quantize
         self.notes = list(source.notes)
         self.predictor_threshold = source.predictor_threshold
         self.file_bytes = sum(file.size for file in source.files)
@@ -107,6 +108,10 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
         return name in self._tensors
+
+    def taken_type(self, name: str) -> str:
+        """The type that `take` gives that tensor in."""
+        return self._targets.get(name) or self._tensors[name].type
 
     def take(self, name: str) -> RawTensor:
         """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.

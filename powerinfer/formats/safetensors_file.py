@@ -63,6 +63,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], MappedFile]:
 
     A tensor of an integer or 8-bit type is listed with that type; reading it fails later, by name.
     """
+    tensors, _, file = read_with_metadata(path)
+    return tensors, file
+
+
+def read_with_metadata(path: Path) -> tuple[dict[str, RawTensor], dict[str, Any], MappedFile]:
+    """The same with what stands under `__metadata__`, by key; empty where nothing does."""
     file = MappedFile(path)
     if file.size < 8:
         raise ModelError(f"{path}: not a safetensors file, or truncated")
@@ -80,7 +86,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], MappedFile]:
     entries.sort(key=lambda entry: entry[:2])
     _check_layout(entries, file.size - start, str(path))
     data = file.view()[start:]
-    return {name: RawTensor(kind, shape, data[begin:end]) for begin, end, kind, shape, name in entries}, file
+    tensors = {name: RawTensor(kind, shape, data[begin:end]) for begin, end, kind, shape, name in entries}
+    return tensors, metadata or {}, file
 
 
 def _entry(name: str, entry: Any, where: str) -> tuple[int, int, str, tuple[int, ...]]:

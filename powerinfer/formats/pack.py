@@ -1,0 +1,114 @@
+"""Bundles on disk: gate, up and down of one neuron side by side, for each layer `layers.N.neurons` U8 [d_ff, stride].
+
+A part is the row of one neuron in one of `PART_TYPES`, its bytes in the order that the native module chooses, padded to
+whole cache lines. Biases stay in the model's own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
+from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.neurons import BundleLayout
+
+PART_TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
+"""The types that a part can have."""
+
+PartBytes = Callable[[str, int], int]
+"""part_bytes(type, k): bytes of a part of k elements; `kernels.cpu.part_bytes`."""
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    """The bundles of a model, mapped.
+
+    layers: for each layer uint8 [d_ff, stride], read-only; source_type: the main type of the weights they were made
+    from; file: `file.check()` tells whether it is still as long as when it was opened, to be asked before it is read.
+    """
+
+    layout: BundleLayout
+    layers: tuple[Bytes, ...]
+    source_type: str
+    file: MappedFile
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.file.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all bundles."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def bundle_layout(checkpoint: Checkpoint, gate_type: str, down_type: str, part_bytes: PartBytes) -> BundleLayout:
+    """The layout of the bundles of a model with parts of these types."""
+    config = checkpoint.config
+    sizes = (part_bytes(gate_type, config.d_model), part_bytes(down_type, config.d_model))
+    return BundleLayout(config.d_model, config.gated, gate_type, down_type, *sizes)
+
+
+def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartBytes) -> BundleFile:
+    """The bundles that were packed for a model, from the folder `prepared` (None: beside the model).
+
+    ModelError, naming the command that makes them, if there are none or they do not suit the model as it is opened.
+    """
+    place = PreparedFile(BUNDLES, checkpoint, prepared)
+    description, tensors, file = place.read()
+    config = checkpoint.config
+    for name, size in (("d_model", config.d_model), ("d_ff", config.d_ff), ("n_layers", config.n_layers)):
+        if description.get(name) != size:
+            raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
+    if description.get("gated") is not config.gated:
+        raise place.bad("is not of the model's kind of FFN")
+    gate_type, down_type = str(description.get("gate_type")), str(description.get("down_type"))
+    for name in (gate_type, down_type):
+        if name not in PART_TYPES or config.d_model % block_type(name).block:
+            raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
+    layout = bundle_layout(checkpoint, gate_type, down_type, part_bytes)
+    layers = []
+    for layer in range(config.n_layers):
+        tensor = tensors.pop(_name(layer), None)
+        if tensor is None or tensor.type != "U8" or tensor.shape != (config.d_ff, layout.stride):
+            raise place.bad(f"does not hold layer {layer} as {config.d_ff} bundles of {layout.stride} bytes")
+        if tensor.data.ctypes.data % LINE:
+            raise place.bad(f"holds layer {layer} where no cache line begins")
+        layers.append(tensor.data.reshape(tensor.shape))
+    if tensors:
+        raise place.bad(f"holds tensors that are not bundles, such as {shown(next(iter(tensors)))}")
+    return BundleFile(layout, tuple(layers), str(description.get("source_type")), file)
+
+
+@contextmanager
+def write_bundles(
+    checkpoint: Checkpoint, prepared: str | None, layout: BundleLayout
+) -> Iterator[Callable[[int, Bytes], None]]:
+    """Write the bundles of a model: the block calls what it is given with (layer, uint8 [rows, stride]).
+
+    Layers in order, the rows of a layer in order and in as many pieces as one likes. The file appears under its name
+    when the block has ended well. PowerInferError if it cannot be written.
+    """
+    config = checkpoint.config
+    description = {
+        "d_model": config.d_model,
+        "d_ff": config.d_ff,
+        "n_layers": config.n_layers,
+        "gated": config.gated,
+        "gate_type": layout.gate_type,
+        "down_type": layout.down_type,
+        "source_type": checkpoint.main_type,
+    }
+    tensors = [(_name(layer), "U8", (config.d_ff, layout.stride)) for layer in range(config.n_layers)]
+    with PreparedFile(BUNDLES, checkpoint, prepared).write(description, tensors) as write:
+        yield lambda layer, rows: write(_name(layer), rows)
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}.neurons"

@@ -1,0 +1,152 @@
+"""Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [d_ff, rank].
+
+A layer's rank, threshold and floor stand in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of
+blocks are stored as U8 [rows, row_bytes].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from powerinfer.errors import ModelError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import MAX_WIDTH
+from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+from powerinfer.formats.quant import Floats, block_type, dequantize, quantize
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.neurons import Predictor
+
+PREDICTOR_TYPES = ("F16", "BF16", "F32", "Q8_0")
+"""The types that a predictor's weights can have."""
+
+_MAX_THRESHOLD = 1e6  # z is of the size of a logit
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """A layer's predictor and its weights: inner [rank, d_model] and outer [d_ff, rank], views of the mapped file."""
+
+    predictor: Predictor
+    inner: RawTensor
+    outer: RawTensor
+
+
+@dataclass(frozen=True)
+class PredictorFile:
+    """The predictors of a model, one a layer, mapped; `file.check()` is to be asked before the weights are read."""
+
+    type: str
+    layers: tuple[LayerPredictor, ...]
+    file: MappedFile
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.file.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(layer.inner.data.nbytes + layer.outer.data.nbytes for layer in self.layers)
+
+
+def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> PredictorFile:
+    """The predictors that were trained for a model, from the folder `prepared` (None: beside the model).
+
+    ModelError, naming the command that makes them, if there are none or they do not suit the model as it is opened.
+    """
+    place = PreparedFile(PREDICTOR, checkpoint, prepared)
+    description, tensors, file = place.read()
+    config = checkpoint.config
+    for name, size in (("d_model", config.d_model), ("d_ff", config.d_ff)):
+        if description.get(name) != size:
+            raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
+    type_name = str(description.get("type"))
+    block = block_type(type_name).block if type_name in PREDICTOR_TYPES else 0
+    if not block or config.d_model % block:
+        raise place.bad(f"holds weights of type {shown(type_name)}, which it cannot")
+    described = description.get("layers")
+    if type(described) is not list or len(described) != config.n_layers:
+        raise place.bad(f"does not describe {config.n_layers} layers")
+    layers = []
+    for layer, one in enumerate(described):
+        predictor = _described(one, block, config.d_ff)
+        if predictor is None:
+            raise place.bad(f"does not describe layer {layer} by a rank, a threshold and a floor")
+        weights = []
+        for name, shape in _shapes(layer, predictor.rank, config.d_model, config.d_ff):
+            tensor = tensors.pop(name, None)
+            if tensor is None or (tensor.type, tensor.shape) != _stored(type_name, shape):
+                raise place.bad(f"does not hold {name} as {list(shape)} of type {type_name}")
+            weights.append(RawTensor(type_name, shape, tensor.data))
+        layers.append(LayerPredictor(predictor, *weights))
+    if tensors:
+        raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
+    return PredictorFile(type_name, tuple(layers), file)
+
+
+def write_predictor(
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    type_name: str,
+    layers: Sequence[Predictor],
+    weights: Iterable[tuple[Floats, Floats]],
+) -> Path:
+    """Write the predictors of a model; the path of the file.
+
+    layers: one for each layer; weights: of each layer in order, inner [rank, d_model] and outer [d_ff, rank], float32,
+    taken from the iterable one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0, d_model and
+    the ranks must be multiples of 32. ModelError for values that the type cannot hold, PowerInferError if the file
+    cannot be written.
+    """
+    config = checkpoint.config
+    assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
+    description = {
+        "d_model": config.d_model,
+        "d_ff": config.d_ff,
+        "type": type_name,
+        "layers": [{**asdict(one), "threshold": float(one.threshold)} for one in layers],
+    }
+    names = [list(_shapes(n, one.rank, config.d_model, config.d_ff)) for n, one in enumerate(layers)]
+    tensors = [(name, *_stored(type_name, shape)) for pair in names for name, shape in pair]
+    place = PreparedFile(PREDICTOR, checkpoint, prepared)
+    with place.write(description, tensors) as write:
+        for pair, arrays in zip(names, weights, strict=True):
+            for (name, shape), values in zip(pair, arrays, strict=True):
+                assert values.shape == shape, (name, values.shape, shape)
+                data = quantize(values, type_name)
+                if not np.isfinite(dequantize(data, type_name)).all():
+                    raise ModelError(f"the predictor's {name} has a weight that {type_name} cannot hold")
+                write(name, data)
+    return place.path
+
+
+def _shapes(layer: int, rank: int, d_model: int, d_ff: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield f"layers.{layer}.in", (rank, d_model)
+    yield f"layers.{layer}.out", (d_ff, rank)
+
+
+def _stored(type_name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+    """(dtype, shape) of weights in a safetensors file, which knows no blocks; ValueError for rows of broken blocks."""
+    kind = block_type(type_name)
+    return (type_name, shape) if kind.block == 1 else ("U8", (shape[0], kind.row_bytes(shape[1])))
+
+
+def _described(one: Any, block: int, d_ff: int) -> Predictor | None:
+    """The description of a layer, None if it cannot be one; the rank must be whole blocks."""
+    if type(one) is not dict:
+        return None
+    rank, threshold, floor = one.get("rank"), one.get("threshold"), one.get("floor")
+    if type(rank) is not int or not 0 < rank <= MAX_WIDTH or rank % block:
+        return None
+    if type(threshold) is not float or not abs(threshold) <= _MAX_THRESHOLD:
+        return None
+    if type(floor) is not int or not 0 <= floor <= d_ff:
+        return None
+    return Predictor(rank, threshold, floor)

@@ -1,0 +1,317 @@
+"""Files of what was prepared for a model: where they lie, how they are written, when they are refused.
+
+A model `x.gguf` has the folder `x.gguf.powerinfer` beside it, a folder `dir` has `dir.powerinfer`. A prepared file is a
+safetensors file. Its metadata holds one JSON object under "powerinfer": `format`, `kind`, `fingerprint` and `quantize`
+(the model it was made for, and the option it was opened with), `made_with`, and what the kind adds. The first tensor
+begins at a multiple of 4096 bytes of the file, every tensor at a multiple of 64.
+
+A file appears under its name only when it is complete and on disk: it is written as NAME.part, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from powerinfer import __version__
+from powerinfer.errors import ModelError, PowerInferError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.quant import Bytes
+from powerinfer.formats.safetensors_file import parse_json, read_with_metadata
+from powerinfer.formats.tensors import RawTensor
+
+FORMAT = 1
+"""Goes up with every change of what the files hold, the order of the bytes in a bundle's part included."""
+
+PAGE = 4096  # where the first tensor begins
+LINE = 64  # where every tensor begins
+
+_METADATA = "powerinfer"
+_PADDING = "padding."
+_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+
+Tensor = tuple[str, str, tuple[int, ...]]
+"""(name, dtype of safetensors, shape) of a tensor that will be written."""
+
+Write = Callable[[str, Bytes], None]
+"""write(name, data): the bytes of a tensor, uint8; in the announced order, in as many pieces as one likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of prepared file: its name, what people call its contents, and the verb that makes it."""
+
+    name: str
+    noun: str
+    verb: str
+
+
+BUNDLES = Kind("neurons", "bundles", "pack")
+PREDICTOR = Kind("predictor", "predictor", "train")
+
+
+def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
+    """The folder of what is prepared for a model: `prepared` if it is given, else MODEL.powerinfer beside the model."""
+    if prepared is not None:
+        return Path(prepared).expanduser()
+    return Path(os.path.abspath(model) + ".powerinfer")  # abspath: `.` and `dir/` have names too
+
+
+class PreparedFile:
+    """One kind of file of one model: its path, the command that makes it, reading and writing.
+
+    prepared: the option of that name, None for the folder beside the model.
+    """
+
+    def __init__(self, kind: Kind, checkpoint: Checkpoint, prepared: str | None = None) -> None:
+        self.kind = kind
+        self.path = prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
+        self._fingerprint = checkpoint.fingerprint
+        self._quantize = checkpoint.quantize
+        command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
+        command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
+        command += ["--prepared", prepared] if prepared is not None else []
+        self.command = shlex.join(command)
+
+    def exists(self) -> bool:
+        """Whether a file lies at the path, good or not."""
+        return os.path.exists(self.path)
+
+    def bad(self, why: str) -> ModelError:
+        """The error for a file that cannot be used."""
+        return ModelError(f"{self.path} {why}; `{self.command}` makes it anew")
+
+    def read(self) -> tuple[dict[str, Any], dict[str, RawTensor], MappedFile]:
+        """The description, the tensors by name (views of the mapped file) and the file.
+
+        ModelError if there is none, or it is damaged, or was made for another model, with another --quantize, or by a
+        version that writes it differently. Which tensors there are is left to the caller to check.
+        """
+        if not self.exists():
+            raise ModelError(f"there is no {self.path}; `{self.command}` makes it")
+        try:
+            tensors, metadata, file = read_with_metadata(self.path)
+            text = metadata.get(_METADATA)
+            description = parse_json(text.encode(errors="surrogatepass"), str(self.path)) if type(text) is str else None
+        except ModelError as error:
+            raise ModelError(f"{error}; `{self.command}` makes it anew") from None
+        if type(description) is not dict:
+            raise self.bad("was not written by powerinfer")
+        self._check(description)
+        return description, {name: data for name, data in tensors.items() if not _is_padding(name, data)}, file
+
+    def _check(self, description: dict[str, Any]) -> None:
+        found = description.get("format")
+        if type(found) is not int or found != FORMAT:
+            raise self.bad(f"was written by another version of powerinfer (format {shown(found)}, not {FORMAT})")
+        if description.get("kind") != self.kind.name:
+            raise self.bad(f"holds {shown(description.get('kind'))}, not {self.kind.name}")
+        if description.get("fingerprint") != self._fingerprint:
+            raise self.bad("was made for another model, or the model has changed")
+        quantize = description.get("quantize")
+        if quantize != self._quantize:
+            raise self.bad(f"was made {_with(quantize)}, and the model is opened {_with(self._quantize)}")
+
+    @contextmanager
+    def write(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> Iterator[Write]:
+        """Write the file while the block runs; it takes its place at the block's end, unless that raised.
+
+        The block calls what it is given for each of `tensors`, in their order; nothing is kept in memory.
+        PowerInferError, one line, when the folder cannot be written or the disk is full; then, and on any other error
+        or Ctrl-C, nothing is left behind and a former file stays as it was.
+        """
+        whole = {
+            "format": FORMAT,
+            "kind": self.kind.name,
+            "fingerprint": self._fingerprint,
+            "quantize": self._quantize,
+            "made_with": __version__,
+            **description,
+        }
+        writer = _Writer(self.path, _header(json.dumps(whole, allow_nan=False), tensors))
+        try:
+            writer.open()
+            yield writer.write
+            writer.finish()
+        finally:
+            writer.close()
+
+
+def _with(quantize: object) -> str:
+    return "without --quantize" if quantize is None else f"with --quantize {shown(quantize)}"
+
+
+def _is_padding(name: str, tensor: RawTensor) -> bool:
+    return name.startswith(_PADDING) and tensor.type == "U8" and len(tensor.data) < LINE
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    raw: bytes  # the length, the JSON text and the spaces behind it
+    sizes: tuple[tuple[str, int], ...]  # (name, bytes) of each tensor, those that only pad included
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.raw) + sum(nbytes for _, nbytes in self.sizes)
+
+
+def _header(description: str, tensors: Sequence[Tensor]) -> _Header:
+    """The header of a file of these tensors. A tensor of U8 goes behind one that does not end at a whole line."""
+    header: dict[str, Any] = {"__metadata__": {_METADATA: description}}
+    sizes: list[tuple[str, int]] = []
+    at = 0
+
+    def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        nonlocal at
+        assert name not in header, name
+        nbytes = _ELEMENT[dtype] * math.prod(shape)
+        assert nbytes > 0, f"{name} is empty"
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        sizes.append((name, nbytes))
+        at += nbytes
+
+    for name, dtype, shape in tensors:
+        assert not name.startswith(_PADDING), name
+        if at % LINE:
+            add(f"{_PADDING}{len(sizes)}", "U8", (-at % LINE,))
+        add(name, dtype, shape)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    return _Header(len(text).to_bytes(8, "little") + text, tuple(sizes))
+
+
+class _Writer:
+    """A file being written as NAME.part. `close` may be called whatever happened before."""
+
+    def __init__(self, path: Path, header: _Header) -> None:
+        self._path = path
+        self._part = path.with_name(path.name + ".part")
+        self._header = header
+        self._rest = deque(header.sizes)
+        self._name = ""  # the tensor whose turn it is
+        self._left = 0  # bytes that it lacks
+        self._fd = -1
+
+    def open(self) -> None:
+        with self._file_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = _open_alone(self._part)
+            self._check_space()
+        self._put(self._header.raw)
+        self._advance()
+
+    def write(self, name: str, data: Bytes) -> None:
+        assert name == self._name, f"{name} comes in the place of {self._name}"
+        assert data.dtype == np.uint8 and data.nbytes <= self._left, f"{name} is longer than announced"
+        self._put(np.ascontiguousarray(data).reshape(-1).data)
+        self._left -= data.nbytes
+        self._advance()
+
+    def finish(self) -> None:
+        assert not self._left and not self._rest, f"{self._name} is not the last tensor, or not complete"
+        with self._file_errors():
+            os.fsync(self._fd)
+            os.replace(self._part, self._path)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            _sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Remove what was not finished."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                self._part.unlink()  # before the lock goes: another process may take the name at once
+            os.close(fd)
+
+    def _advance(self) -> None:
+        """Where a tensor is complete, go on to the next; one that only pads is written on the way."""
+        while self._left == 0 and self._rest:
+            self._name, self._left = self._rest.popleft()
+            if self._name.startswith(_PADDING):
+                self._put(bytes(self._left))
+                self._left = 0
+
+    def _put(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        with self._file_errors():
+            while view:
+                view = view[os.write(self._fd, view) :]
+
+    def _check_space(self) -> None:
+        """Fail before the work, not after, where the disk is known to be too small."""
+        from shutil import disk_usage
+
+        usage = disk_usage(self._path.parent)
+        if usage.total and usage.free < self._header.file_bytes:  # some file systems know nothing and say 0 of 0
+            why = f"{self._header.file_bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
+            raise OSError(errno.ENOSPC, why)
+
+    @contextmanager
+    def _file_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PowerInferError(
+                f"cannot write {self._path} ({error.strerror or error}); --prepared PATH chooses another folder"
+            ) from error
+
+
+def _open_alone(part: Path) -> int:
+    """A descriptor of the file, emptied and locked; what a killed process left of it is gone. The lock dies with us.
+
+    PowerInferError if another process is writing it.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    while True:
+        fd = os.open(part, flags, 0o666)
+        try:
+            _lock(fd, part)
+            with suppress(FileNotFoundError):
+                # A process that finished in between has given the name away: then this is its file, not ours.
+                if os.path.samestat(os.fstat(fd), os.stat(part)):
+                    os.ftruncate(fd, 0)
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _lock(fd: int, part: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # a system without flock: the rename is still atomic
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PowerInferError(f"another process is writing {part}; wait for it to end") from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename to the disk."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

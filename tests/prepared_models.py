@@ -1,0 +1,55 @@
+"""Checkpoints made in memory, of any sizes and types, for the tests of what is prepared for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from stored_weights import stored_evenly
+
+from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.source import Source
+from powerinfer.formats.tensors import RawTensor
+
+
+def checkpoint(
+    path: Path,
+    types: str | Mapping[str, str] = "F16",
+    *,
+    d_model: int = 64,
+    d_ff: int = 96,
+    layers: int = 2,
+    gated: bool = True,
+    by_neuron: bool = False,
+    quantize: str | None = None,
+    seed: int = 1,
+    scale: float = 0.05,
+) -> Checkpoint:
+    """The FFN of a model with random weights of about `scale`, at a path where no file need be.
+
+    types: of all its matrices, or by name (gate, up, down); by_neuron: down is stored as down_rows.
+    """
+    config = ModelConfig(
+        architecture="llama", n_layers=layers, d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=d_ff,
+        vocab_size=4, context_length=8, norm_eps=1e-5, rope=RopeConfig(dim=2), activation="relu", gated=gated,
+        tied_embeddings=True,
+    )  # fmt: skip
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(layers):
+        shapes = {"gate": (d_ff, d_model), "up": (d_ff, d_model), "down": (d_model, d_ff)}
+        for name, shape in list(shapes.items())[0 if gated else 1 :]:
+            kind = types if isinstance(types, str) else types[name]
+            if name == "down" and by_neuron:
+                name, shape = "down_rows", (d_ff, d_model)
+            data = stored_evenly(kind, *shape, scale, rng)
+            tensors[f"layers.{layer}.{name}"] = RawTensor(kind, shape, data)
+        for name, rows in (("q", 2), ("k", 2), ("v", 2)):
+            tensors[f"layers.{layer}.{name}"] = RawTensor(
+                "F16", (rows, d_model), stored_evenly("F16", rows, d_model, scale, rng)
+            )
+        tensors[f"layers.{layer}.o"] = RawTensor("F16", (d_model, 2), stored_evenly("F16", d_model, 2, scale, rng))
+    tensors["embed"] = RawTensor("F16", (4, d_model), stored_evenly("F16", 4, d_model, scale, rng))
+    return Checkpoint(Source("gguf", path, config, {}, tensors, []), quantize)
