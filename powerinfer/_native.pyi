@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 PAGE: int
 LANES: int
 TYPES: list[str]
+ACTIVATIONS: list[str]
 KV_TYPES: list[str]
 
 def levels() -> list[str]: ...
@@ -49,6 +50,11 @@ class Table:
     def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
     def row(self, index: int, out: NDArray[np.float32]) -> None: ...
 
+class Norm:
+    def __init__(
+        self, weight: NDArray[np.float32], eps: float, bias: NDArray[np.float32] | None = None, layer: bool = False
+    ) -> None: ...
+
 class Cache:
     def __init__(self, type: str, layers: int, kv_heads: int, head_dim: int, pages: int) -> None: ...
     @property
@@ -71,36 +77,40 @@ class Program:
         head_dim: int,
         frequencies: NDArray[np.float32],
         rope_factor: float,
+        embed_dim: int | None = None,
     ) -> None: ...
-    def embed(self, table: Table) -> None: ...
+    def embed(
+        self, table: Table, positions: Table | None = None, offset: int = 0, project: Matrix | None = None
+    ) -> None: ...
     def attention_input(
         self,
         layer: int,
-        eps: float,
-        norm: NDArray[np.float32],
+        norm: Norm | None,
         q: Matrix,
         k: Matrix,
         v: Matrix,
         q_bias: NDArray[np.float32] | None = None,
         k_bias: NDArray[np.float32] | None = None,
         v_bias: NDArray[np.float32] | None = None,
-        q_norm: NDArray[np.float32] | None = None,
-        k_norm: NDArray[np.float32] | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> None: ...
     def attention(self, layer: int, window: int) -> None: ...
     def project(self, w: Matrix, bias: NDArray[np.float32] | None = None) -> None: ...
     def ffn(
         self,
-        norm: NDArray[np.float32],
-        eps: float,
-        gate: Matrix,
+        norm: Norm | None,
+        gate: Matrix | None,
         up: Matrix,
         down: Matrix,
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
         down_bias: NDArray[np.float32] | None = None,
+        activation: str = "silu",
+        threshold: float = 0.0,
     ) -> None: ...
-    def head(self, norm: NDArray[np.float32], eps: float, w: Matrix) -> None: ...
+    def normalise(self, norm: Norm) -> None: ...
+    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None) -> None: ...
     @property
     def size(self) -> int: ...
     def take_times(self) -> list[tuple[str, float]]: ...

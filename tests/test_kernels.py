@@ -14,6 +14,7 @@ import pytest
 from stored_weights import FLOATS, float_bytes, stored, with_scales
 
 from powerinfer import _native
+from powerinfer.config import ACTIVATIONS
 from powerinfer.errors import RequestError
 from powerinfer.formats.quant import block_type, dequantize
 from powerinfer.kernels import cpu, reference
@@ -30,8 +31,9 @@ every_type = pytest.mark.parametrize("type_name", _native.TYPES)
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
-def test_every_type_of_the_module_is_listed() -> None:
+def test_every_name_of_the_module_is_listed() -> None:
     assert set(FLOATS) < set(_native.TYPES) and len(_native.TYPES) == 11
+    assert _native.ACTIVATIONS == list(ACTIVATIONS)
     assert LEVELS[-1] == "scalar" and len(set(LEVELS)) == len(LEVELS)
 
 

@@ -15,6 +15,7 @@ import pytest
 from stored_weights import stored_evenly
 
 from powerinfer import _native
+from powerinfer.config import ACTIVATIONS
 from powerinfer.formats.quant import dequantize
 from powerinfer.kernels import reference
 from powerinfer.kernels.cpu import LANES, PAGE, round_up
@@ -28,11 +29,17 @@ PAGE_TABLES = [
     np.array([[1, 10, 3], [8, 5, -1], [6, -1, -1]], np.int32),
 ]
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+OUTER = ("positions", "project_in", "project_out")
+OFFSET, POSITIONS = 2, 80  # of the table of positions: rows before that of position 0, and from it on
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model to be. types: of embed, head and PARTS, in this order, or one for all."""
+    """A model to be. types: of embed, head, PARTS and OUTER, in this order, or one for all.
+
+    order: of norms and sums, "pre", "post", "parallel" (attention and FFN read the same x) or "shared" (the same norm
+    of it); embed_dim: width of the embedding where it is not d_model.
+    """
 
     heads: int
     kv_heads: int
@@ -49,15 +56,42 @@ class Setting:
     rope_factor: float = 1.0
     eps: float = 1e-5
     vocab: int = 45
+    norm: str = "rms"
+    order: str = "pre"
+    activation: str = "silu"
+    threshold: float = 0.0
+    gated: bool = True
+    learned_positions: bool = False
+    embed_dim: int | None = None
 
     def type_of(self, part: str) -> str:
         names = self.types.split()
-        return names[0] if len(names) == 1 else names[("embed", "head", *PARTS).index(part)]
+        return names[0] if len(names) == 1 else names[("embed", "head", *PARTS, *OUTER).index(part)]
 
     def shape(self, part: str) -> tuple[int, int]:
         q, kv, d, ff = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.d_model, self.d_ff
+        outer = self.embed_dim or d
         shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "gate": (ff, d), "up": (ff, d), "down": (d, ff)}
-        return shapes.get(part, (self.vocab, d))
+        shapes |= {"positions": (OFFSET + POSITIONS, d), "project_in": (d, outer), "project_out": (outer, d)}
+        return shapes.get(part, (self.vocab, outer))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Matrices of a layer."""
+        return tuple(part for part in PARTS if self.gated or part != "gate")
+
+    @property
+    def outer(self) -> tuple[str, ...]:
+        """Matrices beside the layers, but for embed and head."""
+        projections = OUTER[1:] if self.embed_dim else ()
+        return (*OUTER[: int(self.learned_positions)], *projections)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms over d_model."""
+        inner = ("attn_norm",) if self.order == "shared" else ("attn_norm", "ffn_norm")
+        layers = tuple(f"{layer}.{name}" for layer in range(len(self.windows)) for name in inner)
+        return layers if self.order == "post" else (*layers, "final_norm")
 
 
 SETTINGS = {
@@ -70,6 +104,34 @@ SETTINGS = {
     "bfloat16, window of one": Setting(3, 3, 32, 48, 80, "BF16", "f32", windows=(1, 33)),
     "super-blocks": Setting(4, 2, 64, 256, 512, "Q6_K Q6_K Q4_K Q5_K Q6_K Q4_K Q4_K Q5_K Q6_K", "f16"),
     "a type for every part": Setting(2, 1, 48, 64, 96, "F16 Q4_1 F32 BF16 Q8_0 Q5_1 Q5_0 F32 BF16", "q8_0", (0, 64)),
+    "gated relu": Setting(2, 2, 16, 40, 72, "F32", "f32", activation="relu", biases=True),
+    "relu above a threshold": Setting(2, 1, 16, 48, 56, "F16", "f32", activation="fatrelu", threshold=0.125),
+    "relu on both": Setting(4, 2, 16, 64, 96, "BF16", "f16", activation="drelu"),
+    "squared relu, part of a head rotated": Setting(
+        4, 2, 24, 64, 104, "F32", "f32", rotated=6, norm="layer", activation="relu2", gated=False, biases=True
+    ),
+    "learned positions": Setting(
+        3, 3, 16, 48, 80, "F32", "f32", rotated=0, norm="layer", activation="relu", gated=False, biases=True,
+        learned_positions=True,
+    ),
+    "learned positions, norms behind, projections": Setting(
+        4, 4, 16, 64, 96, "Q8_0", "f16", rotated=0, norm="layer", activation="relu", gated=False, biases=True,
+        learned_positions=True, order="post", embed_dim=32,
+    ),
+    "projections from a wider embedding, odd widths": Setting(
+        2, 1, 8, 20, 24, "F32", "f32", norm="layer", embed_dim=52, activation="relu", gated=False
+    ),
+    "attention and FFN of one norm": Setting(
+        4, 1, 16, 64, 96, "Q4_0", "f16", norm="layer", order="shared", activation="relu", gated=False
+    ),
+    "attention and FFN side by side, biases": Setting(
+        4, 2, 16, 40, 88, "F32", "f32", (0, 5), norm="layer", order="parallel", activation="relu", gated=False,
+        biases=True,
+    ),
+    "a type for every part, outer ones too": Setting(
+        2, 1, 48, 64, 96, "F16 Q8_0 F32 BF16 Q8_0 Q5_1 Q5_0 F32 BF16 Q4_1 BF16 F16", "q8_0", norm="layer",
+        activation="drelu", learned_positions=True, embed_dim=96,
+    ),
 }  # fmt: skip
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
@@ -82,24 +144,25 @@ class Weights:
     def __init__(self, s: Setting, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.s, self.layers = s, len(s.windows)
-        names = ["embed", "head", *(f"{layer}.{part}" for layer in range(self.layers) for part in PARTS)]
+        names = ["embed", "head", *(f"{layer}.{part}" for layer in range(self.layers) for part in s.parts), *s.outer]
         self.data: dict[str, np.ndarray] = {}
         for name in names:
             rows, k = s.shape(part := name.split(".")[-1])
-            size = {"embed": 1.0, "q": 2.0, "k": 2.0}.get(part, 1.0) / (1.0 if part == "embed" else np.sqrt(k))
+            size = {"q": 2.0, "k": 2.0}.get(part, 1.0) / (1.0 if part in ("embed", "positions") else np.sqrt(k))
             self.data[name] = stored_evenly(s.type_of(part), rows, k, size, rng)
-        vectors: dict[str, int] = {"final_norm": s.d_model}
+        vectors: dict[str, int] = {}
+        for name in s.norms:
+            vectors |= {name: s.d_model} | ({f"{name}_bias": s.d_model} if s.norm == "layer" else {})
         for layer in range(self.layers):
-            vectors |= {f"{layer}.attn_norm": s.d_model, f"{layer}.ffn_norm": s.d_model}
             if s.head_norms:
                 vectors |= {f"{layer}.q_norm": s.head_dim, f"{layer}.k_norm": s.head_dim}
             if s.biases:
-                vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in PARTS}
+                vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in s.parts}
         self.vectors = {name: rng.uniform(0.5, 1.5, n).astype(np.float32) for name, n in vectors.items()}
         pairs = s.head_dim // 2 if s.rotated is None else s.rotated
         self.frequencies = (s.rope_base ** -(np.arange(pairs) / pairs)).astype(np.float32)
         self.sequences = [rng.integers(0, s.vocab, n).astype(np.int32) for n in LENGTHS]
-        self.packed = {name: self._pack(name) for name in names if name != "embed"}
+        self.packed = {name: self._pack(name) for name in names if name not in ("embed", "positions")}
 
     def _head_map(self, heads: int) -> np.ndarray:
         """Rows of heads padded to whole lanes, -1 where there is nothing."""
@@ -121,23 +184,55 @@ class Weights:
         rows = self._head_map(heads)
         return np.where(rows < 0, np.float32(0), bias[rows])
 
+    def norm(self, name: str) -> _native.Norm | None:
+        weight = self.vectors.get(name)
+        if weight is None:
+            return None
+        of_head = name.endswith(("q_norm", "k_norm"))
+        return _native.Norm(weight, self.s.eps, self.vectors.get(f"{name}_bias"), self.s.norm == "layer" and not of_head)
+
+    def table(self, name: str) -> _native.Table:
+        return _native.Table(self.s.type_of(name), *self.s.shape(name), self.data[name])
+
     def program(self, level: str, threads: int) -> _native.Program:
         s = self.s
         cache = _native.Cache(s.kv_type, self.layers, s.kv_heads, s.head_dim, N_PAGES)
         sizes = (MAX_TOKENS, s.d_model, s.d_ff, s.heads, s.kv_heads, s.head_dim)
-        p = _native.Program(_native.Pool(threads), cache, level, *sizes, self.frequencies, s.rope_factor)
-        p.embed(_native.Table(s.type_of("embed"), s.vocab, s.d_model, self.data["embed"]))
-        for i, window in enumerate(s.windows):
-            q, k, v, o, gate, up, down = (self.packed[f"{i}.{part}"] for part in PARTS)
-            biases = (self.padded_bias(i, part, s.heads if part == "q" else s.kv_heads) for part in "qkv")
-            norms = (self.vectors.get(f"{i}.q_norm"), self.vectors.get(f"{i}.k_norm"))
-            p.attention_input(i, s.eps, self.vectors[f"{i}.attn_norm"], q, k, v, *biases, *norms)
-            p.attention(i, window)
-            p.project(o, self.vectors.get(f"{i}.o_bias"))
-            ffn_biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-            p.ffn(self.vectors[f"{i}.ffn_norm"], s.eps, gate, up, down, *ffn_biases)
-        p.head(self.vectors["final_norm"], s.eps, self.packed["head"])
+        p = _native.Program(_native.Pool(threads), cache, level, *sizes, self.frequencies, s.rope_factor, s.embed_dim)
+        positions = self.table("positions") if s.learned_positions else None
+        p.embed(self.table("embed"), positions, OFFSET, self.packed.get("project_in"))
+        for i in range(self.layers):
+            attn_norm, ffn_norm = self.norm(f"{i}.attn_norm"), self.norm(f"{i}.ffn_norm")
+            if s.order == "post":
+                assert attn_norm is not None and ffn_norm is not None
+                self._attention(p, i, None)
+                self._project(p, i)
+                p.normalise(attn_norm)
+                self._ffn(p, i, None)
+                p.normalise(ffn_norm)
+                continue
+            self._attention(p, i, attn_norm)
+            if s.order == "pre":
+                self._project(p, i)
+            self._ffn(p, i, ffn_norm or attn_norm)
+            if s.order != "pre":
+                self._project(p, i)
+        p.head(self.norm("final_norm"), self.packed["head"], self.packed.get("project_out"))
         return p
+
+    def _attention(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
+        q, k, v = (self.packed[f"{i}.{part}"] for part in "qkv")
+        biases = (self.padded_bias(i, part, self.s.heads if part == "q" else self.s.kv_heads) for part in "qkv")
+        p.attention_input(i, norm, q, k, v, *biases, self.norm(f"{i}.q_norm"), self.norm(f"{i}.k_norm"))
+        p.attention(i, self.s.windows[i])
+
+    def _project(self, p: _native.Program, i: int) -> None:
+        p.project(self.packed[f"{i}.o"], self.vectors.get(f"{i}.o_bias"))
+
+    def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
+        up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
+        biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
+        p.ffn(norm, self.packed.get(f"{i}.gate"), up, down, *biases, self.s.activation, self.s.threshold)
 
 
 class Reference:
@@ -163,8 +258,17 @@ class Reference:
         return out if bias is None else out + bias
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        exact = reference.rms_norm(x, self.w.vectors[name], self.w.s.eps)
-        return self._disturbed(exact, np.abs(exact), x.shape[-1] // LANES + 8)
+        weight, eps = self.w.vectors[name], self.w.s.eps
+        roundings = x.shape[-1] // LANES + 8
+        if f"{name}_bias" not in self.w.vectors:
+            exact = reference.rms_norm(x, weight, eps)
+            return self._disturbed(exact, np.abs(exact), roundings)
+        bias = self.w.vectors[f"{name}_bias"]
+        exact = reference.layer_norm(x, weight, bias, eps)
+        # the mean is off by as much as the sum of what was added up
+        by = np.abs(weight) / np.sqrt(x.var(axis=-1, keepdims=True) + eps)
+        size = np.abs(exact - bias) + np.abs(bias) + by * np.abs(x).mean(axis=-1, keepdims=True)
+        return self._disturbed(exact, size, roundings)
 
     def _heads(self, x: np.ndarray, i: int, part: str, rotation: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         heads = self._linear(x, f"{i}.{part}").reshape(len(x), -1, self.w.s.head_dim)
@@ -175,11 +279,10 @@ class Reference:
         rotated = reference.rope(heads, *rotation)
         return self._disturbed(rotated, np.full(rotated.shape, np.abs(rotated).max()), 4)
 
-    def _attention(self, x: np.ndarray, i: int, window: int) -> np.ndarray:
-        s, tokens = self.w.s, len(x)
+    def _attention(self, normed: np.ndarray, i: int) -> np.ndarray:
+        s, tokens, window = self.w.s, len(normed), self.w.s.windows[i]
         positions, pages = np.arange(tokens, dtype=np.int32), np.arange(-(-tokens // PAGE), dtype=np.int32)
         rotation = reference.rotations(positions, self.w.frequencies, s.rope_factor)
-        normed = self._norm(x, f"{i}.attn_norm")
         q, k, v = (self._heads(normed, i, part, rotation) for part in "qkv")
         q = self._disturbed(q, np.abs(q), s.head_dim)  # the error of the scores
         caches = []
@@ -191,19 +294,42 @@ class Reference:
         out = self._disturbed(out, np.full(out.shape, np.abs(caches[1]).max()), tokens + 8)
         return self._linear(out.reshape(tokens, -1), f"{i}.o")
 
+    def _ffn(self, normed: np.ndarray, i: int) -> np.ndarray:
+        s = self.w.s
+        hidden = [self._linear(normed, f"{i}.{part}") for part in s.parts if part in ("gate", "up")]
+        active = reference.activate(s.activation, *hidden, threshold=s.threshold)
+        return self._linear(self._disturbed(active, np.abs(active), 12), f"{i}.down")
+
+    def _sum(self, x: np.ndarray, more: np.ndarray) -> np.ndarray:
+        return self._disturbed(x + more, np.abs(x + more), 1)
+
+    def _rows(self, name: str, rows: np.ndarray) -> np.ndarray:
+        stored = self.w.data[name].reshape(self.w.s.shape(name)[0], -1)
+        return dequantize(stored, self.w.s.type_of(name))[rows].astype(np.float64)
+
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """[tokens, vocab] of one sequence from its start."""
         s = self.w.s
-        table = dequantize(self.w.data["embed"].reshape(s.vocab, -1), s.type_of("embed"))
-        x = table[tokens].astype(np.float64)
-        for i, window in enumerate(s.windows):
-            x = x + self._attention(x, i, window)
-            x = self._disturbed(x, np.abs(x), 1)
-            normed = self._norm(x, f"{i}.ffn_norm")
-            hidden = reference.swiglu(self._linear(normed, f"{i}.gate"), self._linear(normed, f"{i}.up"))
-            x = x + self._linear(self._disturbed(hidden, np.abs(hidden), 12), f"{i}.down")
-            x = self._disturbed(x, np.abs(x), 1)
-        return self._linear(self._norm(x, "final_norm"), "head")
+        x = self._rows("embed", tokens)
+        if s.embed_dim:
+            x = self._linear(x, "project_in")
+        if s.learned_positions:
+            x = self._sum(x, self._rows("positions", OFFSET + np.arange(len(tokens))))
+        for i in range(self.w.layers):
+            if s.order == "post":
+                x = self._norm(self._sum(x, self._attention(x, i)), f"{i}.attn_norm")
+                x = self._norm(self._sum(x, self._ffn(x, i)), f"{i}.ffn_norm")
+                continue
+            normed = self._norm(x, f"{i}.attn_norm")
+            attended = self._attention(normed, i)
+            if s.order == "pre":
+                x = self._sum(x, attended)
+            x = self._sum(x, self._ffn(normed if s.order == "shared" else self._norm(x, f"{i}.ffn_norm"), i))
+            if s.order != "pre":
+                x = self._sum(x, attended)
+        if s.order != "post":
+            x = self._norm(x, "final_norm")
+        return self._linear(self._linear(x, "project_out") if s.embed_dim else x, "head")
 
 
 @cache
@@ -263,13 +389,21 @@ def test_the_bound_notices_every_setting(name: str) -> None:
     s = weights.s
     wrong = {
         "window": replace(s, windows=tuple(w + 1 if w else 64 for w in s.windows)),
-        "rope": replace(s, rope_factor=s.rope_factor * 1.05),
         "eps": replace(s, eps=0.1),
+        "activation": replace(s, activation="silu" if s.activation == "relu" else "relu"),
     }
+    if s.rotated != 0:
+        wrong["rope"] = replace(s, rope_factor=s.rope_factor * 1.05)
+    if s.activation == "fatrelu":
+        wrong["threshold"] = replace(s, threshold=s.threshold * 1.1)
+    if s.order == "parallel":
+        wrong["order"] = replace(s, order="pre")
     for what, setting in wrong.items():
         other = Weights(setting, seed=list(SETTINGS).index(name))
         assert np.abs(Reference(other).logits(other.sequences[0]) - exact).max() > bound, what
     for changed in weights.vectors:
+        if changed.endswith("k_bias") and s.rotated == 0:
+            continue  # adds the same to every score of a query: nothing
         kept = weights.vectors[changed]
         weights.vectors[changed] = np.roll(kept, 1)
         missed = np.abs(Reference(weights).logits(weights.sequences[0]) - exact).max()
@@ -301,6 +435,26 @@ def test_batches_give_the_same_bits(name: str, level: str) -> None:
         for parts in batches:
             for (row, first, n), logits in zip(parts, step(program, weights, parts, table), strict=True):
                 assert same_bits(logits, alone[row][first : first + n]), (threads, row, first)
+
+
+@every_level
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_no_number_stays_so(activation: str, gated: bool, level: str) -> None:
+    """A NaN that enters the activation of one neuron reaches every logit, as it does in `transformers`."""
+    setting = Setting(2, 1, 8, 24, 40, "F32", "f32", activation=activation, gated=gated, biases=True)
+    for part in setting.parts[4:-1]:
+        weights = Weights(setting, seed=5)
+        vocab, tokens, at = setting.vocab, np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
+        logits = np.zeros((3, round_up(vocab, LANES)), np.float32)
+        step_of = (tokens, tokens, at, PAGE_TABLES[0], tokens, logits)
+        program = weights.program(level, 1)
+        program.run(*step_of, 0, program.size, vocab)
+        assert np.isfinite(logits).all()
+        weights.vectors[f"1.{part}_bias"][17] = np.nan
+        program = weights.program(level, 1)
+        program.run(*step_of, 0, program.size, vocab)
+        assert np.isnan(logits[:, :vocab]).all(), part
 
 
 def simple() -> tuple[Weights, _native.Program, dict[str, np.ndarray]]:
@@ -369,6 +523,20 @@ def test_a_page_that_is_reached_later_must_be_there_too() -> None:
         step(program, weights, [(0, 32, 1)], table)
 
 
+def test_a_position_without_a_row_is_refused() -> None:
+    weights = weights_of("learned positions")
+    program, vocab = weights.program("", 1), weights.s.vocab
+    one, logits = np.zeros(1, np.int32), np.full((1, 48), np.nan, np.float32)
+    for position in (POSITIONS - 1, POSITIONS):
+        args = (one, np.array([position], np.int32), one, PAGE_TABLES[0], one, logits, 0, program.size, vocab)
+        if position < POSITIONS:
+            program.run(*args)
+            assert np.isfinite(logits[:, :vocab]).all()
+        else:
+            with pytest.raises(ValueError, match="beyond the table of positions"):
+                program.run(*args)
+
+
 def ints(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int32)
 
@@ -406,34 +574,63 @@ def test_logits_are_never_written_to_a_copy() -> None:
 
 def test_wrong_wiring_is_refused() -> None:
     weights, program, _ = simple()
-    s, norm = weights.s, np.ones(40, np.float32)
+    ones = np.ones(40, np.float32)
+    norm, short = _native.Norm(ones, 1e-5), _native.Norm(ones[:39].copy(), 1e-5)
     q, k, v, o, gate, up, down = (weights.packed[f"0.{part}"] for part in PARTS)
-    short = norm[:39].copy()
     with pytest.raises(ValueError, match="layer"):
-        program.attention_input(2, s.eps, norm, q, k, v)
+        program.attention_input(2, norm, q, k, v)
     for bad in ([norm, k, k, v], [norm, q, q, v], [norm, q, k, q], [norm, q, k, down], [short, q, k, v]):
         with pytest.raises(ValueError):
-            program.attention_input(0, s.eps, *bad)
+            program.attention_input(0, *bad)
     for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
+        wrong = np.ones(9, np.float32) if name.endswith("bias") else _native.Norm(np.ones(9, np.float32), 1e-5)
         with pytest.raises(ValueError, match=r"wrong length|another length"):
-            program.attention_input(0, s.eps, norm, q, k, v, **{name: np.ones(9, np.float32)})
+            program.attention_input(0, norm, q, k, v, **{name: wrong})
     for layer, window in ((2, 0), (-1, 0), (0, -1)):
         with pytest.raises(ValueError, match="layer"):
             program.attention(layer, window)
     with pytest.raises(ValueError, match="output projection"):
         program.project(down)
     with pytest.raises(ValueError, match="bias"):
-        program.project(o, short)
-    for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate)):
+        program.project(o, ones[:39].copy())
+    for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate), (None, down, down)):
         with pytest.raises(ValueError, match="width"):
-            program.ffn(norm, s.eps, *weights_)
+            program.ffn(norm, *weights_)
     with pytest.raises(ValueError, match="FFN norm"):
-        program.ffn(short, s.eps, gate, up, down)
-    for bad_norm, matrix in ((short, weights.packed["head"]), (norm, down)):
-        with pytest.raises(ValueError, match="width"):
-            program.head(bad_norm, s.eps, matrix)
+        program.ffn(short, gate, up, down)
+    with pytest.raises(ValueError, match="without a gate"):
+        program.ffn(norm, None, up, down, np.ones(72, np.float32))
+    with pytest.raises(ValueError, match="activation 'gelu'"):
+        program.ffn(norm, gate, up, down, activation="gelu")
+    with pytest.raises(ValueError, match="another length"):
+        program.normalise(short)
+    with pytest.raises(ValueError, match="another length"):
+        program.head(short, weights.packed["head"])
+    with pytest.raises(ValueError, match="width"):
+        program.head(norm, down)
+    for projection in (gate, o):
+        with pytest.raises(ValueError, match=r"projection|width"):
+            program.head(norm, weights.packed["head"], projection)
     with pytest.raises(ValueError, match="width"):
         program.embed(_native.Table("F32", 45, 8, np.zeros(45 * 32, np.uint8)))
+    table, narrow = weights.table("embed"), _native.Table("F32", 45, 8, np.zeros(45 * 32, np.uint8))
+    with pytest.raises(ValueError, match="projection"):
+        program.embed(table, project=o)
+    with pytest.raises(ValueError, match="positions has rows of another width"):
+        program.embed(table, narrow)
+    for offset in (-1, 45):
+        with pytest.raises(ValueError, match="no row for position 0"):
+            program.embed(table, table, offset)
+
+
+def test_norms_are_checked() -> None:
+    ones = np.ones(8, np.float32)
+    with pytest.raises(ValueError, match="only a LayerNorm has a bias"):
+        _native.Norm(ones, 1e-5, ones)
+    with pytest.raises(ValueError, match="as long as its weights"):
+        _native.Norm(ones, 1e-5, np.ones(7, np.float32), True)
+    with pytest.raises(ValueError, match="needs weights"):
+        _native.Norm(ones[:0], 1e-5)
 
 
 def test_wrong_sizes_are_refused() -> None:
@@ -441,7 +638,7 @@ def test_wrong_sizes_are_refused() -> None:
     good = {"max_tokens": 4, "d_model": 32, "d_ff": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
     pool, cache = _native.Pool(1), _native.Cache("f16", 1, 2, 8, 4)
     assert cache.pages == 4 and cache.nbytes == 4 * _native.kv_page_bytes("f16", 1, 2, 8)
-    for change in ({"heads": 3}, {"kv_heads": 4}, {"head_dim": 16}, {"d_ff": 0}, {"max_tokens": -1}):
+    for change in ({"heads": 3}, {"kv_heads": 4}, {"head_dim": 16}, {"d_ff": 0}, {"max_tokens": -1}, {"embed_dim": 0}):
         with pytest.raises(ValueError):
             _native.Program(pool, cache, "", **(good | change), frequencies=frequencies, rope_factor=1.0)
     with pytest.raises(ValueError, match="rotary"):

@@ -69,6 +69,13 @@ def test_rms_norm() -> None:
     assert close(reference.rms_norm(x, weight, 2.75), [[1, 8 / 3, 0, 0]])  # sqrt(25 / 4 + 2.75) = 3
 
 
+def test_layer_norm() -> None:
+    x, weight = np.array([[1, 3, 5, 7]], np.float32), np.array([1, 2, 3, 4], np.float32)  # mean 4, variance 5
+    bias = np.array([0, 1, 0, -1], np.float32)
+    assert close(reference.layer_norm(x, weight, bias, 4), [[-1, 1 - 2 / 3, 1, 3]])
+    assert close(reference.layer_norm(x, weight, bias, 0), np.array([-3, -2, 3, 12]) / math.sqrt(5) + bias)
+
+
 def test_rope_rotates_halves() -> None:
     x = np.array([[[1, 2, 3, 4, 5]]], np.float32)  # the fifth dimension is not rotated
     cos, sin = np.array([[0.0, -1.0]]), np.array([[1.0, 0.0]])  # by 90 and by 180 degrees
@@ -84,9 +91,20 @@ def test_rotations() -> None:
     assert close(cos, [[math.cos(16777216)]])  # a float32 has no 2**24 + 1
 
 
-def test_swiglu() -> None:
+def test_activations() -> None:
     gate, up = np.array([0, math.log(3), -math.log(3), 1e3, -1e3]), np.array([5.0, 4, 4, 2, 2])
-    assert close(reference.swiglu(gate, up), [0, math.log(3) * 3, -math.log(3), 2e3, 0])
+    assert close(reference.activate("silu", gate, up), [0, math.log(3) * 3, -math.log(3), 2e3, 0])
+    gate, up = np.array([-1, 0, 0.25, 0.5, 3, math.nan]), np.array([5, 4, 3, 2, -1, 1.0])
+    nan = math.nan
+    for name, gated, plain in (
+        ("relu", [0, 0, 0.75, 1, -3, nan], [0, 0, 0.25, 0.5, 3, nan]),
+        ("relu2", [0, 0, 0.1875, 0.5, -9, nan], [0, 0, 0.0625, 0.25, 9, nan]),
+        ("fatrelu", [0, 0, 0, 1, -3, nan], [0, 0, 0, 0.5, 3, nan]),
+        ("drelu", [0, 0, 0.75, 1, 0, nan], [0, 0, 0.25, 0.5, 3, nan]),
+    ):
+        assert np.array_equal(reference.activate(name, gate, up, 0.25), gated, equal_nan=True), name
+        assert np.array_equal(reference.activate(name, gate, threshold=0.25), plain, equal_nan=True), name
+    assert np.isnan(reference.activate("drelu", np.ones(1), np.array([nan]))).all()
 
 
 def test_keys_and_values_are_rounded_as_they_are_stored() -> None:

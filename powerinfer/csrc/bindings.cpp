@@ -30,6 +30,7 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 const char* const TYPES[PI_N_TYPES] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 int index_of(const char* const* names, int n, const std::string& name, const char* what) {
@@ -48,6 +49,8 @@ void check_stored(int type, int64_t rows, int64_t k, int64_t bytes) {
   require(k % pi_block(type) == 0, "the columns of a quantised matrix must be whole blocks");
   require(bytes == rows * stored_row_bytes(type, k), "the data has another size than its shape and type say");
 }
+
+Norm norm_of(const Norm* norm) { return norm ? *norm : Norm(); }
 
 Vector vector_of(const std::optional<Floats>& a) { return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector(); }
 
@@ -124,6 +127,7 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
     require(step.token[i] >= 0 && step.token[i] < vocab, "a token id is outside the vocabulary");
     require(row[i] >= 0 && row[i] < sequences, "a token's row is outside the page table");
     require(step.position[i] >= 0 && step.position[i] < width * PI_PAGE, "a position lies beyond the page table");
+    require(p.positions == 0 || step.position[i] < p.positions, "a position lies beyond the table of positions");
     if (i && row[i] == row[i - 1]) {
       require(step.position[i] == step.position[i - 1] + 1, "the tokens of a sequence must follow each other");
       step.runs.back().count++;
@@ -147,6 +151,7 @@ NB_MODULE(_native, m) {
   m.attr("PAGE") = (int)PI_PAGE;
   m.attr("LANES") = (int)PI_LANES;
   m.attr("TYPES") = nb::cast(std::vector<std::string>(TYPES, TYPES + PI_N_TYPES));
+  m.attr("ACTIVATIONS") = nb::cast(std::vector<std::string>(ACTIVATIONS, ACTIVATIONS + PI_N_ACTS));
   m.attr("KV_TYPES") = nb::cast(std::vector<std::string>(KV_TYPES, KV_TYPES + PI_N_KV_TYPES));
 
   m.def("levels", [] {
@@ -187,6 +192,13 @@ NB_MODULE(_native, m) {
         unpack_row(t.type, t.data + i * stored_row_bytes(t.type, t.k), t.k, out.data());
       }, "index"_a, "out"_a.noconvert());
 
+  nb::class_<Norm>(m, "Norm")
+      .def("__init__", [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer) {
+        require(weight.shape(0) > 0, "a norm needs weights");
+        require(!bias || (layer && bias->shape(0) == weight.shape(0)), "only a LayerNorm has a bias, as long as its weights");
+        new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer};
+      }, "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false);
+
   nb::class_<Cache>(m, "Cache")
       .def("__init__", [](Cache* cache, const std::string& type, int layers, int kv_heads, int head_dim, int64_t pages) {
         require(layers > 0 && kv_heads > 0 && head_dim > 0 && pages > 0, "a cache needs layers, heads and pages");
@@ -197,26 +209,37 @@ NB_MODULE(_native, m) {
 
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* p, std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const std::string& level, int64_t max_tokens, int64_t d_model,
-                          int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim, Floats frequencies, float rope_factor) {
-        require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0, "sizes must be positive");
-        new (p) Program(std::move(pool), std::move(cache), find_level(level), Sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim},
+                          int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim, Floats frequencies, float rope_factor,
+                          std::optional<int64_t> embed_dim) {
+        const Sizes sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim, embed_dim.value_or(d_model)};
+        require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0 && sizes.embed_dim > 0, "sizes must be positive");
+        new (p) Program(std::move(pool), std::move(cache), find_level(level), sizes,
                         Vector(frequencies.data(), frequencies.data() + frequencies.shape(0)), rope_factor);
-      }, "pool"_a, "cache"_a, "level"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "frequencies"_a, "rope_factor"_a)
-      .def("embed", &Program::embed, "table"_a, nb::keep_alive<1, 2>())
-      .def("attention_input", [](Program& p, int layer, float eps, Floats norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v,
-                                 std::optional<Floats> q_bias, std::optional<Floats> k_bias, std::optional<Floats> v_bias, std::optional<Floats> q_norm,
-                                 std::optional<Floats> k_norm) {
-        p.attention_input({layer, eps, vector_of(norm), vector_of(q_bias), vector_of(k_bias), vector_of(v_bias), vector_of(q_norm), vector_of(k_norm),
-                           std::move(q), std::move(k), std::move(v)});
-      }, "layer"_a, "eps"_a, "norm"_a, "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(), "v_bias"_a = nb::none(),
+      }, "pool"_a, "cache"_a, "level"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "frequencies"_a, "rope_factor"_a,
+           "embed_dim"_a = nb::none())
+      .def("embed", [](Program& p, std::shared_ptr<Table> table, std::shared_ptr<Table> positions, int64_t offset, std::shared_ptr<Matrix> project) {
+        p.embed({std::move(table), std::move(positions), offset, std::move(project)});
+      }, "table"_a, "positions"_a = nb::none(), "offset"_a = 0, "project"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("attention_input", [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v,
+                                 std::optional<Floats> q_bias, std::optional<Floats> k_bias, std::optional<Floats> v_bias, const Norm* q_norm,
+                                 const Norm* k_norm) {
+        p.attention_input({layer, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias), vector_of(k_bias), vector_of(v_bias), std::move(q),
+                           std::move(k), std::move(v)});
+      }, "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(), "v_bias"_a = nb::none(),
            "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
       .def("attention", &Program::attention, "layer"_a, "window"_a)
       .def("project", [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias) { p.project(std::move(w), vector_of(bias)); }, "w"_a, "bias"_a = nb::none())
-      .def("ffn", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
-                     std::optional<Floats> gate_bias, std::optional<Floats> up_bias, std::optional<Floats> down_bias) {
-        p.ffn(vector_of(norm), eps, std::move(gate), std::move(up), std::move(down), vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias));
-      }, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none())
-      .def("head", [](Program& p, Floats norm, float eps, std::shared_ptr<Matrix> w) { p.head(vector_of(norm), eps, std::move(w)); }, "norm"_a, "eps"_a, "w"_a)
+      .def("ffn", [](Program& p, const Norm* norm, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+                     std::optional<Floats> gate_bias, std::optional<Floats> up_bias, std::optional<Floats> down_bias, const std::string& activation,
+                     float threshold) {
+        p.ffn({norm_of(norm), std::move(gate), std::move(up), std::move(down), vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias),
+               index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold});
+      }, "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
+           "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f)
+      .def("normalise", &Program::normalise, "norm"_a)
+      .def("head", [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
+        p.head(norm_of(norm), std::move(project), std::move(w));
+      }, "norm"_a.none(), "w"_a, "project"_a = nb::none())
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)
       .def("take_times", &Program::take_times)

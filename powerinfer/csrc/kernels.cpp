@@ -424,28 +424,80 @@ void forms(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* 
   }
 }
 
-void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out) {
+// Sixteen lanes of a row, or its last n.
+struct Lanes {
+  PI_INLINE_MEMBER f32x16 load(const float* p) const { return f_load(p); }
+  PI_INLINE_MEMBER void store(float* p, f32x16 v) const { f_store(p, v); }
+};
+struct LastLanes {
+  int n;
+  PI_INLINE_MEMBER f32x16 load(const float* p) const { return f_load_n(p, n); }
+  PI_INLINE_MEMBER void store(float* p, f32x16 v) const { f_store_n(p, v, n); }
+};
+
+// f(lanes, i) for every i at which lanes of a row of n begin.
+template <class F> PI_INLINE void along_row(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) f(Lanes{}, i);
+  if (i < n) f(LastLanes{(int)(n - i)}, i);
+}
+
+// Mean of a row or of its squares, in two chains of sixteen lanes.
+template <bool squares> PI_INLINE float row_mean(const float* x, int64_t n) {
+  const auto more = [](f32x16 v, f32x16 sum) __attribute__((always_inline)) { return squares ? f_fma(v, v, sum) : f_add(v, sum); };
   f32x16 a = f_zero(), b = f_zero();
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    f32x16 u = f_load(x + i), v = f_load(x + i + 16);
-    a = f_fma(u, u, a);
-    b = f_fma(v, v, b);
+    a = more(f_load(x + i), a);
+    b = more(f_load(x + i + 16), b);
   }
-  for (; i < n; i += 16) {
-    f32x16 u = f_load_n(x + i, n - i < 16 ? (int)(n - i) : 16);
-    a = f_fma(u, u, a);
-  }
-  f32x16 by = f_set(1.0f / __builtin_sqrtf(f_sum(f_add(a, b)) / (float)n + eps));
-  for (i = 0; i + 16 <= n; i += 16) f_store(out + i, f_mul(f_mul(f_load(x + i), by), f_load(w + i)));
-  if (i < n) f_store_n(out + i, f_mul(f_mul(f_load_n(x + i, (int)(n - i)), by), f_load_n(w + i, (int)(n - i))), (int)(n - i));
+  for (; i < n; i += 16) a = more(f_load_n(x + i, n - i < 16 ? (int)(n - i) : 16), a);
+  return f_sum(f_add(a, b)) / (float)n;
 }
 
-void swiglu(float* gate, const float* up, int64_t n) {  // n is a multiple of 16
+void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out) {
+  const f32x16 by = f_set(1.0f / __builtin_sqrtf(row_mean<true>(x, n) + eps));
+  along_row(n, [&](auto lanes, int64_t i) __attribute__((always_inline)) {
+    lanes.store(out + i, f_mul(f_mul(lanes.load(x + i), by), lanes.load(w + i)));
+  });
+}
+
+// Two passes: the variance is that of the centred row, so a mean far from zero costs no digits.
+void layer_norm(const float* x, const float* w, const float* b, int64_t n, float eps, float* out) {
+  const f32x16 mean = f_set(row_mean<false>(x, n));
+  along_row(n, [&](auto lanes, int64_t i) __attribute__((always_inline)) { lanes.store(out + i, f_sub(lanes.load(x + i), mean)); });
+  const f32x16 by = f_set(1.0f / __builtin_sqrtf(row_mean<true>(out, n) + eps));
+  along_row(n, [&](auto lanes, int64_t i) __attribute__((always_inline)) {
+    const f32x16 v = f_mul(f_mul(lanes.load(out + i), by), lanes.load(w + i));
+    lanes.store(out + i, b ? f_add(v, lanes.load(b + i)) : v);
+  });
+}
+
+template <int act> PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
+  if constexpr (act == PI_SILU) return f_div(x, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), x))));
+  const f32x16 kept = f_above(x, threshold);
+  return act == PI_RELU2 ? f_mul(kept, kept) : kept;
+}
+
+template <int act> void activate_as(float threshold, float* gate, const float* up, int64_t n) {
+  const f32x16 t = f_set(act == PI_FATRELU ? threshold : 0.0f);
   for (int64_t i = 0; i < n; i += 16) {
-    f32x16 g = f_load(gate + i);
-    f32x16 silu = f_div(g, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), g))));
-    f_store(gate + i, f_mul(silu, f_load(up + i)));
+    f32x16 a = activated<act>(f_load(gate + i), t);
+    if (up) {
+      const f32x16 u = f_load(up + i);
+      a = f_mul(a, act == PI_DRELU ? f_above(u, t) : u);
+    }
+    f_store(gate + i, a);
+  }
+}
+
+void activate(int act, float threshold, float* gate, const float* up, int64_t n) {
+  switch (act) {
+    case PI_SILU: return activate_as<PI_SILU>(threshold, gate, up, n);
+    case PI_RELU: return activate_as<PI_RELU>(threshold, gate, up, n);
+    case PI_RELU2: return activate_as<PI_RELU2>(threshold, gate, up, n);
+    case PI_FATRELU: return activate_as<PI_FATRELU>(threshold, gate, up, n);
+    case PI_DRELU: return activate_as<PI_DRELU>(threshold, gate, up, n);
   }
 }
 
@@ -677,7 +729,7 @@ template <class Kv> void attention(const PiAttention* a, int g, int64_t r0, int6
 #define PI_JOIN(a, b) PI_JOIN_(a, b)
 
 const PiKernels kernels = {
-    PI_STRING(PI_LEVEL), linear, forms, rms_norm, swiglu, rope, scale, store_kv,
+    PI_STRING(PI_LEVEL), linear, forms, rms_norm, layer_norm, activate, rope, scale, store_kv,
     {attention<KvF32>, attention<KvF16>, attention<KvQ8_0>},
 };
 

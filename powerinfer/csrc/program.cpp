@@ -15,16 +15,38 @@ constexpr int64_t ALONE = 4096;
 
 int form_of(const Matrix& m) { return pi_form(m.type); }
 
+// out = norm(x), a row of k; they may be the same row.
+void normalise_row(const PiKernels* kernels, const Norm& norm, const float* x, int64_t k, float* out) {
+  if (norm.layer) kernels->layer_norm(x, norm.w.data(), norm.b.empty() ? nullptr : norm.b.data(), k, norm.eps, out);
+  else kernels->rms_norm(x, norm.w.data(), k, norm.eps, out);
+}
+
 struct Embed : Op {
-  std::shared_ptr<Table> table;
+  EmbedInput in;
   const char* name() const override { return "embed"; }
   void run(Thread& t, const Step& step) const override {
     Program& p = *t.program;
     int64_t begin, end;
     share(step.tokens, 1, p.pool->threads(), t.id, &begin, &end);
-    const int64_t row_bytes = stored_row_bytes(table->type, table->k);
-    for (int64_t i = begin; i < end; i++) unpack_row(table->type, table->data + step.token[i] * row_bytes, table->k, p.x + i * p.ldx);
+    const bool direct = !in.project && !in.positions;
+    for (int64_t i = begin; i < end; i++) {
+      float *x = p.x + i * p.ldx, *row = direct ? x : p.gate + i * p.ldh;
+      look_up(*in.table, step.token[i], row);
+      if (in.positions) look_up(*in.positions, step.position[i] + in.offset, x);
+      if (in.positions && !in.project) for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
+    }
+    if (in.project) {
+      p.pool->barrier();
+      const Matrix& w = *in.project;
+      const PiActs* acts = p.prepare(t, p.gate, p.ldh, w.k, step.tokens, nullptr, {}, form_of(w));
+      share(w.panels, 1, p.pool->threads(), t.id, &begin, &end);
+      p.linear(t, w, {}, acts, p.x, p.ldx, step.tokens, in.positions != nullptr, begin, end);
+    }
     p.pool->barrier();
+  }
+
+  static void look_up(const Table& table, int64_t row, float* out) {
+    unpack_row(table.type, table.data + row * stored_row_bytes(table.type, table.k), table.k, out);
   }
 };
 
@@ -35,7 +57,7 @@ struct AttentionIn : Op {
   void run(Thread& t, const Step& step) const override {
     Program& p = *t.program;
     const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads, pad = p.head_pad;
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, &in.norm, in.eps, form_of(*in.q) | form_of(*in.k) | form_of(*in.v));
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, form_of(*in.q) | form_of(*in.k) | form_of(*in.v));
     // Whole heads to each thread: it can rotate them and store them without waiting for another.
     int64_t begin, end;
     share(heads + 2 * kv, 1, p.pool->threads(), t.id, &begin, &end);
@@ -52,11 +74,11 @@ struct AttentionIn : Op {
         for (int64_t h = begin; h < end; h++) {
           float* x = p.qkv + token * p.ldqkv + h * pad;
           if (h < heads) {
-            if (!in.q_norm.empty()) p.kernels->rms_norm(x, in.q_norm.data(), p.sizes.head_dim, in.eps, x);
+            if (in.q_norm) normalise_row(p.kernels, in.q_norm, x, p.sizes.head_dim, x);
             p.kernels->rope(x, cos, sin, half);
             p.kernels->scale(x, by, p.sizes.head_dim);
           } else if (h < heads + kv) {
-            if (!in.k_norm.empty()) p.kernels->rms_norm(x, in.k_norm.data(), p.sizes.head_dim, in.eps, x);
+            if (in.k_norm) normalise_row(p.kernels, in.k_norm, x, p.sizes.head_dim, x);
             p.kernels->rope(x, cos, sin, half);
             p.kernels->store_kv(p.cache->type, page + (h - heads) * p.cache->head_bytes, (int)(position % PI_PAGE), x, nullptr, (int)pad);
           } else {
@@ -131,7 +153,7 @@ struct Project : Op {
   const char* name() const override { return "project"; }
   void run(Thread& t, const Step& step) const override {
     Program& p = *t.program;
-    const PiActs* acts = p.prepare(t, p.attended, p.lda, w->k, step.tokens, nullptr, nullptr, 0, form_of(*w));
+    const PiActs* acts = p.prepare(t, p.attended, p.lda, w->k, step.tokens, nullptr, {}, form_of(*w));
     int64_t p0, p1;
     share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
     p.linear(t, *w, bias, acts, p.x, p.ldx, step.tokens, true, p0, p1);
@@ -140,32 +162,44 @@ struct Project : Op {
 };
 
 struct Ffn : Op {
-  Vector norm, gate_bias, up_bias, down_bias;
-  float eps;
-  std::shared_ptr<Matrix> gate, up, down;
+  FfnInput in;
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) const override {
     Program& p = *t.program;
-    const int64_t tokens = step.tokens, k = down->k;
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, &norm, eps, form_of(*gate) | form_of(*up));
+    const int64_t tokens = step.tokens, k = in.down->k;
+    const int form = form_of(*in.down);
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, in.norm, form_of(*in.up) | (in.gate ? form_of(*in.gate) : 0));
     int64_t p0, p1;
-    share(gate->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of the activations below
-    p.linear(t, *gate, gate_bias, acts, p.gate, p.ldh, tokens, false, p0, p1);
-    p.linear(t, *up, up_bias, acts, p.up, p.ldh, tokens, false, p0, p1);
+    share(in.up->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of the activations below
+    if (in.gate) p.linear(t, *in.gate, in.gate_bias, acts, p.gate, p.ldh, tokens, false, p0, p1);
+    p.linear(t, *in.up, in.up_bias, acts, in.gate ? p.up : p.gate, p.ldh, tokens, false, p0, p1);
     const int64_t c0 = p0 * PI_LANES, c1 = std::min(p1 * PI_LANES, k);
     const auto& m = p.middle;
     if (c0 < c1) {
       for (int64_t i = 0; i < tokens; i++) {
-        p.kernels->swiglu(p.gate + i * p.ldh + c0, p.up + i * p.ldh + c0, (p1 - p0) * PI_LANES);
-        if (form_of(*down) == PI_FORM_F32) continue;
-        p.kernels->forms(p.gate + i * p.ldh + c0, c1 - c0, form_of(*down), m.b + i * pi_round_up(k, 32) + c0, m.q + i * k + c0,
-                         m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32, m.s + (i * k + c0) / 16);
+        float* row = p.gate + i * p.ldh + c0;
+        p.kernels->activate(in.act, in.threshold, row, in.gate ? p.up + i * p.ldh + c0 : nullptr, (p1 - p0) * PI_LANES);
+        if (form == PI_FORM_F32) continue;
+        p.kernels->forms(row, c1 - c0, form, m.b + i * pi_round_up(k, 32) + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32,
+                         m.s + (i * k + c0) / 16);
       }
     }
     p.pool->barrier();
     PiActs hidden{p.gate, m.b, m.q, m.d, m.sd, m.s, k, p.ldh, pi_round_up(k, 32)};
-    share(down->panels, 1, p.pool->threads(), t.id, &p0, &p1);
-    p.linear(t, *down, down_bias, &hidden, p.x, p.ldx, tokens, true, p0, p1);
+    share(in.down->panels, 1, p.pool->threads(), t.id, &p0, &p1);
+    p.linear(t, *in.down, in.down_bias, &hidden, p.x, p.ldx, tokens, true, p0, p1);
+    p.pool->barrier();
+  }
+};
+
+struct Normalise : Op {
+  Norm norm;
+  const char* name() const override { return "normalise"; }
+  void run(Thread& t, const Step& step) const override {
+    Program& p = *t.program;
+    int64_t begin, end;
+    share(step.tokens, 1, p.pool->threads(), t.id, &begin, &end);
+    for (int64_t i = begin; i < end; i++) normalise_row(p.kernels, norm, p.x + i * p.ldx, p.sizes.d_model, p.x + i * p.ldx);
     p.pool->barrier();
   }
 };
@@ -173,24 +207,30 @@ struct Ffn : Op {
 // Logits decide, and few of them are wanted: for quantised weights the activations come in two planes of 8 bits, the
 // second holding what the first left, and both meet a weight in one pass.
 struct Head : Op {
-  Vector norm, none;
-  float eps;
-  std::shared_ptr<Matrix> w;
+  Norm norm;
+  std::shared_ptr<Matrix> project, w;
   const char* name() const override { return "head"; }
   void run(Thread& t, const Step& step) const override {
     if (step.logit_rows == 0) return;
     Program& p = *t.program;
+    const int64_t rows = step.logit_rows;
     const bool planes = form_of(*w) == PI_FORM_Q8;
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, w->k, step.logit_rows, step.logit_row, &norm, eps, planes ? PI_FORM_F32 : form_of(*w));
+    const int form = planes ? PI_FORM_F32 : form_of(*w);
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, rows, step.logit_row, norm, project ? form_of(*project) : form);
     int64_t p0, p1;
+    if (project) {
+      share(project->panels, 1, p.pool->threads(), t.id, &p0, &p1);
+      p.linear(t, *project, {}, acts, p.gate, p.ldh, rows, false, p0, p1);
+      p.pool->barrier();
+      acts = p.prepare(t, p.gate, p.ldh, w->k, rows, nullptr, {}, form);
+    }
     share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
     if (planes) {
-      for (int64_t i = 0; i < step.logit_rows; i += Program::HEAD_ROWS) {
-        const int64_t rows = std::min(step.logit_rows - i, Program::HEAD_ROWS);
-        both_planes(t, acts->f + i * acts->ldf, acts->ldf, rows, step.logits + i * step.logit_stride, step.logit_stride, p0, p1);
+      for (int64_t i = 0; i < rows; i += Program::HEAD_ROWS) {
+        both_planes(t, acts->f + i * acts->ldf, acts->ldf, std::min(rows - i, Program::HEAD_ROWS), step.logits + i * step.logit_stride, step.logit_stride, p0, p1);
       }
     } else {
-      p.linear(t, *w, none, acts, step.logits, step.logit_stride, step.logit_rows, false, p0, p1);
+      p.linear(t, *w, {}, acts, step.logits, step.logit_stride, rows, false, p0, p1);
     }
     p.pool->barrier();
   }
@@ -211,7 +251,7 @@ struct Head : Op {
     }
     const PiActs acts{nullptr, nullptr, t.head.q.data(), t.head.d.data(), t.head.sd.data(), t.head.s.data(), k, 0, 0};
     const int64_t c0 = p0 * PI_LANES, c1 = p1 * PI_LANES;
-    p.linear(t, *w, none, &acts, p.planes, ldo, 2 * rows, false, p0, p1);
+    p.linear(t, *w, {}, &acts, p.planes, ldo, 2 * rows, false, p0, p1);
     for (int64_t i = 0; i < rows; i++) {
       const float *first = p.planes + 2 * i * ldo, *second = first + ldo;
       for (int64_t j = c0; j < c1; j++) out[i * ldo + j] = first[j] + second[j];
@@ -219,8 +259,16 @@ struct Head : Op {
   }
 };
 
-void check(bool good, const char* what) {
+void check(bool good, const std::string& what) {
   if (!good) throw std::invalid_argument(what);
+}
+
+void check_norm(const Norm& norm, int64_t n, const std::string& what) {
+  check(!norm || (int64_t)norm.w.size() == n, what + " has another length than its rows");
+}
+
+void check_bias(const Vector& bias, int64_t n, const std::string& of) {
+  check(bias.empty() || (int64_t)bias.size() == n, "the bias of " + of + " has a wrong length");
 }
 
 Vector padded(Vector v) {
@@ -237,7 +285,7 @@ Cache::Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages)
 Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s, Vector frequencies, float rope_factor)
     : sizes(s), cache(std::move(cache_)), kernels(kernels_), pool(std::move(pool_)), head_pad(pi_round_up(s.head_dim, PI_LANES)),
       ldx(pi_round_up(s.d_model, PI_LANES)), ldqkv((s.heads + 2 * s.kv_heads) * head_pad), lda(pi_round_up(s.heads * s.head_dim, PI_LANES)),
-      ldh(pi_round_up(s.d_ff, 2 * PI_LANES)), frequencies_(std::move(frequencies)), rope_factor_(rope_factor) {
+      ldh(pi_round_up(std::max({s.d_ff, s.d_model, s.embed_dim}), 2 * PI_LANES)), frequencies_(std::move(frequencies)), rope_factor_(rope_factor) {
   check(s.heads % s.kv_heads == 0, "the number of heads is not a multiple of the number of key/value heads");
   check(s.kv_heads == cache->kv_heads && s.head_dim == cache->head_dim, "the cache was made for other heads");
   check(2 * (int64_t)frequencies_.size() <= s.head_dim, "more rotary frequencies than a head has pairs");
@@ -249,12 +297,13 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
   up = floats(s.max_tokens * ldh);
   cos = floats(s.max_tokens * (int64_t)frequencies_.size());
   sin = floats(s.max_tokens * (int64_t)frequencies_.size());
-  const int64_t wide = std::max(s.d_model, s.heads * s.head_dim);
+  const int64_t wide = std::max({s.d_model, s.heads * s.head_dim, s.embed_dim});
   input = make_shared(wide);
   middle = make_shared(s.d_ff);
   const int64_t alone = std::max(ALONE, std::max(wide, s.d_ff)) + 32 * 64;
   // The scratch of a smaller k may be the larger one: it holds more tokens.
-  const int64_t scratch = std::max(pi_linear_scratch(s.d_model), std::max(pi_linear_scratch(s.heads * s.head_dim), pi_linear_scratch(s.d_ff)));
+  int64_t scratch = 0;
+  for (int64_t k : {s.d_model, s.heads * s.head_dim, s.d_ff, s.embed_dim}) scratch = std::max(scratch, pi_linear_scratch(k));
   threads_.resize((size_t)pool->threads());
   for (int i = 0; i < pool->threads(); i++) {
     Thread& t = threads_[(size_t)i];
@@ -287,11 +336,18 @@ Program::Shared Program::make_shared(int64_t k) {
 
 int64_t Program::rope_half() const { return (int64_t)frequencies_.size(); }
 
-void Program::embed(std::shared_ptr<Table> table) {
-  check(table->k == sizes.d_model, "the embedding table has rows of another width than the model");
-  table_rows = table->rows;
+void Program::embed(EmbedInput in) {
+  check(in.table->k == sizes.embed_dim, "the embedding table has rows of another width than embed_dim");
+  check(in.project ? in.project->rows == sizes.d_model && in.project->k == sizes.embed_dim : sizes.embed_dim == sizes.d_model,
+        "the embedding's projection does not lead from embed_dim to the width of the model");
+  table_rows = in.table->rows;
+  if (in.positions) {
+    check(in.positions->k == sizes.d_model, "the table of positions has rows of another width than d_model");
+    check(in.offset >= 0 && in.offset < in.positions->rows, "the table of positions has no row for position 0");
+    positions = in.positions->rows - in.offset;
+  }
   auto op = std::make_unique<Embed>();
-  op->table = std::move(table);
+  op->in = std::move(in);
   ops_.push_back(std::move(op));
 }
 
@@ -299,15 +355,14 @@ void Program::attention_input(AttentionInput in) {
   const int64_t q = sizes.heads * head_pad, kv = sizes.kv_heads * head_pad;
   check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv, "q, k or v has another number of rows than its heads need");
   check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model, "q, k or v has another number of columns than d_model");
-  check((int64_t)in.norm.size() == sizes.d_model, "the attention norm has another length than d_model");
-  check(in.q_bias.empty() || (int64_t)in.q_bias.size() == q, "the bias of q has a wrong length");
-  check(in.k_bias.empty() || (int64_t)in.k_bias.size() == kv, "the bias of k has a wrong length");
-  check(in.v_bias.empty() || (int64_t)in.v_bias.size() == kv, "the bias of v has a wrong length");
-  check(in.q_norm.empty() || (int64_t)in.q_norm.size() == sizes.head_dim, "the norm of q has another length than a head");
-  check(in.k_norm.empty() || (int64_t)in.k_norm.size() == sizes.head_dim, "the norm of k has another length than a head");
+  check_norm(in.norm, sizes.d_model, "the attention norm");
+  check_bias(in.q_bias, q, "q");
+  check_bias(in.k_bias, kv, "k");
+  check_bias(in.v_bias, kv, "v");
+  check_norm(in.q_norm, sizes.head_dim, "the norm of q");
+  check_norm(in.k_norm, sizes.head_dim, "the norm of k");
   check(in.layer >= 0 && in.layer < cache->layers, "no such layer in the cache");
   auto op = std::make_unique<AttentionIn>();
-  in.norm = padded(in.norm);
   op->in = std::move(in);
   ops_.push_back(std::move(op));
 }
@@ -322,39 +377,44 @@ void Program::attention(int layer, int window) {
 
 void Program::project(std::shared_ptr<Matrix> w, Vector bias) {
   check(w->rows == sizes.d_model && w->k == sizes.heads * sizes.head_dim, "the output projection has a wrong shape");
-  check(bias.empty() || (int64_t)bias.size() == sizes.d_model, "the bias of the output projection has a wrong length");
+  check_bias(bias, sizes.d_model, "the output projection");
   auto op = std::make_unique<Project>();
   op->w = std::move(w);
   op->bias = padded(std::move(bias));
   ops_.push_back(std::move(op));
 }
 
-void Program::ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate_w, std::shared_ptr<Matrix> up_w, std::shared_ptr<Matrix> down, Vector gate_bias,
-                  Vector up_bias, Vector down_bias) {
-  check(gate_bias.empty() || (int64_t)gate_bias.size() == sizes.d_ff, "the bias of gate has a wrong length");
-  check(up_bias.empty() || (int64_t)up_bias.size() == sizes.d_ff, "the bias of up has a wrong length");
-  check(down_bias.empty() || (int64_t)down_bias.size() == sizes.d_model, "the bias of down has a wrong length");
-  check(gate_w->rows == sizes.d_ff && up_w->rows == sizes.d_ff && down->k == sizes.d_ff, "gate, up or down has another width than d_ff");
-  check(gate_w->k == sizes.d_model && up_w->k == sizes.d_model && down->rows == sizes.d_model, "gate, up or down has another width than d_model");
-  check((int64_t)norm.size() == sizes.d_model, "the FFN norm has another length than d_model");
+void Program::ffn(FfnInput in) {
+  for (const auto& w : {in.gate, in.up}) check(!w || (w->rows == sizes.d_ff && w->k == sizes.d_model), "gate or up has another width than d_ff or d_model");
+  check(in.down->rows == sizes.d_model && in.down->k == sizes.d_ff, "down has another width than d_model or d_ff");
+  check(in.gate || in.gate_bias.empty(), "a bias of gate without a gate");
+  check_bias(in.gate_bias, sizes.d_ff, "gate");
+  check_bias(in.up_bias, sizes.d_ff, "up");
+  check_bias(in.down_bias, sizes.d_model, "down");
+  check_norm(in.norm, sizes.d_model, "the FFN norm");
+  for (Vector* bias : {&in.gate_bias, &in.up_bias, &in.down_bias}) *bias = padded(std::move(*bias));
   auto op = std::make_unique<Ffn>();
-  op->norm = padded(std::move(norm));
-  op->eps = eps;
-  op->gate = std::move(gate_w);
-  op->up = std::move(up_w);
-  op->down = std::move(down);
-  op->gate_bias = padded(std::move(gate_bias));
-  op->up_bias = padded(std::move(up_bias));
-  op->down_bias = padded(std::move(down_bias));
+  op->in = std::move(in);
   ops_.push_back(std::move(op));
 }
 
-void Program::head(Vector norm, float eps, std::shared_ptr<Matrix> w) {
-  check(w->k == sizes.d_model && (int64_t)norm.size() == sizes.d_model, "the output head or its norm has another width than d_model");
+void Program::normalise(Norm norm) {
+  check((bool)norm, "there is no norm");
+  check_norm(norm, sizes.d_model, "the norm");
+  auto op = std::make_unique<Normalise>();
+  op->norm = std::move(norm);
+  ops_.push_back(std::move(op));
+}
+
+void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w) {
+  check(w->k == sizes.embed_dim, "the output head has another width than embed_dim");
+  check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
+        "the head's projection does not lead from the width of the model to embed_dim");
+  check_norm(norm, sizes.d_model, "the final norm");
   head_panels = w->panels;
   auto op = std::make_unique<Head>();
-  op->norm = padded(std::move(norm));
-  op->eps = eps;
+  op->norm = std::move(norm);
+  op->project = std::move(project);
   op->w = std::move(w);
   if (form_of(*op->w) == PI_FORM_Q8) {
     const size_t k = (size_t)op->w->k, rows = 2 * (size_t)HEAD_ROWS;
@@ -377,9 +437,9 @@ void Program::rotations(Thread& t, const Step& step) {
   }
 }
 
-const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Vector* norm, float eps, int forms) {
+const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Norm& norm, int forms) {
   const int64_t ldf = pi_round_up(k, PI_LANES), ldb = pi_round_up(k, 32);
-  const bool alone = tokens == 1 || tokens * ldb <= ALONE;
+  const bool alone = tokens == 1 || tokens * ldb <= ALONE, moved = norm || index;
   float* f = alone ? t.f.data() : input.f;
   uint16_t* b = alone ? t.b.data() : input.b;
   int8_t* q = alone ? t.q.data() : input.q;
@@ -389,14 +449,13 @@ const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t 
   if (!alone) share(tokens, 1, pool->threads(), t.id, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
     const float* row = src + (index ? index[i] : i) * ld;
-    if (norm) {
-      kernels->rms_norm(row, norm->data(), k, eps, f + i * ldf);
-      row = f + i * ldf;
-    }
+    if (norm) normalise_row(kernels, norm, row, k, f + i * ldf);
+    else if (index) memcpy(f + i * ldf, row, (size_t)k * 4);
+    if (moved) row = f + i * ldf;
     if (forms & ~PI_FORM_F32) kernels->forms(row, k, forms, b + i * ldb, q + i * k, d + i * (k / 32), sd + i * (k / 32), s + i * (k / 16));
   }
   PiActs* acts = alone ? &t.acts : &input.acts;
-  if (alone || t.id == 0) *acts = norm ? PiActs{f, b, q, d, sd, s, k, ldf, ldb} : PiActs{src, b, q, d, sd, s, k, ld, ldb};
+  if (alone || t.id == 0) *acts = moved ? PiActs{f, b, q, d, sd, s, k, ldf, ldb} : PiActs{src, b, q, d, sd, s, k, ld, ldb};
   if (!alone) pool->barrier();
   return acts;
 }

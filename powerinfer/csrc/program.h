@@ -25,8 +25,16 @@ struct Table {
   const uint8_t* data;
 };
 
-// Float vector, zero-padded to whole vectors of lanes. Empty: absent.
+// Float vector. Empty: absent. The biases of matrices are zero-padded to whole panels.
 using Vector = std::vector<float>;
+
+// RMS norm, or LayerNorm where `layer`, whose bias may be absent. An absent norm leaves rows as they are.
+struct Norm {
+  Vector w, b;
+  float eps = 0;
+  bool layer = false;
+  explicit operator bool() const { return !w.empty(); }
+};
 
 // Keys and values in pages of 32 tokens: [page][layer][kv head]. All layers of a page lie together, so that the memory
 // touched grows with the tokens held, in whole huge pages.
@@ -76,13 +84,28 @@ struct Op {
 
 struct Sizes {
   int64_t max_tokens, d_model, d_ff, heads, kv_heads, head_dim;
+  int64_t embed_dim = d_model;  // width of the embedding and of the head's input
+};
+
+struct EmbedInput {
+  std::shared_ptr<Table> table, positions;  // positions may be null: nothing is added
+  int64_t offset;                           // row of position 0
+  std::shared_ptr<Matrix> project;          // from embed_dim to d_model, null where they are the same
 };
 
 struct AttentionInput {
   int layer;
-  float eps;
-  Vector norm, q_bias, k_bias, v_bias, q_norm, k_norm;
+  Norm norm, q_norm, k_norm;  // those of q and k are on each head
+  Vector q_bias, k_bias, v_bias;
   std::shared_ptr<Matrix> q, k, v;
+};
+
+struct FfnInput {
+  Norm norm;
+  std::shared_ptr<Matrix> gate, up, down;  // gate may be null: the activation is on up
+  Vector gate_bias, up_bias, down_bias;
+  int act;  // PiAct
+  float threshold;
 };
 
 class Program {
@@ -93,13 +116,15 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   // Operators, in the order they run. x is the residual stream [tokens, d_model].
-  void embed(std::shared_ptr<Table> table);                                    // x = rows of the table
-  void attention_input(AttentionInput in);                                     // q, cache = rope(norm(x) . q, k, v)
-  void attention(int layer, int window);                                       // attended = softmax(q k) v
-  void project(std::shared_ptr<Matrix> w, Vector bias);                        // x += w . attended
-  void ffn(Vector norm, float eps, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down, Vector gate_bias, Vector up_bias,
-           Vector down_bias);                                                    // x += down . (silu(gate . n) * (up . n)), n = norm(x)
-  void head(Vector norm, float eps, std::shared_ptr<Matrix> w);                // logits = w . norm(x)
+  // Attention and the FFN touch nothing of each other's but x: attention_input, attention, ffn, project is a layer whose
+  // FFN reads what its attention reads.
+  void embed(EmbedInput in);                             // x = project . row of the token + row of the position
+  void attention_input(AttentionInput in);               // q, cache = rope(norm(x) . q, k, v)
+  void attention(int layer, int window);                 // attended = softmax(q k) v
+  void project(std::shared_ptr<Matrix> w, Vector bias);  // x += w . attended
+  void ffn(FfnInput in);                                 // x += down . (act(gate . n) * (up . n)), n = norm(x); plain: act(up . n)
+  void normalise(Norm norm);                             // x = norm(x)
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);  // logits = w . project . norm(x); project may be null
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -107,15 +132,16 @@ class Program {
   // Seconds spent in each kind of operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
-  // What a step's vocabulary must agree with: rows of the embedding, panels of the head. 0: there is none.
-  int64_t table_rows = 0, head_panels = 0;
+  // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is none.
+  int64_t table_rows = 0, positions = 0, head_panels = 0;
 
   const Sizes sizes;
   const std::shared_ptr<Cache> cache;
   const PiKernels* const kernels;
   const std::shared_ptr<Pool> pool;
 
-  // The buffers that operators share. Strides are padded to whole lanes.
+  // The buffers that operators share. Strides are padded to whole lanes. Rows of `gate` and `up` hold any row of the
+  // model: between layers they are scratch.
   const int64_t head_pad, ldx, ldqkv, lda, ldh;
   static constexpr int64_t HEAD_ROWS = 8;  // rows of logits computed together from two planes
   float *x, *qkv, *attended, *gate, *up, *cos, *sin, *planes = nullptr;
@@ -128,9 +154,9 @@ class Program {
     int16_t* s;
   } input, middle;
 
-  // Brings rows of src into the forms asked for, normalised first where norm is given; index names the rows, null: all
+  // Brings rows of src into the forms asked for, normalised first; index names the rows, null: all
   // in order. Few elements: every thread makes its own copy. Many: the threads share the work and meet.
-  const PiActs* prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Vector* norm, float eps, int forms);
+  const PiActs* prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Norm& norm, int forms);
   int64_t rope_half() const;  // rotary pairs of a head
   void linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo, int64_t tokens, bool add, int64_t p0, int64_t p1);
 

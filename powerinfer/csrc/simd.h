@@ -28,6 +28,8 @@ PI_INLINE f32x16 f_fma(f32x16 a, f32x16 b, f32x16 c) { return _mm512_fmadd_ps(a,
 PI_INLINE f32x16 f_max(f32x16 a, f32x16 b) { return _mm512_max_ps(a, b); }
 PI_INLINE f32x16 f_min(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
 PI_INLINE f32x16 f_abs(f32x16 a) { return _mm512_abs_ps(a); }
+// Zero in the lanes that are at most t, x in the others: NaN stays.
+PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, t, _CMP_NLE_UQ), x); }
 PI_INLINE float f_sum(f32x16 a) { return _mm512_reduce_add_ps(a); }
 PI_INLINE float f_hmax(f32x16 a) { return _mm512_reduce_max_ps(a); }
 PI_INLINE f32x16 f_load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -92,6 +94,9 @@ PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { return F2(_mm256_div_ps); }
 PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return F2(_mm256_max_ps); }
 PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return F2(_mm256_min_ps); }
 PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
+  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, t.a, _CMP_NLE_UQ)), _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, t.b, _CMP_NLE_UQ))};
+}
 PI_INLINE f32x16 f_abs(f32x16 x) { __m256 s = _mm256_set1_ps(-0.0f); return {_mm256_andnot_ps(s, x.a), _mm256_andnot_ps(s, x.b)}; }
 PI_INLINE float f_sum(f32x16 x) {
   __m256 s = _mm256_add_ps(x.a, x.b);
@@ -205,6 +210,10 @@ PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { EACH x.v[i] = vdivq_f32(x.v[i], y.v
 PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { EACH z.v[i] = vfmaq_f32(z.v[i], x.v[i], y.v[i]); return z; }
 PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { EACH x.v[i] = vmaxq_f32(x.v[i], y.v[i]); return x; }
 PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { EACH x.v[i] = vminq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
+  EACH x.v[i] = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x.v[i]), vcleq_f32(x.v[i], t.v[i])));
+  return x;
+}
 PI_INLINE f32x16 f_abs(f32x16 x) { EACH x.v[i] = vabsq_f32(x.v[i]); return x; }
 PI_INLINE float f_sum(f32x16 x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.v[0], x.v[1]), vaddq_f32(x.v[2], x.v[3]))); }
 PI_INLINE float f_hmax(f32x16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
@@ -304,6 +313,7 @@ PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { return x / y; }
 PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { return x * y + z; }
 PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return x > y ? x : y; }
 PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return x < y ? x : y; }
+PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) { return x <= t ? (f32x16){} : x; }
 PI_INLINE f32x16 f_abs(f32x16 x) { return (f32x16)((u32x16)x & 0x7fffffffu); }
 PI_PLAIN float f_sum(f32x16 x) { for (int n = 8; n; n /= 2) for (int i = 0; i < n; i++) x[i] += x[i + n]; return x[0]; }
 PI_PLAIN float f_hmax(f32x16 x) { float m = x[0]; EACH m = x[i] > m ? x[i] : m; return m; }

@@ -23,6 +23,9 @@ enum PiType { PI_F32, PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1, PI_Q5_0, PI_Q5
 // Forms an activation row can take; a weight type wants exactly one (pi_form).
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
+// Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and on up.
+enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_N_ACTS };
+
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
 
 enum { PI_LANES = 16, PI_PAGE = 32 };
@@ -97,8 +100,11 @@ struct PiKernels {
   void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
   // Fills the forms in `forms` of one row. The pointers are that row's own.
   void (*forms)(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* d, float* sd, int16_t* s);
+  // Norms of one row; out may be x. The bias of layer_norm may be null.
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
-  void (*swiglu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) * up
+  void (*layer_norm)(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
+  // gate = act(gate) * up, or act(gate) where up is null; n is a multiple of 16. The threshold is FATRELU's.
+  void (*activate)(int act, float threshold, float* gate, const float* up, int64_t n);
   void (*rope)(float* head, const float* cos, const float* sin, int64_t half);
   void (*scale)(float* x, float by, int64_t n);
   // Writes the key and the value of one slot of a page; either may be null.

@@ -59,6 +59,7 @@ class CpuExecutor:
             config.head_dim,
             np.ascontiguousarray(frequencies, np.float32),
             rope_factor,
+            config.embed_dim or config.d_model,
         )
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
@@ -83,46 +84,67 @@ class CpuExecutor:
         rows = np.arange(heads)[:, None] * dim + within
         return np.where(within < 0, -1, rows).reshape(-1).astype(np.int32)
 
-    def embed(self, tensor: RawTensor) -> None:
-        """x = rows of the embedding, looked up in the model file's own type."""
-        rows, cols = tensor.shape
-        self._program.embed(_native.Table(tensor.type, rows, cols, tensor.data))
-        self.bytes_per_token += tensor.data.nbytes // tensor.shape[0]
+    def norm(self, weight: Floats, bias: Floats | None = None) -> _native.Norm:
+        """A norm of the model's kind over rows of d_model."""
+        return _native.Norm(weight, self._config.norm_eps, bias, self._config.norm == "layer")
+
+    def embed(
+        self, tensor: RawTensor, positions: RawTensor | None = None, projection: _native.Matrix | None = None
+    ) -> None:
+        """x = projection . row of the embedding + row of positions; rows are looked up in the model file's own type."""
+        tables = [tensor] if positions is None else [tensor, positions]
+        self._program.embed(
+            *(_native.Table(table.type, *table.shape, table.data) for table in tables),
+            offset=self._config.position_offset,
+            project=projection,
+        )
+        self.bytes_per_token += sum(table.data.nbytes // table.shape[0] for table in tables)
 
     def attention(
         self,
         layer: int,
-        norm: Floats,
+        norm: _native.Norm | None,
         qkv: Sequence[_native.Matrix],
-        output: _native.Matrix,
         *,
         biases: Sequence[Floats | None] = (None, None, None),
-        output_bias: Floats | None = None,
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
         window: int | None = None,
     ) -> None:
-        """x += output . attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
+        """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         eps = self._config.norm_eps
-        (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
-        self._program.attention_input(layer, eps, norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm)
+        head_norms = (None if weight is None else _native.Norm(weight, eps) for weight in (q_norm, k_norm))
+        self._program.attention_input(layer, norm, *qkv, *biases, *head_norms)
         self._program.attention(layer, window or 0)
-        self._program.project(output, output_bias)
+
+    def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
+        """x += matrix . attended."""
+        self._program.project(matrix, bias)
 
     def ffn(
         self,
-        norm: Floats,
-        gate: _native.Matrix,
+        norm: _native.Norm | None,
+        gate: _native.Matrix | None,
         up: _native.Matrix,
         down: _native.Matrix,
         biases: Sequence[Floats | None] = (None, None, None),
     ) -> None:
-        """x += down . (silu(gate . n) * (up . n)) with n = norm(x); biases of gate, up and down."""
-        self._program.ffn(norm, self._config.norm_eps, gate, up, down, *biases)
+        """x += down . (act(gate . n) * (up . n)) with n = norm(x), or down . act(up . n) without a gate.
 
-    def head(self, norm: Floats, matrix: _native.Matrix) -> None:
-        """logits = matrix . norm(x)."""
-        self._program.head(norm, self._config.norm_eps, matrix)
+        biases: of gate, up and down.
+        """
+        config = self._config
+        self._program.ffn(norm, gate, up, down, *biases, config.activation, config.activation_threshold)
+
+    def normalise(self, norm: _native.Norm) -> None:
+        """x = norm(x)."""
+        self._program.normalise(norm)
+
+    def head(
+        self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None
+    ) -> None:
+        """logits = matrix . projection . norm(x)."""
+        self._program.head(norm, matrix, projection)
 
     def forward(self, batch: Batch) -> Floats:
         rows = len(batch.logit_rows)

@@ -71,6 +71,13 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Float64:
     return wide / np.sqrt(mean + np.float32(eps)) * np.asarray(weight, np.float64)
 
 
+def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float) -> Float64:
+    """(x - mean(x)) / deviation(x) * weight + bias over the last axis."""
+    wide = np.asarray(x, np.float64)
+    centred = wide - np.mean(wide, axis=-1, keepdims=True)
+    return rms_norm(centred, weight, eps) + bias
+
+
 def rotations(positions: NDArray[np.int32], frequencies: Float32, factor: float) -> tuple[Float64, Float64]:
     """(cos, sin) [tokens, pairs], times factor. The angle is a float32, as in training."""
     angle = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)
@@ -88,10 +95,25 @@ def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
     return out
 
 
-def swiglu(gate: Floats, up: Floats) -> Float64:
-    """silu(gate) * up."""
+def activate(activation: str, gate: Floats, up: Floats | None = None, threshold: float = 0.0) -> Float64:
+    """What the FFN makes of gate . n and up . n, or, without a gate, of up . n alone (here `gate`).
+
+    activation: of `config.ACTIVATIONS`; threshold: of fatrelu, what a value must exceed to be kept. NaN stays NaN.
+    """
+
+    def kept(x: Floats, limit: float) -> Float64:
+        return np.where(np.asarray(x) <= np.float32(limit), 0.0, np.asarray(x, np.float64))
+
     wide = np.asarray(gate, np.float64)
-    return wide * 0.5 * (1.0 + np.tanh(0.5 * wide)) * up
+    if activation == "silu":
+        active = wide * 0.5 * (1.0 + np.tanh(0.5 * wide))
+    else:
+        active = kept(wide, threshold if activation == "fatrelu" else 0.0)
+    if activation == "relu2":
+        active = active * active
+    if up is None:
+        return active
+    return active * (kept(up, 0.0) if activation == "drelu" else np.asarray(up, np.float64))
 
 
 def kv_rounded(x: Floats, kv_type: str) -> Float32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from powerinfer.config import EngineConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, Progress
@@ -17,9 +19,13 @@ def load(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None
     progress: called with ("loading weights", layers done, layers). ModelError for a checkpoint with tensors missing or
     left over, RequestError for options that cannot be met.
     """
-    factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
-    frequencies, factor = rope_frequencies(checkpoint.config.rope, factors)
-    executor = CpuExecutor(checkpoint.config, engine, frequencies, factor)
+    config = checkpoint.config
+    if config.positions == "rope":
+        factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
+        frequencies, factor = rope_frequencies(config.rope, factors)
+    else:
+        frequencies, factor = np.empty(0, np.float32), 1.0  # nothing is rotated
+    executor = CpuExecutor(config, engine, frequencies, factor)
     wire(executor, checkpoint, progress)
     checkpoint.finish()
     checkpoint.release()

@@ -349,7 +349,8 @@ void test_hostile(const PiKernels* kernels) {
   for (float bad : {(float)NAN, (float)INFINITY, -(float)INFINITY, 3e38f}) {
     std::fill(x.begin(), x.end(), bad);
     kernels->rms_norm(x.data(), w.data(), n, 1e-5f, out.data());
-    kernels->swiglu(x.data(), up.data(), n);
+    kernels->layer_norm(x.data(), w.data(), nullptr, n, 1e-5f, out.data());
+    for (int act = 0; act < PI_N_ACTS; act++) kernels->activate(act, 0.5f, x.data(), up.data(), n);
     for (int type = 0; type < PI_N_KV_TYPES; type++) {
       Aligned cache(pi_kv_head_bytes(type, n));
       memset(cache.data, 0, (size_t)pi_kv_head_bytes(type, n));
@@ -409,21 +410,87 @@ void test_rms_norm(const PiKernels* kernels) {
   }
 }
 
-void test_swiglu(const PiKernels* kernels) {
-  Check check(std::string(kernels->name) + " swiglu");
-  for (int64_t n : {16, 48, 1536}) {
-    Random r((uint64_t)n);
-    std::vector<float> gate = r.normals(n, 8), up = r.normals(n);
-    const float edges[] = {0, -0.0f, 1e-30f, -87.9f, 87.9f, -88, 88, -1000, 1000, -3e38f, 3e38f};
-    if (n > 16) std::copy(std::begin(edges), std::end(edges), gate.begin());
-    std::vector<float> out = gate;
-    for (size_t i = 0; i < 11; i++) up[i] = 0.75f;
-    kernels->swiglu(out.data(), up.data(), n);
-    for (int64_t i = 0; i < n; i++) {
-      const double g = gate[(size_t)i], wanted = g / (1 + exp(-g)) * up[(size_t)i];
-      // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so that
-      // far below zero the answer is g e^-88 at most.
-      check.near(out[(size_t)i], wanted, gamma_of(8) * fabs(wanted) + (g < -87 ? fabs(g * up[(size_t)i]) * 1e-37 : 0), i);
+void test_layer_norm(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " layer_norm");
+  for (int64_t n : {1, 15, 16, 17, 31, 32, 33, 64, 80, 576, 577, 2048}) {
+    for (float shift : {0.0f, 30.0f}) {
+      Random r((uint64_t)n);
+      std::vector<float> x = r.normals(n, 2), w = r.normals(n), b = r.normals(n), out((size_t)n, NOT);
+      for (float& v : x) v += shift;
+      kernels->layer_norm(x.data(), w.data(), b.data(), n, 1e-5f, out.data());
+      double sum = 0, size = 0, squares = 0;
+      for (float v : x) sum += v, size += fabs(v);
+      const double mean = sum / (double)n;
+      for (float v : x) squares += (v - mean) * (v - mean);
+      const double by = 1 / sqrt(squares / (double)n + (double)1e-5f);
+      // A chain of a sum has n / 32 + 1 additions, and 6 more follow. The mean is off by that many u of the mean size and
+      // one for the division; it moves every element alike, and the variance by its square. The rest is as in rms_norm.
+      const double chain = (double)n / 32 + 8, off = gamma_of(chain) * size / (double)n, relative = gamma_of(chain / 2 + 8);
+      for (int64_t i = 0; i < n; i++) {
+        const double centred = x[(size_t)i] - mean, scaled = by * w[(size_t)i];
+        const double bound = fabs(scaled) * (off + relative * fabs(centred)) + off * off * by * by * fabs(centred * scaled) + U * fabs(b[(size_t)i] + centred * scaled);
+        check.near(out[(size_t)i], centred * scaled + b[(size_t)i], 1.01 * bound, i);
+      }
+      std::vector<float> place = x, plain((size_t)n, NOT), zeros((size_t)n, 0.0f), same((size_t)n, NOT);
+      kernels->layer_norm(place.data(), w.data(), b.data(), n, 1e-5f, place.data());
+      kernels->layer_norm(x.data(), w.data(), nullptr, n, 1e-5f, plain.data());
+      kernels->layer_norm(x.data(), w.data(), zeros.data(), n, 1e-5f, same.data());
+      for (int64_t i = 0; i < n; i++) {
+        check.same(place[(size_t)i], out[(size_t)i], i);
+        check.yes(plain[(size_t)i] == same[(size_t)i], i);
+      }
+    }
+  }
+}
+
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
+
+double activated(int act, double threshold, double x) {
+  if (act == PI_SILU) return x / (1 + exp(-x));
+  const double kept = x <= (act == PI_FATRELU ? threshold : 0) ? 0 : x;
+  return act == PI_RELU2 ? kept * kept : kept;
+}
+
+void test_activate(const PiKernels* kernels) {
+  const float threshold = 0.01f;
+  for (int act = 0; act < PI_N_ACTS; act++) {
+    Check check(std::string(kernels->name) + " activate " + ACTIVATIONS[act]), none(std::string(kernels->name) + " activate keeps what is no number " + ACTIVATIONS[act]);
+    for (int64_t n : {16, 48, 1536}) {
+      Random r((uint64_t)n);
+      std::vector<float> gate = r.normals(n, 8), up = r.normals(n);
+      const float edges[] = {0, -0.0f, 1e-30f, -87.9f, 87.9f, -88, 88, -1000, 1000, -3e38f, 3e38f, threshold, 0.010000001f, -1e-45f};
+      const size_t some = sizeof edges / sizeof *edges;
+      if (n > 16) std::copy(std::begin(edges), std::end(edges), gate.begin());
+      if (n > 16 && act == PI_RELU2) gate[10] = 1e18f;  // its square is still a number
+      for (size_t i = 0; i < some; i++) up[i] = 0.75f;
+      std::vector<float> gated = gate, plain = gate;
+      kernels->activate(act, threshold, gated.data(), up.data(), n);
+      kernels->activate(act, threshold, plain.data(), nullptr, n);
+      for (int64_t i = 0; i < n; i++) {
+        const double g = gate[(size_t)i], u = act == PI_DRELU && up[(size_t)i] <= 0 ? 0 : up[(size_t)i], a = activated(act, threshold, g);
+        // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so that
+        // far below zero the answer is g e^-88 at most. A square and the product round once each.
+        const double n_u = act == PI_SILU ? gamma_of(8) : gamma_of(act == PI_RELU2 ? 2 : 1), held = act == PI_SILU && g < -87 ? fabs(g) * 1e-37 : 0;
+        check.near(gated[(size_t)i], a * u, n_u * fabs(a * u) + held * fabs(u) + 1e-45, i);
+        check.near(plain[(size_t)i], a, n_u * fabs(a) + held + 1e-45, i);
+      }
+    }
+    for (float bad : {(float)NAN, (float)INFINITY}) {
+      for (int64_t i = 0; i < 16; i++) {
+        std::vector<float> gate(16, 0.5f), up(16, 0.5f);
+        gate[(size_t)i] = bad;
+        std::vector<float> plain = gate, other(16, 0.5f);
+        kernels->activate(act, threshold, gate.data(), up.data(), 16);
+        kernels->activate(act, threshold, plain.data(), nullptr, 16);
+        up[(size_t)i] = bad;
+        kernels->activate(act, threshold, other.data(), up.data(), 16);
+        for (const std::vector<float>& out : {gate, plain, other}) {
+          for (int64_t j = 0; j < 16; j++) {
+            const float v = out[(size_t)j];
+            none.yes(j != i ? isfinite(v) : isnan(bad) ? isnan(v) : isinf(v), i);
+          }
+        }
+      }
     }
   }
 }
@@ -591,25 +658,25 @@ struct Model {
       m->data = data;
       return m;
     };
+    const auto rms = [&](int64_t n) { return Norm{r.normals(n), {}, 1e-5f, false}; };
     table_bytes = random_rows(r, type, VOCAB, D);
-    program->embed(std::make_shared<Table>(Table{type, VOCAB, D, table_bytes.data()}));
+    program->embed({std::make_shared<Table>(Table{type, VOCAB, D, table_bytes.data()}), nullptr, 0, nullptr});
     for (int layer = 0; layer < LAYERS; layer++) {
       AttentionInput in;
       in.layer = layer;
-      in.eps = 1e-5f;
-      in.norm = r.normals(D);
+      in.norm = rms(D);
       in.q_bias = r.normals(HEADS * DIM);
-      in.q_norm = r.normals(DIM);
-      in.k_norm = r.normals(DIM);
+      in.q_norm = rms(DIM);
+      in.k_norm = rms(DIM);
       in.q = matrix(type, HEADS * DIM, D);
       in.k = matrix(other, KV * DIM, D);
       in.v = matrix(type, KV * DIM, D);
       program->attention_input(std::move(in));
       program->attention(layer, layer ? 20 : 0);
       program->project(matrix(other, D, HEADS * DIM), r.normals(D));
-      program->ffn(r.normals(D), 1e-5f, matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF), r.normals(FF), {}, r.normals(D));
+      program->ffn({rms(D), matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF), r.normals(FF), {}, r.normals(D), PI_SILU, 0});
     }
-    program->head(r.normals(D), 1e-5f, matrix(type, VOCAB, D));
+    program->head(rms(D), nullptr, matrix(type, VOCAB, D));
   }
 
   // Logits of every token of two sequences, which are cut into steps of at most `chunk` tokens of each.
@@ -686,7 +753,8 @@ int main() {
     test_linear(kernels);
     test_hostile(kernels);
     test_rms_norm(kernels);
-    test_swiglu(kernels);
+    test_layer_norm(kernels);
+    test_activate(kernels);
     test_rope_and_scale(kernels);
     test_attention(kernels);
     test_program(kernels);
