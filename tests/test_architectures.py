@@ -5,6 +5,9 @@ The truth is `transformers` run in float64 throughout. The bound on this engine'
 n/16 terms, a plain chain of n terms is off by up to sqrt(16) = 4 times as much (rounding errors add up as a random
 walk). Every case also names a change of its configuration that must be noticed: a truth that no longer told a wrong
 configuration from a right one would make the case worthless.
+
+Families that `transformers` does not have are its nearest one with another FFN, written here from the papers: ProSparse
+(arXiv 2402.13516) and TurboSparse (2406.05955), whose FFN Bamboo has as well.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +41,30 @@ ROUNDING = 4.0
 SIZES: dict[str, Any] = dict(
     vocab_size=101,
     hidden_size=64,
-    intermediate_size=88,
     num_hidden_layers=3,
     num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
     max_position_embeddings=CONTEXT,
-    rms_norm_eps=1e-5,
     tie_word_embeddings=False,
     bos_token_id=None,
     eos_token_id=None,
     pad_token_id=None,
 )
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
+# Settings of a family beside SIZES; those of kinds that are not here are LLAMA's.
+LLAMA: dict[str, Any] = dict(
+    intermediate_size=88, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_parameters=PLAIN_ROPE
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": dict(ffn_dim=88, word_embed_proj_dim=64),
+    "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
+    "nemotron": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE),
+}
+# Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
+OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
+
+
+FOLDERS = ("folder", "folder-v4")
 
 
 @dataclass(frozen=True)
@@ -60,12 +75,19 @@ class Case:
     kind: str
     settings: dict[str, Any]
     mistaken: dict[str, Any]
-    layouts: tuple[str, ...] = ("folder", "folder-v4", "gguf")
+    layouts: tuple[str, ...] = (*FOLDERS, "gguf")
     metadata: dict[str, Any] = field(default_factory=dict)  # GGUF keys behind the architecture's prefix
 
+    @property
+    def base(self) -> str:
+        """The kind in `transformers`."""
+        return OWN_FFN[self.kind][1] if self.kind in OWN_FFN else self.kind
+
     def config(self, **changes: Any) -> Any:
-        cls = getattr(transformers, self.kind.capitalize() + "Config")
-        config = cls(**(SIZES | {"rope_parameters": dict(PLAIN_ROPE)} | self.settings | changes))
+        settings = SIZES | FAMILIES.get(self.kind, LLAMA) | self.settings | changes
+        if "rope_parameters" in settings:
+            settings["rope_parameters"] = dict(settings["rope_parameters"])
+        config = transformers.AutoConfig.for_model(self.base, **settings)
         config._attn_implementation = "eager"
         return config
 
@@ -142,12 +164,74 @@ CASES = [
         {"head_dim": 32, "tie_word_embeddings": True},
         {"rope_parameters": rope(rope_theta=20000.0)},
     ),
+    Case("llama-relu", "llama", {"hidden_act": "relu"}, {"hidden_act": "silu"}, FOLDERS),
+    Case("mistral-relu", "mistral", {"hidden_act": "relu", "sliding_window": 20}, {"hidden_act": "relu2"}, FOLDERS),
+    Case(
+        "prosparse",
+        "sparsellama",
+        {"hidden_act": "relu", "hidden_act_param": 0.25},
+        {"hidden_act_param": 0.26},
+        ("folder",),
+    ),
+    Case("turbosparse", "bamboo", {"sliding_window": None}, {"up_rectified": False}, ("folder",)),
+    Case("opt", "opt", {"tie_word_embeddings": True}, {"activation_function": "silu"}, ("folder",)),
+    Case(
+        "opt-no-biases",
+        "opt",
+        {"enable_bias": False, "num_attention_heads": 2},
+        {"activation_function": "relu2"},
+        ("folder",),
+    ),
+    Case(
+        "opt-post-norm",
+        "opt",
+        {"do_layer_norm_before": False, "word_embed_proj_dim": 48},
+        {"do_layer_norm_before": True, "_remove_final_layer_norm": True},
+        ("folder",),
+    ),
+    Case("falcon-7b", "falcon", {"tie_word_embeddings": True}, {"layer_norm_epsilon": 1e-3}, FOLDERS),
+    Case(
+        "falcon-40b",
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"rope_parameters": rope(rope_theta=20000.0)},
+        FOLDERS,
+    ),
+    Case("falcon-heads", "falcon", {"multi_query": False, "bias": True}, {"activation": "silu"}, FOLDERS),
+    Case("falcon-in-turn", "falcon", {"parallel_attn": False}, {"layer_norm_epsilon": 1e-3}, FOLDERS),
+    Case("nemotron", "nemotron", {}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}, FOLDERS),
+    Case(
+        "nemotron-biases",
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
+        {"hidden_act": "relu"},
+        FOLDERS,
+    ),
 ]
 
 
-def random_model(config: Any, seed: int) -> Any:
-    """A float32 model whose every parameter matters: attention far from uniform, norms and biases far from neutral."""
+def rectified_twice(mlp: Any, x: Any) -> Any:
+    """The FFN of TurboSparse and Bamboo: relu on the gate and on up."""
+    return mlp.down_proj(torch.relu(mlp.gate_proj(x)) * torch.relu(mlp.up_proj(x)))
+
+
+def build(case: Case, config: Any) -> Any:
+    """The model of `transformers`, its FFN exchanged where that is all the family differs in."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if case.kind in OWN_FFN:
+        for layer in model.model.layers:
+            if case.kind == "sparsellama":  # FATReLU: what does not exceed the threshold is zero
+                layer.mlp.act_fn = torch.nn.Threshold(config.hidden_act_param, 0.0)
+            elif getattr(config, "up_rectified", True):
+                layer.mlp.forward = partial(rectified_twice, layer.mlp)
+            else:
+                layer.mlp.act_fn = torch.nn.ReLU()
+    return model
+
+
+def random_model(case: Case, config: Any, seed: int) -> Any:
+    """A float32 model whose every parameter matters: attention far from uniform, norms and biases far from neutral."""
+    model = build(case, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -186,9 +270,9 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 def exact_logits(case: Case, config: Any, model: Any, tokens: np.ndarray) -> np.ndarray:
     """float64 logits [T, vocab] of the float32 model's weights under `config`."""
-    with double_precision(case.kind):
-        wide = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
-        assert wide.model.rotary_emb.inv_freq.dtype == torch.float64
+    with double_precision(case.base):
+        wide = build(case, config).double()
+        assert all(buffer.dtype == torch.float64 for name, buffer in wide.named_buffers() if "inv_freq" in name)
         wide.load_state_dict(model.state_dict())
         result = logits(wide, tokens)
     assert result.dtype == np.float64
@@ -202,19 +286,24 @@ def rms(values: np.ndarray) -> float:
 # --- the two file formats ---------------------------------------------------------------------------------------
 
 
-def save_folder(model: Any, folder: Path, *, version4: bool) -> Path:
+def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path:
     """A Hugging Face folder in shards; `version4`: its config.json as transformers 4 wrote it."""
     model.save_pretrained(folder, max_shard_size="50KB")
     assert (folder / "model.safetensors.index.json").exists()
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if case.kind in OWN_FFN:
+        config |= {"architectures": [OWN_FFN[case.kind][0]], "model_type": case.kind}
+        config["hidden_act"] = "fatrelu" if case.kind == "sparsellama" else "relu"
     if version4:
-        path = folder / "config.json"
-        config = json.loads(path.read_text())
         parameters = config.pop("rope_parameters")
         config["rope_theta"] = parameters.pop("rope_theta")
+        if "partial_rotary_factor" in parameters:
+            config["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
         config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
         config.pop("layer_types", None)
         config["torch_dtype"] = config.pop("dtype", "float32")
-        path.write_text(json.dumps(config))
+    path.write_text(json.dumps(config))
     return folder
 
 
@@ -303,7 +392,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
 def save(case: Case, config: Any, model: Any, layout: str, folder: Path) -> Path:
     if layout == "gguf":
         return save_gguf(case, config, model, folder / "model.gguf")
-    return save_folder(model, folder / "model", version4=layout == "folder-v4")
+    return save_folder(case, model, folder / "model", version4=layout == "folder-v4")
 
 
 # --- this engine ------------------------------------------------------------------------------------------------
@@ -355,7 +444,7 @@ def test_logits(case: Case, layout: str, tmp_path: Path) -> None:
 
 def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> None:
     config, tokens = case.config(), prompt(case)
-    model = random_model(config, seed=11)
+    model = random_model(case, config, seed=11)
     truth = exact_logits(case, config, model, tokens)
     allowed = ROUNDING * rms(logits(model, tokens) - truth)
 
@@ -369,7 +458,9 @@ def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> Non
 
 
 @pytest.mark.parametrize("isa", cpu.levels()[1:])
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "mistral-window", "qwen3", "turbosparse", "opt-post-norm", "falcon-7b", "nemotron"]
+)
 def test_logits_on_every_instruction_set(name: str, isa: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     check_logits(case, "folder", tmp_path, isa=isa)
@@ -378,7 +469,7 @@ def test_logits_on_every_instruction_set(name: str, isa: str, tmp_path: Path) ->
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_wrong_configuration_would_be_seen(case: Case) -> None:
     config, tokens = case.config(), prompt(case)
-    model = random_model(config, seed=11)
+    model = random_model(case, config, seed=11)
     truth = exact_logits(case, config, model, tokens)
     allowed = ROUNDING * rms(logits(model, tokens) - truth)
     wrong = exact_logits(case, case.config(**case.mistaken), model, tokens)
@@ -388,7 +479,7 @@ def test_a_wrong_configuration_would_be_seen(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_chunks_batches_and_threads_give_the_same_bits(case: Case, tmp_path: Path) -> None:
     config = case.config()
-    check_same_bits(case, save(case, config, random_model(config, seed=11), "folder", tmp_path))
+    check_same_bits(case, save(case, config, random_model(case, config, seed=11), "folder", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -397,7 +488,7 @@ def test_chunks_batches_and_threads_give_the_same_bits(case: Case, tmp_path: Pat
 )
 def test_same_bits_with_narrow_types(weights: str, kv_type: str, tmp_path: Path) -> None:
     case = Case("narrow", "llama", {"head_dim": 32, "intermediate_size": 96}, {})
-    model = random_model(case.config(), seed=11)
+    model = random_model(case, case.config(), seed=11)
     quantize = weights if weights.startswith("q") else None
     if quantize is None:
         model = model.to(getattr(torch, weights))

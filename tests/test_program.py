@@ -188,8 +188,8 @@ class Weights:
         weight = self.vectors.get(name)
         if weight is None:
             return None
-        of_head = name.endswith(("q_norm", "k_norm"))
-        return _native.Norm(weight, self.s.eps, self.vectors.get(f"{name}_bias"), self.s.norm == "layer" and not of_head)
+        bias = self.vectors.get(f"{name}_bias")
+        return _native.Norm(weight, self.s.eps, bias, layer=bias is not None)
 
     def table(self, name: str) -> _native.Table:
         return _native.Table(self.s.type_of(name), *self.s.shape(name), self.data[name])

@@ -140,9 +140,7 @@ class CpuExecutor:
         """x = norm(x)."""
         self._program.normalise(norm)
 
-    def head(
-        self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None
-    ) -> None:
+    def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
         """logits = matrix . projection . norm(x)."""
         self._program.head(norm, matrix, projection)
 
