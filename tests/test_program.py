@@ -115,7 +115,7 @@ SETTINGS = {
         learned_positions=True,
     ),
     "learned positions, norms behind, projections": Setting(
-        4, 4, 16, 64, 96, "Q8_0", "f16", rotated=0, norm="layer", activation="relu", gated=False, biases=True,
+        4, 4, 16, 64, 96, "F16", "f16", rotated=0, norm="layer", activation="relu", gated=False, biases=True,
         learned_positions=True, order="post", embed_dim=32,
     ),
     "projections from a wider embedding, odd widths": Setting(

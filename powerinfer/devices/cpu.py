@@ -92,13 +92,14 @@ class CpuExecutor:
         self, tensor: RawTensor, positions: RawTensor | None = None, projection: _native.Matrix | None = None
     ) -> None:
         """x = projection . row of the embedding + row of positions; rows are looked up in the model file's own type."""
-        tables = [tensor] if positions is None else [tensor, positions]
-        self._program.embed(
-            *(_native.Table(table.type, *table.shape, table.data) for table in tables),
-            offset=self._config.position_offset,
-            project=projection,
-        )
-        self.bytes_per_token += sum(table.data.nbytes // table.shape[0] for table in tables)
+        table = self._table(tensor)
+        rows = self._table(positions) if positions is not None else None
+        self._program.embed(table, rows, self._config.position_offset, projection)
+
+    def _table(self, tensor: RawTensor) -> _native.Table:
+        rows, cols = tensor.shape
+        self.bytes_per_token += tensor.data.nbytes // rows
+        return _native.Table(tensor.type, rows, cols, tensor.data)
 
     def attention(
         self,
@@ -112,9 +113,9 @@ class CpuExecutor:
         window: int | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
-        eps = self._config.norm_eps
-        head_norms = (None if weight is None else _native.Norm(weight, eps) for weight in (q_norm, k_norm))
-        self._program.attention_input(layer, norm, *qkv, *biases, *head_norms)
+        (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
+        of_q, of_k = (_native.Norm(w, self._config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
+        self._program.attention_input(layer, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k)
         self._program.attention(layer, window or 0)
 
     def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
@@ -133,8 +134,9 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        config = self._config
-        self._program.ffn(norm, gate, up, down, *biases, config.activation, config.activation_threshold)
+        gate_bias, up_bias, down_bias = biases
+        activation, threshold = self._config.activation, self._config.activation_threshold
+        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
 
     def normalise(self, norm: _native.Norm) -> None:
         """x = norm(x)."""
