@@ -582,7 +582,7 @@ GGUF_REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "value length": (put("llama.attention.value_length", U32, 8), "value_length is '8'"),
     "experts": (put("llama.expert_count", U32, 8), "expert_count is '8'"),
     "not causal": (put("llama.attention.causal", BOOL, 0), "causal is 'False'"),
-    "activation": (put("llama.hidden_act", STRING, "relu"), "hidden_act is 'relu'"),
+    "activation": (put("llama.hidden_act", STRING, "gelu"), "hidden_act is 'gelu'"),
     "a scale nobody knows": (put("llama.logit_scale", F32, 2.0), "logit_scale is set"),
     "an unknown key": (put("llama.attention.new_idea", U32, 1), "attention.new_idea is set"),
     "tokens": (put("tokenizer.ggml.tokens", ARRAY, Array(STRING, ["a"])), f"1 tokens, but {VOCAB} rows"),

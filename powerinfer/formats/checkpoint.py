@@ -7,8 +7,9 @@
 Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
 `rope_factors`, and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm ffn_norm gate up down`, with `_bias` behind
 the name of a matrix or a LayerNorm; which of them a model has follows from its configuration (`layout.py`). A file may
-bring `predictor_in` [rank, d_model] and `predictor_out` [d_ff, rank] along for every layer. All matrices are
-[out_features, in_features]. Opening reads headers only; tensors are views of mapped files.
+bring `predictor_in` [rank, d_model] and `predictor_out` [d_ff, rank] along for every layer, and may keep `down` as
+`down_rows` [d_ff, d_model]; then there are both. All matrices are [out_features, in_features]. Opening reads headers
+only; tensors are views of mapped files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.layout import matrix_names
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.source import Source
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, convert
+from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, convert, transpose
 
 if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
@@ -43,8 +44,9 @@ class Checkpoint:
     """An opened model. `take` gives each tensor in a type that the kernels take; `finish` proves that none was left.
 
     config: the model's sizes; path; source: "gguf" or "hf"; metadata: GGUF metadata or config.json; notes: lines for
-    the user about conversions; file_bytes: bytes on disk; parameters: number of weights; predictor_threshold: what
-    the file's own predictors are meant to be compared with, None where it brings none; quantize: what was asked for.
+    the user about conversions; file_bytes: bytes on disk; parameters: number of weights, without predictors;
+    predictor_threshold: what the outputs of the file's own predictors are compared with, None where it brings none;
+    quantize: what was asked for.
 
     With `quantize`, a tied embedding stays as it is for look-up and a quantised copy becomes the tensor `head`, so
     `config.tied_embeddings` is then False.
@@ -66,9 +68,9 @@ class Checkpoint:
         self.notes = list(source.notes)
         self.predictor_threshold = source.predictor_threshold
         self.file_bytes = sum(file.size for file in source.files)
-        self.parameters = sum(tensor.size for tensor in source.tensors.values())
+        self.parameters = sum(t.size for name, t in source.tensors.items() if not _is_predictor(name))
         self._targets = self._plan(quantize)
-        self._to_convert = sum(self._tensors[name].size for name in self._targets)
+        self._to_convert = sum(self._tensors[self._own_name(name)].size for name in self._targets)
 
     def _plan(self, quantize: str | None) -> dict[str, str]:
         """Name -> type it will be converted to, for all that `take` converts; writes `notes`."""
@@ -76,16 +78,33 @@ class Checkpoint:
         targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
         for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
             self.notes.append(f"converting {count} tensor{'s' * (count > 1)} of type {old} to {new}")
+        turned = {
+            name.removesuffix("_rows"): tensor for name, tensor in self._tensors.items() if name.endswith(".down_rows")
+        }
+        turned_types = {name: _turned(tensor) for name, tensor in turned.items()}
+        for (old, new), count in sorted(Counter((turned[n].type, t) for n, t in turned_types.items()).items()):
+            self.notes.append(f"transposing {count} down matrices of type {old}{f' to {new}' if new != old else ''}")
+        targets |= turned_types
         if quantize is not None:
             targets |= self._plan_quantize(quantize)
         return targets
+
+    def _own_name(self, name: str) -> str:
+        """The name of the stored tensor that `take(name)` is made from."""
+        rows = f"{name}_rows"
+        return rows if rows in self._tensors else name
+
+    def _columns(self, name: str) -> int:
+        """Row length of what `take(name)` gives."""
+        own = self._own_name(name)
+        return self._tensors[own].shape[-1 if own == name else 0]
 
     def _plan_quantize(self, quantize: str) -> dict[str, str]:
         if quantize not in _QUANTIZE:
             raise RequestError(f"cannot quantise to {quantize!r} on load; choose q8_0 or q4_0")
         target = block_type(_QUANTIZE[quantize])
         names = list(matrix_names(self.config))
-        if not any(self._tensors[name].type in FLOAT_TYPES for name in names):
+        if not any(self._tensors[self._own_name(name)].type in FLOAT_TYPES for name in names):
             raise RequestError(
                 f"{self.path} is quantised already ({self.main_type}); leave out the option to quantise it on load"
             )
@@ -93,8 +112,8 @@ class Checkpoint:
             self._tensors["head"] = self._tensors["embed"]
             self.config = replace(self.config, tied_embeddings=False)
             names.append("head")
-        floats = [name for name in names if self._tensors[name].type in FLOAT_TYPES]
-        fits = [name for name in floats if self._tensors[name].shape[-1] % target.block == 0]
+        floats = [name for name in names if self._tensors[self._own_name(name)].type in FLOAT_TYPES]
+        fits = [name for name in floats if self._columns(name) % target.block == 0]
         self.notes.append(f"quantising {len(fits)} matrices to {target.name}")
         if len(fits) < len(floats):
             rest = len(floats) - len(fits)
@@ -107,27 +126,29 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        return name in self._tensors
+        return self._own_name(name) in self._tensors
 
     def taken_type(self, name: str) -> str:
         """The type that `take` gives that tensor in."""
-        return self._targets.get(name) or self._tensors[name].type
+        return self._targets.get(name) or self._tensors[self._own_name(name)].type
 
     def take(self, name: str) -> RawTensor:
         """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.
 
-        Data is a read-only view of the file, or a new array where it had to be converted or gathered.
+        Data is a read-only view of the file, or a new array where it had to be converted, gathered or transposed.
         """
-        tensor = self._tensors.get(name)
+        own = self._own_name(name)
+        tensor = self._tensors.get(own)
         if tensor is None:
             raise ModelError(f"{self.path}: there is no tensor {name}")
         for file in self._files:
             file.check()
-        self._taken.add(name)
+        self._taken.add(own)
         if name not in self._targets:
             return tensor.gathered()
+        change = convert if own == name else transpose
         try:
-            return convert(tensor, self._targets[name], self._tick)
+            return change(tensor, self._targets[name], self._tick)
         except ModelError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
@@ -141,7 +162,7 @@ class Checkpoint:
 
         Predictors may be left: they only save work.
         """
-        left = [name for name in self._tensors if name not in self._taken and ".predictor_" not in name]
+        left = [name for name in self._tensors if name not in self._taken and not _is_predictor(name)]
         if left:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
@@ -164,8 +185,9 @@ class Checkpoint:
         """The storage type that holds most of the weights of the layers: what people call the model's quantisation."""
         sizes: Counter[str] = Counter()
         for name in matrix_names(self.config):
-            if name in self._own_types:
-                sizes[self._own_types[name]] += self._tensors[name].size
+            own = self._own_name(name)
+            if own in self._own_types:
+                sizes[self._own_types[own]] += self._tensors[own].size
         return sizes.most_common(1)[0][0]
 
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
@@ -207,6 +229,17 @@ class Checkpoint:
         return ChatTemplate(tokenizer.chat_template, bos, eos)
 
 
+def _is_predictor(name: str) -> bool:
+    return ".predictor_" in name
+
+
+def _turned(tensor: RawTensor) -> str:
+    """The type of a matrix once it is transposed: blocks lie along the other axis then."""
+    if tensor.type in FLOAT_TYPES:
+        return tensor.type
+    return "Q8_0" if tensor.shape[0] % block_type("Q8_0").block == 0 and tensor.type != "F64" else "F32"
+
+
 def _fallback(tensor: RawTensor) -> str:
     """The type to convert to when no kernel takes the tensor as it is, else its own."""
     if len(tensor.shape) == 1:
@@ -228,6 +261,10 @@ def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Pro
 def _open(path: Path) -> Source:
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").exists():
         path = path.parent  # any file of a Hugging Face folder stands for the folder
+    if path.suffix == ".gpuidx":
+        from powerinfer.formats.published import GPU_INDEX
+
+        raise ModelError(f"{path} {GPU_INDEX}")
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ModelError(f"{path}: pickle files can run code and are never read; use a GGUF file or safetensors")
     if not path.is_dir():

@@ -1,5 +1,7 @@
 """GGUF files, versions 2 and 3, single or split: header parsed strictly, tensors as views of the mapped file.
 
+PowerInfer's own files are GGUF as well, behind the magic `PWRI`.
+
 Layout (little-endian): magic, version, tensor count, metadata count; the metadata as (key, type, value); per tensor
 its name, dimensions (fastest first), type and offset; padding up to the alignment; the data. Nothing in the header is
 believed before it is compared with the size of the file, and long arrays are checked in bulk.
@@ -62,13 +64,17 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """Metadata (Python numbers, strings, lists) and tensors of a model, all its parts joined."""
+    """Metadata (Python numbers, strings, lists) and tensors of a model, all its parts joined.
+
+    magic: "GGUF", or "PWRI" for one of PowerInfer's own.
+    """
 
     path: Path
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
     files: list[MappedFile] = field(repr=False)
+    magic: str = "GGUF"
 
     @property
     def file_bytes(self) -> int:
@@ -245,7 +251,8 @@ def _read_part(path: Path) -> GGUFFile:
     """One file, whatever it says about being a part of several."""
     file = MappedFile(path)
     header = _Header(file)
-    if header.buffer[:4] != b"GGUF":
+    magic = header.buffer[:4]
+    if magic not in (b"GGUF", b"PWRI"):
         raise header.bad("not a GGUF file")
     header.at = 4
     version = header.number(_U32)
@@ -266,7 +273,7 @@ def _read_part(path: Path) -> GGUFFile:
         entry.name: GGUFTensor(entry.name, entry.shape, entry.type, data[entry.offset : entry.offset + entry.nbytes])
         for entry in entries
     }
-    return GGUFFile(path, version, metadata, tensors, [file])
+    return GGUFFile(path, version, metadata, tensors, [file], magic.decode())
 
 
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -295,7 +302,7 @@ def _join(first: GGUFFile, count: int) -> GGUFFile:
             where = path or f"a file named like PREFIX-{number + 1:05d}-of-{count:05d}.gguf"
             raise ModelError(f"{first.path} is part 1 of {count}; part {number + 1} is missing: put {where} beside it")
         part = _read_part(path)
-        if _split(part) != (number, count):
+        if _split(part) != (number, count) or part.magic != first.magic:
             raise ModelError(f"{path} is not part {number + 1} of {count} of {first.path}")
         if not tensors.keys().isdisjoint(part.tensors):
             raise ModelError(f"{path} repeats a tensor of another part of the model")
@@ -304,7 +311,7 @@ def _join(first: GGUFFile, count: int) -> GGUFFile:
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ModelError(f"{first.path}: its {count} parts hold {len(tensors)} tensors, not {shown(expected)}")
-    return GGUFFile(first.path, first.version, first.metadata, tensors, files)
+    return GGUFFile(first.path, first.version, first.metadata, tensors, files, first.magic)
 
 
 def read_gguf(path: str | Path) -> GGUFFile:

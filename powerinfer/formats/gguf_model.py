@@ -7,64 +7,118 @@ architecture, any tensor without a place in the model.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import ACTIVATIONS, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.gguf import GGUFFile, read_gguf
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import Source, collect, printable
+from powerinfer.formats.source import Fused, Names, Source, collect, printable
 from powerinfer.formats.tensors import RawTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-_OUTER = {
-    "embed": "token_embd.weight",
-    "head": "output.weight",
-    "final_norm": "output_norm.weight",
-    "rope_factors": "rope_freqs.weight",
+@dataclass(frozen=True)
+class _Family:
+    """What the name of an architecture says; the rest is in the metadata and in which tensors there are.
+
+    activation: what a file means that does not say; interleaved: as in `RopeConfig`.
+    """
+
+    activation: str
+    gated: bool = True
+    norm: str = "rms"
+    interleaved: bool = False
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Those that a file may name."""
+        return ACTIVATIONS if self.gated else ("relu", "relu2")
+
+
+ARCHITECTURES = {
+    "llama": _Family("silu", interleaved=True),
+    "qwen2": _Family("silu"),
+    "qwen3": _Family("silu"),
+    "bamboo": _Family("drelu", interleaved=True),
+    "falcon": _Family("gelu", gated=False, norm="layer"),
+    "opt": _Family("relu", gated=False, norm="layer"),
+    "nemotron": _Family("relu2", gated=False, norm="layer"),
 }
-_INNER = {
-    "attn_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
+
+_NAMES = Names(
+    outer={
+        "embed": "token_embd",
+        "positions": "position_embd",
+        "head": "output",
+        "final_norm": "output_norm",
+        "rope_factors": "rope_freqs",
+    },
+    layers="blk",
+    inner={
+        "attn_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "o": "attn_output",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+    },
+)
+_FUSED = dict.fromkeys("qkv", "attn_qkv")
+_OPT_OFFSET = 2  # of the rows in OPT's table of positions
 _BOOKKEEPING = ("tensor_data_layout",)  # says how the converter got the weights; nothing depends on it
-
-
-def _spelled(canonical: str) -> str:
-    """The name in the file of a canonical name."""
-    if canonical in _OUTER:
-        return _OUTER[canonical]
-    _, layer, inner = canonical.split(".")
-    bias = inner.endswith("_bias")
-    return f"blk.{layer}.{_INNER[inner.removesuffix('_bias')]}.{'bias' if bias else 'weight'}"
 
 
 def open_gguf(path: Path) -> Source:
     """The model in a GGUF file (or in all parts of a split one); ModelError if it is not one this engine runs."""
     file = read_gguf(path)
-    config = _config(file)
-    layout.check(config, str(file.path))
-    stored = {name: RawTensor(t.type.name, t.shape, t.data) for name, t in file.tensors.items()}
-    has_factors = _OUTER["rope_factors"] in stored
-    extra = [("rope_factors", (config.rope.dim // 2,))] if has_factors else []
-    tensors = collect(config, stored, _spelled, str(file.path), extra)
-    if has_factors:
+    if file.magic == "PWRI":
+        from powerinfer.formats.published import open_published
+
+        return open_published(file)
+    config = read_config(file)
+    names, extra = names_of(file, config), _factors(file, config)
+    tensors = collect(config, stored_tensors(file), names, str(file.path), extra, fused(file, config))
+    if "rope_factors" in tensors:
         _check_factors(file, config, tensors["rope_factors"])
     return Source("gguf", file.path, config, file.metadata, tensors, file.files)
+
+
+def stored_tensors(file: GGUFFile) -> dict[str, RawTensor]:
+    """The tensors under the names of the file."""
+    return {name: RawTensor(t.type.name, t.shape, t.data) for name, t in file.tensors.items()}
+
+
+def names_of(file: GGUFFile, config: ModelConfig) -> Names:
+    """How this file spells canonical names."""
+    inner = _NAMES.inner | (_FUSED if _is_fused(file) else {})
+    if config.architecture == "falcon" and not config.shared_norm:
+        inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
+    return replace(_NAMES, inner=inner)
+
+
+def fused(file: GGUFFile, config: ModelConfig) -> Fused | None:
+    """How Q, K and V are cut, if they are one tensor."""
+    return Fused(config, grouped=False) if _is_fused(file) else None
+
+
+def _is_fused(file: GGUFFile) -> bool:
+    return "blk.0.attn_qkv.weight" in file.tensors
+
+
+def _factors(file: GGUFFile, config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    rotated = config.positions == "rope" and "rope_freqs.weight" in file.tensors
+    return [("rope_factors", (config.rope.dim // 2,))] if rotated else []
 
 
 def _check_factors(file: GGUFFile, config: ModelConfig, tensor: RawTensor) -> None:
@@ -76,22 +130,32 @@ def _check_factors(file: GGUFFile, config: ModelConfig, tensor: RawTensor) -> No
         raise ModelError(f"{file.path}: rope_freqs.weight holds values that are not positive numbers")
 
 
-def _config(file: GGUFFile) -> ModelConfig:
+def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> ModelConfig:
+    """The configuration, checked; ModelError if it is not one this engine runs.
+
+    published: of PowerInfer's own files, the architectures there are and the activation of each.
+    """
     where = str(file.path)
     general = Fields(file.metadata, where)
-    architecture = _architecture(general)
+    architecture = _architecture(general, published)
+    family = ARCHITECTURES[architecture]
     fields = Fields(file.metadata, where, prefix=f"{architecture}.")
+    if published is not None:
+        family = replace(family, activation=published[architecture])
+        fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_heads = fields.integer("attention.head_count", 1, layout.MAX_HEADS)
     if not fields.has("attention.key_length") and d_model % n_heads:
         raise fields.bad("attention.key_length", f"is missing, and {n_heads} heads do not divide {d_model} evenly")
     head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // n_heads))
     fields.only("attention.value_length", head_dim)
-    fields.only("rope.dimension_count", head_dim)
     names = file.tensors
     if "token_embd.weight" not in names:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
     window, sliding_layers = _window(fields)
+    activation, threshold = _activation(fields, family)
+    learned = architecture == "opt"
+    falcon = architecture == "falcon"
     config = ModelConfig(
         architecture=architecture,
         n_layers=fields.integer("block_count", 1, layout.MAX_LAYERS),
@@ -101,12 +165,20 @@ def _config(file: GGUFFile) -> ModelConfig:
         head_dim=head_dim,
         d_ff=fields.integer("feed_forward_length", 1, layout.MAX_WIDTH),
         vocab_size=_vocabulary(file, fields),
-        context_length=fields.integer("context_length", 1, layout.MAX_CONTEXT),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
-        rope=_rope(fields, head_dim, interleaved=architecture == "llama"),
+        context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
+        norm_eps=_epsilon(fields, family, architecture),
+        rope=RopeConfig() if learned else _rope(fields, _rotated(fields, architecture, head_dim), family.interleaved),
+        activation=activation,
+        activation_threshold=threshold,
+        gated=family.gated,
+        norm=family.norm,
+        parallel=falcon,
+        shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
+        positions="learned" if learned else "rope",
+        position_offset=_OPT_OFFSET if learned else 0,
         tied_embeddings="output.weight" not in names,
         # the file says by having them; one that is then missing elsewhere is an error
-        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in names,
+        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         o_bias="blk.0.attn_output.bias" in names,
         ffn_bias="blk.0.ffn_up.bias" in names,
         qk_norm=architecture == "qwen3",
@@ -114,21 +186,58 @@ def _config(file: GGUFFile) -> ModelConfig:
         sliding_window=window,
         sliding_layers=sliding_layers,
     )
-    _refuse_others(fields)
+    _refuse_others(fields, falcon)
+    layout.check(config, where)
     return config
 
 
-def _architecture(general: Fields) -> str:
+def _architecture(general: Fields, published: Collection[str] | None) -> str:
     general.only("general.type", "model")
     general.only("general.quantization_version", 2)
-    for foreign in ("powerinfer.", "adapter."):
+    known = ARCHITECTURES if published is None else published
+    for foreign in ("adapter.",) if published is not None else ("powerinfer.", "adapter."):
         if any(key.startswith(foreign) for key in general.unread()):
             raise ModelError(f"{general.where}: GGUF files with {foreign}* metadata are not supported")
     name = str(general.text("general.architecture"))
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{general.where}: architecture {shown(name)} is not supported (only {known})")
+    if name not in known:
+        raise ModelError(f"{general.where}: architecture {shown(name)} is not supported (only {', '.join(known)})")
     return name
+
+
+def _activation(fields: Fields, family: _Family) -> tuple[str, float]:
+    """(activation, its threshold); `hidden_act` is a key of this engine's own: others go by the architecture alone."""
+    name = fields.text("hidden_act", family.activation)
+    if name not in family.activations:
+        how = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"
+        raise fields.bad("hidden_act", f"{how}; only {', '.join(family.activations)} is supported here")
+    return name, fields.number("hidden_act_param", 0, layout.MAX_SCALE) if name == "fatrelu" else 0.0
+
+
+def _epsilon(fields: Fields, family: _Family, architecture: str) -> float:
+    if family.norm == "rms":
+        return float(fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1))
+    default = {"default": 1e-5} if architecture == "opt" else {}  # no writer of OPT files states it
+    return float(fields.number("attention.layer_norm_epsilon", 1e-12, 0.1, **default))
+
+
+def _rotated(fields: Fields, architecture: str, head_dim: int) -> int:
+    """Rotated dimensions of a head."""
+    if architecture == "nemotron":
+        return int(fields.integer("rope.dimension_count", 2, head_dim, head_dim))
+    fields.only("rope.dimension_count", head_dim)
+    return head_dim
+
+
+def _table(file: GGUFFile, fields: Fields) -> int:
+    """The context that OPT's table of positions allows; writers state it with or without the rows of the offset."""
+    table = file.tensors.get("position_embd.weight")
+    if table is None:
+        raise ModelError(f"{file.path}: tensor position_embd.weight is missing")
+    claimed = fields.integer("context_length", 1, layout.MAX_CONTEXT)
+    context = table.shape[0] - _OPT_OFFSET
+    if context < 1 or claimed not in (context, table.shape[0]):
+        raise fields.bad("context_length", f"is {claimed}, but position_embd.weight has {table.shape[0]} rows")
+    return context
 
 
 def _vocabulary(file: GGUFFile, fields: Fields) -> int:
@@ -142,7 +251,7 @@ def _vocabulary(file: GGUFFile, fields: Fields) -> int:
     return shape[0]
 
 
-def _rope(fields: Fields, head_dim: int, interleaved: bool) -> RopeConfig:
+def _rope(fields: Fields, dim: int, interleaved: bool) -> RopeConfig:
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
     kind = fields.text("rope.scaling.type", "linear")
@@ -159,11 +268,11 @@ def _rope(fields: Fields, head_dim: int, interleaved: bool) -> RopeConfig:
     fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_attn_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_log_multiplier", 0.0)
-    plain = RopeConfig(theta=theta, dim=head_dim, interleaved=interleaved)
+    plain = RopeConfig(theta=theta, dim=dim, interleaved=interleaved)
     if kind == "yarn":
         return RopeConfig(
             theta=theta,
-            dim=head_dim,
+            dim=dim,
             interleaved=interleaved,
             scaling="yarn",
             factor=factor,
@@ -176,7 +285,7 @@ def _rope(fields: Fields, head_dim: int, interleaved: bool) -> RopeConfig:
         raise fields.bad("rope.scaling.attn_factor", f"is {gain:g}, which this engine supports for yarn scaling only")
     if kind == "none" or factor == 1:
         return plain
-    return RopeConfig(theta=theta, dim=head_dim, interleaved=interleaved, scaling="linear", factor=factor)
+    return RopeConfig(theta=theta, dim=dim, interleaved=interleaved, scaling="linear", factor=factor)
 
 
 def _window(fields: Fields) -> tuple[int | None, tuple[bool, ...] | None]:
@@ -193,13 +302,12 @@ def _window(fields: Fields) -> tuple[int | None, tuple[bool, ...] | None]:
     return window, tuple(pattern)
 
 
-def _refuse_others(fields: Fields) -> None:
+def _refuse_others(fields: Fields, parallel: bool) -> None:
     """Keys with a neutral value pass; any other key of the architecture asks for something this engine lacks."""
     for key in ("expert_count", "expert_used_count", "nextn_predict_layers", "pooling_type", "expert_shared_count"):
         fields.only(key, 0)
     fields.only("attention.causal", True)
-    fields.only("use_parallel_residual", False)
-    fields.only("hidden_act", "silu")
+    fields.only("use_parallel_residual", parallel)
     for key in _BOOKKEEPING:
         fields.get(key, None)
     unread = fields.unread()

@@ -94,17 +94,21 @@ def collect(
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Fused | None = None,
+    down_rows: bool = False,
 ) -> dict[str, RawTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
     stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: set where the
-    file has Q, K and V in one tensor, whose name is then that of each.
+    file has Q, K and V in one tensor, whose name is then that of each; down_rows: whether the file keeps `down`
+    neuron by neuron, as `down_rows` [d_ff, d_model].
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
     found: dict[str, RawTensor] = {}
     rest = set(stored)
     for canonical, shape in (*layout.shapes(config), *extra):
+        if down_rows and canonical.endswith(".down"):
+            canonical, shape = f"{canonical}_rows", shape[::-1]
         name = spelled(canonical)
         tensor = stored.get(name)
         if tensor is None:

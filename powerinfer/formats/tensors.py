@@ -87,6 +87,32 @@ def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> R
     return RawTensor(type_name, tensor.shape, out.reshape(-1))
 
 
+def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:
+    """A matrix [n, m] as [m, n] in another type, a new array; F32, F16 and BF16 keep their bits where the type stays.
+
+    `tick` and errors as `convert`.
+    """
+    n, m = tensor.shape
+    rows = tensor.rows()
+    kind = block_type(type_name)
+    same = type_name == tensor.type and kind.block == 1
+    out = np.empty((m, kind.row_bytes(n)), np.uint8)
+    # Columns of the source whose values, as float32, fill a piece; they are whole blocks of whatever type it has.
+    step = max(1, _PIECE // n // 256) * 256
+    for start in range(0, m, step):
+        wide = min(step, m - start)
+        source = block_type(tensor.type)
+        begin, end = (source.row_bytes(at) for at in (start, start + wide))
+        part = np.ascontiguousarray(rows[:, begin:end])
+        if same:
+            turned = np.ascontiguousarray(part.view(f"<u{kind.nbytes}").T).view(np.uint8)
+        else:
+            turned = quantize(np.ascontiguousarray(dequantize(part, tensor.type).T), type_name)
+        out[start : start + wide] = turned
+        tick(wide * n)
+    return RawTensor(type_name, (m, n), out.reshape(-1))
+
+
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return max(1, min(8, len(affinity(0)) if affinity else os.cpu_count() or 1))
