@@ -30,6 +30,7 @@ HF_NAMES = {
 }
 GGUF_NAMES = {
     "embed": "token_embd",
+    "positions": "position_embd",
     "final_norm": "output_norm",
     "head": "output",
     "attn_norm": "attn_norm",
@@ -84,6 +85,46 @@ def weights(architecture: str, tied: bool = True, biases: str = "") -> dict[str,
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes}
 
 
+PLAIN = ("opt", "falcon", "nemotron")  # families with LayerNorm and a plain FFN
+PREDICTOR_RANKS = (32, 64)  # of the layers
+
+
+def plain_shapes(architecture: str, two_norms: bool, biases: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of a family of `PLAIN`, written out on its own as well. two_norms: Falcon's with a norm for the FFN."""
+    kv = HEAD_DIM * (HEADS if architecture == "opt" else KV_HEADS)
+    yield "embed", (VOCAB, D)
+    if architecture == "opt":
+        yield "positions", (128 + 2, D)
+    for i in range(LAYERS):
+        yield f"layers.{i}.attn_norm", (D,)
+        yield f"layers.{i}.attn_norm_bias", (D,)
+        if architecture != "falcon" or two_norms:
+            yield f"layers.{i}.ffn_norm", (D,)
+            yield f"layers.{i}.ffn_norm_bias", (D,)
+        matrices = {"q": (HEADS * HEAD_DIM, D), "k": (kv, D), "v": (kv, D), "o": (D, HEADS * HEAD_DIM)}
+        for name, shape in (matrices | {"up": (FF, D), "down": (D, FF)}).items():
+            yield f"layers.{i}.{name}", shape
+            if biases:
+                yield f"layers.{i}.{name}_bias", shape[:1]
+    yield "final_norm", (D,)
+    yield "final_norm_bias", (D,)
+    if architecture != "opt":
+        yield "head", (VOCAB, D)
+
+
+def family_weights(architecture: str, two_norms: bool = False, predictors: bool = False) -> dict[str, np.ndarray]:
+    """Canonical name -> float32 values, for `family_gguf`."""
+    values = weights(architecture, tied=False)
+    rng = np.random.default_rng(6)
+    if architecture in PLAIN:
+        shapes = plain_shapes(architecture, two_norms, biases=architecture == "opt")
+        values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes}
+    for layer, rank in enumerate(PREDICTOR_RANKS if predictors else ()):
+        values[f"layers.{layer}.predictor_in"] = rng.standard_normal((rank, D)).astype(np.float32)
+        values[f"layers.{layer}.predictor_out"] = rng.standard_normal((FF, rank)).astype(np.float32)
+    return values
+
+
 def spelled(canonical: str, names: dict[str, str], layers: str) -> str:
     *outer, inner = canonical.split(".")
     bias = inner.endswith("_bias")
@@ -125,6 +166,48 @@ def tiny_gguf(architecture: str = "llama", tied: bool = True, biases: str = "") 
     for name, values in weights(architecture, tied, biases).items():
         builder.tensor(gguf_name(name), values)
     return builder
+
+
+def family_gguf(architecture: str, two_norms: bool = False, published: bool = False) -> Builder:
+    """A complete model of any architecture; published: as PowerInfer wrote it, with predictors."""
+    values = family_weights(architecture, two_norms, published)
+    builder = tiny_gguf(architecture)
+    builder.tensors = []
+    if architecture in PLAIN:
+        builder.drop(f"{architecture}.attention.layer_norm_rms_epsilon")
+    if architecture in ("falcon", "nemotron"):
+        builder.add(f"{architecture}.attention.layer_norm_epsilon", F32, 1e-5)
+    if architecture == "falcon" and not published:
+        builder.add("falcon.hidden_act", STRING, "relu")
+    if architecture == "nemotron":
+        builder.put("nemotron.rope.dimension_count", U32, HEAD_DIM // 2)
+    if architecture == "opt":
+        builder.drop("opt.rope.dimension_count").drop("opt.rope.freq_base").drop("opt.attention.head_count_kv")
+        builder.put("opt.context_length", U32, 128 + 2)
+    if published:
+        builder.magic = b"PWRI"
+        builder.add("powerinfer.sparse_threshold", F32, 0.25)
+    for name, array in values.items():
+        layer, _, inner = name.rpartition(".")
+        if architecture == "falcon" and inner in ("k", "v"):
+            continue
+        if architecture == "falcon" and inner == "q":
+            array = np.concatenate([values[f"{layer}.{part}"] for part in "qkv"])
+        down = published and inner == "down"
+        builder.tensor(family_name(name, architecture, two_norms, published), array.T if down else array)
+    return builder
+
+
+def family_name(canonical: str, architecture: str, two_norms: bool, published: bool) -> str:
+    """The name in the file of `family_gguf`."""
+    names = GGUF_NAMES | {"predictor_in": "fc1", "predictor_out": "fc2"}
+    if architecture == "falcon":
+        names |= dict.fromkeys("qkv", "attn_qkv")
+    if two_norms:
+        names |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
+    if published:
+        names |= {"down": "ffn_down_t"}
+    return spelled(canonical, names, "blk")
 
 
 def safetensors_bytes(tensors: dict[str, tuple[str, tuple[int, ...], bytes]], **changes: Any) -> bytes:
@@ -197,6 +280,74 @@ def tiny_folder(
     stored = as_stored(weights(architecture, tied, biases), dtype)
     (folder / "model.safetensors").write_bytes(safetensors_bytes(stored))
     return folder
+
+
+PLAIN_CONFIGS: dict[str, dict[str, Any]] = {
+    "opt": {"architectures": ["OPTForCausalLM"], "ffn_dim": FF, "word_embed_proj_dim": D, "enable_bias": True},
+    "falcon": {
+        "architectures": ["FalconForCausalLM"],
+        "new_decoder_architecture": True,
+        "num_kv_heads": KV_HEADS,
+        "activation": "relu",
+        "ffn_hidden_size": FF,
+        "tie_word_embeddings": False,
+        "alibi": False,
+        "bias": False,
+    },
+    "nemotron": {
+        "architectures": ["NemotronForCausalLM"],
+        "num_key_value_heads": KV_HEADS,
+        "intermediate_size": FF,
+        "hidden_act": "relu2",
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+def plain_config(architecture: str) -> dict[str, Any]:
+    sizes = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCAB}
+    return PLAIN_CONFIGS[architecture] | sizes | {"model_type": architecture, "max_position_embeddings": 128}
+
+
+def plain_folder(folder: Path, architecture: str) -> Path:
+    """A complete folder of a family of `PLAIN`, in F16. The order of the rows of fused matrices is not right."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(plain_config(architecture)))
+    values = family_weights(architecture, two_norms=architecture == "falcon")
+    stored = {}
+    for name, array in values.items():
+        layer, _, inner = name.rpartition(".")
+        if architecture == "falcon" and inner in ("k", "v"):
+            continue
+        if architecture == "falcon" and inner == "q":
+            array = np.concatenate([values[f"{layer}.{part}"] for part in "qkv"])
+        raw = array.astype(np.float16)
+        stored[spelled(name, *PLAIN_HF_NAMES[architecture])] = ("F16", raw.shape, raw.tobytes())
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(stored))
+    return folder
+
+
+PLAIN_HF_NAMES = {
+    "opt": (
+        {
+            **{"embed": "model.decoder.embed_tokens", "positions": "model.decoder.embed_positions"},
+            **{"attn_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm", "up": "fc1", "down": "fc2"},
+            **{"final_norm": "model.decoder.final_layer_norm", "o": "self_attn.out_proj"},
+            **{name: HF_NAMES[name] for name in "qkv"},
+        },
+        "model.decoder.layers",
+    ),
+    "falcon": (
+        {
+            **{"embed": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "head": "lm_head"},
+            **{"attn_norm": "ln_attn", "ffn_norm": "ln_mlp", "o": "self_attention.dense"},
+            **{"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+            **dict.fromkeys("qkv", "self_attention.query_key_value"),
+        },
+        "transformer.h",
+    ),
+    "nemotron": (HF_NAMES, "model.layers"),
+}
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

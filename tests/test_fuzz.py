@@ -19,9 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_bytes import ARRAY, BOOL, CODES, F32, F64, STRING, U32, U64, Array, Builder, Raw, Tensor, text
-from model_files import as_stored, safetensors_bytes, tiny_config, tiny_folder, tiny_gguf, weights
+from model_files import (
+    as_stored,
+    family_gguf,
+    plain_config,
+    plain_folder,
+    safetensors_bytes,
+    tiny_config,
+    tiny_folder,
+    tiny_gguf,
+    weights,
+)
 
 from powerinfer.errors import ModelError
+from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import quantize
 
@@ -46,6 +57,11 @@ TEXTS = [
     "llama",
     "qwen2",
     "qwen3",
+    "falcon",
+    "opt",
+    "bamboo",
+    "relu",
+    "fatrelu",
     "gpt2",
     "llama-bpe",
     "none",
@@ -102,7 +118,8 @@ def use(path: Path, rng: random.Random) -> None:
     """Everything that happens to a model before its first token."""
     checkpoint = open_checkpoint(path, quantize="q8_0" if rng.random() < 0.1 and path.is_dir() else None)
     assert len(repr(checkpoint.config)) < 5000
-    for name in list(checkpoint.names()):
+    # what is stored, and what a model of that configuration is made of
+    for name in {**dict.fromkeys(checkpoint.names()), **dict(layout.shapes(checkpoint.config))}:
         tensor = checkpoint.take(name)
         assert tensor.data.nbytes == tensor.rows().nbytes
         if len(tensor.shape) == 1:
@@ -218,9 +235,9 @@ def walk(value: Any) -> Iterator[tuple[Any, Any]]:
 # --- GGUF
 
 
-def base_gguf(architecture: str, tied: bool, biases: str) -> Builder:
-    """A tiny model in Q4_0, so that a case is 40 kB, with a chat template."""
-    builder = tiny_gguf(architecture, tied, biases).add("tokenizer.chat_template", STRING, "{{ messages[0].content }}")
+def in_q4_0(builder: Builder) -> Builder:
+    """With a chat template, and the matrices in Q4_0, so that a case is 40 kB."""
+    builder.add("tokenizer.chat_template", STRING, "{{ messages[0].content }}")
     for tensor in builder.tensors:
         if len(tensor.dims) == 2:
             values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
@@ -228,8 +245,11 @@ def base_gguf(architecture: str, tied: bool, biases: str) -> Builder:
     return builder
 
 
-GGUF_BASES = [base_gguf("llama", True, ""), base_gguf("llama", False, "qkv o ffn"), base_gguf("qwen3", True, "")]
+GGUF_BASES = [in_q4_0(tiny_gguf("llama", True)), in_q4_0(tiny_gguf("llama", False, "qkv o ffn"))]
+GGUF_BASES += [in_q4_0(tiny_gguf("qwen3", True)), in_q4_0(family_gguf("nemotron"))]
+GGUF_BASES += [in_q4_0(family_gguf(name, published=True)) for name in ("llama", "falcon", "opt")]
 GGUF_KEYS = ["general.alignment", "general.type", "split.no", "split.count", "split.tensors.count", "powerinfer.x"]
+GGUF_KEYS += ["powerinfer.sparse_threshold", "llama.hidden_act", "llama.hidden_act_param", "falcon.hidden_act"]
 GGUF_KEYS += [f"llama.{key}" for key in ("attention.key_length", "rope.scaling.type", "rope.scaling.factor", "new")]
 GGUF_KEYS += [
     f"llama.{key}" for key in ("attention.sliding_window", "attention.sliding_window_pattern", "expert_count")
@@ -335,6 +355,11 @@ def damaged_gguf(rng: random.Random) -> bytes:
     return builder.encode()
 
 
+@pytest.mark.parametrize("base", range(len(GGUF_BASES)))
+def test_models_without_damage_work(tmp_path: Path, base: int) -> None:
+    use(GGUF_BASES[base].write(tmp_path / "m.gguf"), random.Random(0))
+
+
 def test_damaged_gguf_structures(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
 
@@ -402,12 +427,21 @@ ROPES: list[dict[str, Any]] = [
 
 def test_damaged_configurations(tmp_path: Path) -> None:
     kinds = ("llama", "mistral", "qwen2", "qwen3")
+    plain = ("opt", "falcon", "nemotron")
     folders = {kind: tiny_folder(tmp_path / kind, kind, dtype="F16") for kind in kinds}
+    folders |= {kind: plain_folder(tmp_path / kind, kind) for kind in plain}
     windows = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
+    for kind in kinds + plain:
+        use(folders[kind], random.Random(0))
+
     def make(rng: random.Random) -> Path:
-        kind = rng.choice(kinds)
-        config = tiny_config(kind, **rng.choice(ROPES), **(windows if kind.startswith("qwen") else {}))
+        kind = rng.choice(kinds + plain)
+        extra = {} if kind == "opt" else rng.choice(ROPES)
+        if kind in plain:
+            config = plain_config(kind) | extra
+        else:
+            config = tiny_config(kind, **extra, **(windows if kind.startswith("qwen") else {}))
         raw = json.dumps(damage_json(config, rng, rng.choice([1, 1, 2, 4]))).encode()
         raw = damage(raw, rng, len(raw)) if rng.random() < 0.2 else raw
         rewrite(folders[kind] / "config.json", raw)

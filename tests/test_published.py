@@ -1,0 +1,371 @@
+"""What PowerInfer published: PWRI files of every architecture, and counts of activations that run no code."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_bytes import F32, STRING, U32, Builder
+from model_files import FF, LAYERS, D, family_gguf, family_weights
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats import layout
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.published import read_activation_counts
+from powerinfer.formats.quant import dequantize, quantize
+from powerinfer.formats.tensors import RawTensor, transpose
+
+ARCHITECTURES = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        open_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+def stored_as(builder: Builder, type_id: int, name: str, *inner: str) -> Builder:
+    """Turn the matrices of those names into another type."""
+    for tensor in builder.tensors:
+        if len(tensor.dims) == 2 and tensor.name.split(".")[-2] in inner:
+            values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
+            tensor.type_id, tensor.data = type_id, quantize(values, name).tobytes()
+    return builder
+
+
+# --- PWRI files
+
+
+@pytest.mark.parametrize(("architecture", "two_norms"), [*((name, False) for name in ARCHITECTURES), ("falcon", True)])
+def test_models(tmp_path: Path, architecture: str, two_norms: bool) -> None:
+    checkpoint = open_checkpoint(family_gguf(architecture, two_norms, published=True).write(tmp_path / "m.gguf"))
+    config = checkpoint.config
+    assert (config.architecture, config.activation) == (architecture, ARCHITECTURES[architecture])
+    assert config.gated == (architecture in ("llama", "bamboo")) and config.parallel == (architecture == "falcon")
+    assert config.rope.interleaved == config.gated and config.shared_norm == (
+        architecture == "falcon" and not two_norms
+    )
+    assert checkpoint.predictor_threshold == 0.25
+    expected = family_weights(architecture, two_norms, predictors=True)
+    assert {name for name, _ in layout.shapes(config)} | {n for n in expected if ".predictor_" in n} == expected.keys()
+    for name, values in expected.items():
+        tensor = checkpoint.take(name)
+        assert checkpoint.has(name) and tensor.shape == values.shape and tensor.data.flags.c_contiguous
+        assert np.array_equal(tensor.float32(), values), name
+    checkpoint.finish()
+    rows = checkpoint.take("layers.1.down_rows")
+    assert np.array_equal(rows.float32(), expected["layers.1.down"].T) and not rows.data.flags.owndata
+    weights = {name: values for name, values in expected.items() if ".predictor_" not in name}
+    assert checkpoint.parameters == sum(values.size for values in weights.values())
+    activation = ARCHITECTURES[architecture]
+    assert checkpoint.notes == [
+        f"a file of PowerInfer's: activation {activation}, predictors with threshold 0.25",
+        "transposing 2 down matrices of type F32",
+    ]
+
+
+def test_predictors_may_be_left_and_down_may_not(tmp_path: Path) -> None:
+    path = family_gguf("llama", published=True).write(tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(path)
+    for name, _ in layout.shapes(checkpoint.config):
+        if name != "layers.1.down":
+            checkpoint.take(name)
+    with pytest.raises(ModelError, match=r"not used by a llama model: layers\.1\.down_rows$"):
+        checkpoint.finish()
+    checkpoint.take("layers.1.down_rows")  # the neurons themselves will do
+    checkpoint.finish()
+
+
+def test_the_threshold_may_be_left_out(tmp_path: Path) -> None:
+    builder = family_gguf("opt", published=True).drop("powerinfer.sparse_threshold")
+    assert open_checkpoint(builder.write(tmp_path / "m.gguf")).predictor_threshold == 0.0
+
+
+@pytest.mark.parametrize(("type_id", "name"), [(0, "F32"), (1, "F16"), (30, "BF16")])
+def test_float_rows_are_transposed_exactly(tmp_path: Path, type_id: int, name: str) -> None:
+    builder = stored_as(family_gguf("falcon", published=True), type_id, name, "ffn_down_t")
+    checkpoint = open_checkpoint(builder.write(tmp_path / "m.gguf"))
+    down, rows = checkpoint.take("layers.0.down"), checkpoint.take("layers.0.down_rows")
+    assert down.type == rows.type == name and down.shape == (D, FF)
+    item = np.dtype(f"u{rows.data.nbytes // (D * FF)}")
+    assert np.array_equal(down.data.view(item).reshape(D, FF), rows.data.view(item).reshape(FF, D).T)
+
+
+def test_quantised_rows_become_wider_blocks_of_the_other_axis(tmp_path: Path) -> None:
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down_t", "fc1")
+    builder = stored_as(family_gguf("llama", published=True), 2, "Q4_0", *matrices)
+    stored_as(builder, 6, "Q5_0", "fc2")
+    checkpoint = open_checkpoint(builder.write(tmp_path / "m.gguf"))
+    assert checkpoint.notes[1:] == ["transposing 2 down matrices of type Q4_0 to Q8_0"]
+    down, rows = checkpoint.take("layers.1.down"), checkpoint.take("layers.1.down_rows")
+    assert (down.type, rows.type, down.shape) == ("Q8_0", "Q4_0", (D, FF))
+    values = dequantize(rows.rows(), "Q4_0")
+    assert np.array_equal(down.data, quantize(np.ascontiguousarray(values.T), "Q8_0").reshape(-1))
+    assert checkpoint.take("layers.0.predictor_in").type == "Q4_0" and checkpoint.main_type == "Q4_0"
+    assert checkpoint.take("layers.0.predictor_out").type == "Q5_0"
+
+
+@pytest.mark.parametrize("target", ["q8_0", "q4_0"])
+def test_quantising_on_load(tmp_path: Path, target: str) -> None:
+    path = family_gguf("falcon", published=True).write(tmp_path / "m.gguf")
+    seen: list[tuple[str, int, int]] = []
+    checkpoint = open_checkpoint(path, quantize=target, progress=lambda *step: seen.append(step))
+    values = family_weights("falcon", predictors=True)
+    for name, _ in layout.shapes(checkpoint.config):
+        taken = checkpoint.take(name)
+        if taken.type == target.upper():
+            assert np.array_equal(taken.data, quantize(values[name], target.upper()).reshape(-1)), name
+    assert checkpoint.take("layers.0.down").type == target.upper()
+    assert checkpoint.notes[-1] == f"quantising {6 * LAYERS + 1} matrices to {target.upper()}"
+    assert seen[-1][1] == seen[-1][2] and checkpoint.fingerprint == open_checkpoint(path).fingerprint
+    checkpoint.finish()
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 300), (96, 64), (5000, 600)])
+def test_transposing_in_pieces(rows: int, cols: int) -> None:
+    values = np.random.default_rng(0).standard_normal((rows, cols)).astype(np.float32)
+    ticks: list[int] = []
+    turned = transpose(RawTensor("F32", values.shape, values.view(np.uint8).reshape(-1)), "F32", ticks.append)
+    assert turned.shape == (cols, rows) and np.array_equal(turned.float32(), values.T) and sum(ticks) == values.size
+    assert (len(ticks) > 1) == (rows > 4000)
+
+
+def put(key: str, kind: int, value: Any) -> Callable[[Builder], Any]:
+    return lambda builder: builder.put(key, kind, value)
+
+
+def without(name: str) -> Callable[[Builder], Any]:
+    def change(builder: Builder) -> None:
+        builder.tensors = [tensor for tensor in builder.tensors if tensor.name != name]
+
+    return change
+
+
+def renamed(old: str, new: str) -> Callable[[Builder], Any]:
+    def change(builder: Builder) -> None:
+        next(tensor for tensor in builder.tensors if tensor.name == old).name = new
+
+    return change
+
+
+def reshaped(name: str, *dims: int) -> Callable[[Builder], Any]:
+    def change(builder: Builder) -> None:
+        next(tensor for tensor in builder.tensors if tensor.name == name).dims = list(dims)
+
+    return change
+
+
+def plain_magic(builder: Builder) -> None:
+    builder.magic = b"GGUF"
+
+
+REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
+    "another magic": (plain_magic, r"powerinfer\.\* metadata are not supported"),
+    "architecture": (put("general.architecture", STRING, "qwen2"), r"'qwen2' is not supported \(only llama, bamboo"),
+    "threshold": (put("powerinfer.sparse_threshold", F32, float("nan")), "sparse_threshold is 'nan'"),
+    "threshold as a text": (put("powerinfer.sparse_threshold", STRING, "0"), "sparse_threshold is '0', not a number"),
+    "another key": (put("powerinfer.new", U32, 1), r"powerinfer\.new is set"),
+    "another activation": (put("llama.hidden_act", STRING, "silu"), "hidden_act is 'silu'"),
+    "no predictor": (without("blk.1.fc1.weight"), r"blk\.1\.fc1\.weight is missing"),
+    "half a predictor": (without("blk.1.fc2.weight"), r"blk\.1\.fc2\.weight is missing"),
+    "no down": (without("blk.0.ffn_down_t.weight"), r"blk\.0\.ffn_down_t\.weight is missing"),
+    "down as ever": (renamed("blk.0.ffn_down_t.weight", "blk.0.ffn_down.weight"), r"ffn_down_t\.weight is missing"),
+    "down the wrong way": (reshaped("blk.0.ffn_down_t.weight", FF, D), rf"shape \[{D}, {FF}\], not \[{FF}, {D}\]"),
+    "ranks that differ": (
+        reshaped("blk.0.fc1.weight", D // 2, 48),
+        r"fc1\.weight has shape \[48, 32\], not \[48, 64\]",
+    ),
+    "another rank": (reshaped("blk.0.fc2.weight", 16, 2 * FF), r"fc2\.weight has shape \[192, 16\], not \[96, 32\]"),
+    "a flat predictor": (reshaped("blk.0.fc1.weight", 32 * D), r"fc1\.weight has shape"),
+    "more layers": (put("llama.block_count", U32, 4000), "4000 layers and holds"),
+    "a bias": (lambda b: b.tensor("blk.0.fc1.bias", np.zeros(32, np.float32)), r"does not have: 'blk\.0\.fc1\.bias'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_are_refused(tmp_path: Path, case: str) -> None:
+    change, message = REFUSED[case]
+    builder = family_gguf("llama", published=True)
+    change(builder)
+    refused(builder.write(tmp_path / "m.gguf"), message)
+
+
+def test_an_index_of_a_gpu_is_no_model(tmp_path: Path) -> None:
+    builder = Builder(magic=b"PWRI").add("general.architecture", STRING, "generic.gpu_index")
+    builder.tensor("blk.0.gpu_idx", np.zeros(FF, np.int32), type_id=26)
+    path = builder.write(tmp_path / "m.gguf.generated.gpuidx")
+    refused(path, "does not need it: name the model itself")
+    refused(path.rename(tmp_path / "renamed.gguf"), "does not need it: name the model itself")
+
+
+def test_tokenizers_of_files_that_name_no_pre_tokenizer(tmp_path: Path) -> None:
+    builder = family_gguf("opt", published=True).drop("tokenizer.ggml.pre")
+    tokenizer = open_checkpoint(builder.write(tmp_path / "m.gguf")).tokenizer()
+    assert tokenizer.decode(tokenizer.encode("ab abc")) == "ab abc"
+
+
+# --- counts of activations
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+def counts(torch: Any, folder: Path, tensors: list[Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, tensor in enumerate(tensors):
+        torch.save(tensor, folder / f"activation_{number}.pt")
+    return folder
+
+
+def test_counts_come_in_the_order_of_the_layers(tmp_path: Path, torch: Any) -> None:
+    tensors = [torch.arange(5) + 100 * layer for layer in range(12)]  # as texts, 10 would come before 2
+    layers = read_activation_counts(counts(torch, tmp_path, tensors))
+    assert len(layers) == 12 and all(layer.dtype == np.int64 for layer in layers)
+    for ours, theirs in zip(layers, tensors, strict=True):
+        assert np.array_equal(ours, theirs.numpy())
+
+
+@pytest.mark.parametrize(
+    "kind", ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+)
+def test_types_of_counts(tmp_path: Path, torch: Any, kind: str) -> None:
+    tensor = torch.tensor([0, 3, 64, 120]).to(getattr(torch, kind))
+    (layer,) = read_activation_counts(counts(torch, tmp_path, [tensor]))
+    assert layer.dtype == np.int64 and layer.tolist() == [0, 3, 64, 120]
+
+
+def test_large_counts_are_exact(tmp_path: Path, torch: Any) -> None:
+    (layer,) = read_activation_counts(counts(torch, tmp_path, [torch.tensor([2**53 - 1, 2**40 + 1])]))
+    assert layer.tolist() == [2**53 - 1, 2**40 + 1]
+
+
+def refused_counts(folder: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        read_activation_counts(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_counts_that_are_none(tmp_path: Path, torch: Any) -> None:
+    good = torch.arange(4)
+    refused_counts(counts(torch, tmp_path / "none", []), "holds no activation_0.pt")
+    bad = {
+        "negative": torch.tensor([1, -1, 0, 0]),
+        "fraction": torch.tensor([0.5, 1, 1, 1]),
+        "nan": torch.tensor([float("nan")] * 4),
+        "infinite": torch.tensor([float("inf")] * 4),
+        "too large": torch.tensor([2**53, 0, 0, 0]),
+    }
+    for name, tensor in bad.items():
+        refused_counts(
+            counts(torch, tmp_path / name, [good, tensor]), r"activation_1\.pt: holds values that are no counts"
+        )
+    for tensor in (torch.zeros(2, 2), torch.zeros(0), torch.tensor(1), torch.zeros(4, dtype=torch.bool)):
+        refused_counts(counts(torch, tmp_path / "shape", [tensor]), "does not count neurons")
+    refused_counts(
+        counts(torch, tmp_path / "complex", [torch.zeros(4, dtype=torch.complex64)]), "does not count neurons"
+    )
+    refused_counts(counts(torch, tmp_path / "differ", [good, torch.arange(5)]), "counts 5 neurons, not 4")
+    refused_counts(counts(torch, tmp_path / "meta", [torch.zeros(4, device="meta")]), "not one tensor")
+    refused_counts(counts(torch, tmp_path / "sparse", [torch.eye(4).to_sparse()]), "not one tensor|plain tensor")
+    for other in ({"a": good}, [1, 2], "text"):
+        refused_counts(counts(torch, tmp_path / "object", [other]), "not one tensor|does not hold a plain tensor")
+
+
+def test_missing_layers_are_named(tmp_path: Path, torch: Any) -> None:
+    folder = counts(torch, tmp_path, [torch.arange(4)] * 4)
+    (folder / "activation_2.pt").unlink()
+    refused_counts(folder, r"activation_2\.pt is missing")
+    (folder / "activation_00.pt").write_bytes((folder / "activation_0.pt").read_bytes())
+    refused_counts(folder, "is missing, or a number occurs twice")
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_no_code_runs(tmp_path: Path, torch: Any) -> None:
+    mark = tmp_path / "ran"
+    folder = counts(torch, tmp_path / "evil", [[torch.arange(4), Evil(mark)]])
+    refused_counts(folder, "torch cannot read it without running code")
+    assert not mark.exists()
+    torch.load(folder / "activation_0.pt", weights_only=False)
+    assert mark.exists()  # the trap was set
+
+
+def rebuilt(path: Path, change: Callable[[str, bytes], bytes], method: int = zipfile.ZIP_STORED) -> None:
+    """Write a file of torch.save again with other members."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w", method) as archive:
+        for name, data in members:
+            archive.writestr(name, change(name, data))
+    path.write_bytes(raw.getvalue())
+
+
+def test_files_that_claim_more_than_they_hold(tmp_path: Path, torch: Any) -> None:
+    folder = counts(torch, tmp_path, [torch.arange(4, dtype=torch.int64)])
+    path = folder / "activation_0.pt"
+    whole = path.read_bytes()
+    rebuilt(path, lambda name, data: data)
+    assert read_activation_counts(folder)[0].tolist() == [0, 1, 2, 3]
+    rebuilt(path, lambda name, data: data[:8] if "/data/" in name else data)
+    refused_counts(folder, "another size than it has|cannot read it")
+    path.write_bytes(whole)
+    rebuilt(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
+    refused_counts(folder, "not one tensor as torch.save writes it")
+    base = torch.zeros(1, dtype=torch.int64)
+    torch.save(base.expand(1 << 30), path)  # eight bytes that look like 8 GB
+    refused_counts(folder, "does not count neurons")
+    torch.save(torch.arange(4), path, _use_new_zipfile_serialization=False)
+    refused_counts(folder, "not a file that torch.save writes")
+    with path.open("r+b") as file:
+        file.truncate(1 << 30)
+    refused_counts(folder, "absurd")
+
+
+def test_every_truncation_is_refused(tmp_path: Path, torch: Any) -> None:
+    folder = counts(torch, tmp_path, [torch.arange(4)])
+    path = folder / "activation_0.pt"
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for length in range(0, len(whole), 31):
+        path.write_bytes(whole[:length])
+        refused_counts(folder, "activation_0")
+    for _ in range(200):  # damaged ones are refused, or the damage was where nobody looks
+        raw = bytearray(whole)
+        for at in rng.integers(0, len(raw), 3):
+            raw[at] = rng.integers(256)
+        path.write_bytes(raw)
+        try:
+            (layer,) = read_activation_counts(folder)
+            assert layer.shape == (4,) and (layer >= 0).all()
+        except ModelError as error:
+            assert "\n" not in str(error)
+
+
+def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "activation_0.pt").touch()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RequestError, match=r"pip install 'powerinfer\[train\]'"):
+        read_activation_counts(tmp_path)
+
+
+def test_a_pickle_is_no_model(tmp_path: Path, torch: Any) -> None:
+    folder = counts(torch, tmp_path, [torch.arange(4)])
+    refused(folder / "activation_0.pt", "pickle files can run code and are never read")
+    assert read_activation_counts(folder)[0].tolist() == [0, 1, 2, 3]
