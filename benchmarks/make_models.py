@@ -99,7 +99,12 @@ def write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_vocab_size(shape.vocab)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    tokens, types, merges = vocabulary(shape.vocab)
+    write_tokenizer(writer, shape.vocab)
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+    """The metadata of `vocabulary(size)`."""
+    tokens, types, merges = vocabulary(size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

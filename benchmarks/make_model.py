@@ -1,0 +1,194 @@
+"""Make a model with random weights whose neurons fire as often as wanted, for measurements of speed and memory.
+
+    python benchmarks/make_model.py OUT --family llama --shape 1b --active 0.10 --predictor-rank 512
+    python benchmarks/make_model.py OUT --family opt --format hf --profile opt-30b
+    python benchmarks/make_model.py --measure MODEL [--tokens 1024]
+
+Random weights say nothing about quality; the work they make is that of real ones. OUT is a GGUF file or a Hugging
+Face folder, OUT.powerinfer the folder of its predictor; files that exist already are kept.
+
+How often a neuron fires. Neuron i of a layer fires with probability p_i for a token, p_i from a power law over the
+neurons' ranks: p(q) = min(0.9999, a * q ** -skew), q from 0 to 1, with `a` such that the mean is --active. Which
+neuron has which rank is drawn anew in every layer. With --layer-ratio R the mean grows geometrically from the first
+layer to the last, R-fold. Whether a neuron fires hangs on the token; the busy neurons are the same ones for all. How
+that is built into the weights: see sparse_weights.py.
+
+Profiles, and what they are to look like (the shares of neurons that carry 80 % of all activations):
+
+    --profile    mean active   skew   layer ratio   of one layer    of the model      as in the paper
+    opt-30b      3 %           1.03   40            26 %            17 % (48 layers)  26 %, 17 %
+    reglu-70b    18 %          1.02   48            43 %            26 % (80 layers)  43 %, 26 %
+    drelu        10 %          1.00   1             38 %            38 %              none; 90 % sparsity
+
+For opt-30b and reglu-70b skew and ratio were solved for from the paper's two shares; both come out at an exponent of
+about 1, Zipf's law, which is therefore the default. "Of one layer" holds for a layer of mean activity. For drelu the
+paper gives no share. --active alone, without a profile, makes all layers alike.
+
+The predictor. The noise that makes a neuron fire lies in --noise-rank directions, known to the predictor, but for a
+share --rest of its variance, which is not. So the predictor must miss some: it is set to name --recall of the firings
+and names more neurons than fire. dReLU: gate and up share the known noise, and p_i is the probability that both fire.
+
+--measure runs a plain forward pass over random tokens and prints what really fires. It works for all models of this
+script in any type, so also for what llama-quantize makes of them. Needs the `bench` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import activity
+import model_writers
+import numpy as np
+from sparse_weights import ACTIVATIONS, Plan, Weights
+
+SHAPES: dict[str, dict[str, int]] = {
+    "1b": {},  # the defaults of Plan: the random model of make_models.py
+    "100m": {"d_model": 768, "d_ff": 3072, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "vocab": 16000},
+    "tiny": {
+        "d_model": 128,
+        "d_ff": 512,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab": 1024,
+        "context": 512,
+        "noise_rank": 48,
+    },
+}
+PROFILES: dict[str, dict[str, float]] = {
+    "opt-30b": {"active": 0.03, "skew": 1.03, "layer_ratio": 40},
+    "reglu-70b": {"active": 0.18, "skew": 1.02, "layer_ratio": 48},
+    "drelu": {"active": 0.10, "skew": 1.0, "layer_ratio": 1},
+}
+# flag -> (field of Plan, type, help)
+NUMBERS: dict[str, tuple[str, type, str]] = {
+    "--d-model": ("d_model", int, "width"),
+    "--d-ff": ("d_ff", int, "neurons of a layer"),
+    "--layers": ("n_layers", int, "layers"),
+    "--heads": ("n_heads", int, "attention heads"),
+    "--kv-heads": ("n_kv_heads", int, "key-value heads; 1 makes a Falcon like Falcon-7B, more one like Falcon-40B"),
+    "--vocab": ("vocab", int, "tokens, 1000 at least"),
+    "--context": ("context", int, "longest context"),
+    "--active": ("active", float, "mean fraction of neurons that fire"),
+    "--skew": ("skew", float, "exponent of the power law; 0: all neurons alike"),
+    "--layer-ratio": ("layer_ratio", float, "mean of the last layer by that of the first"),
+    "--noise-rank": ("noise_rank", int, "directions that firing hangs on"),
+    "--rest": ("rest", float, "share of the noise that no predictor knows"),
+    "--recall": ("recall", float, "what the predictor is set to"),
+    "--fatrelu-threshold": ("offset", float, "of --activation fatrelu"),
+    "--seed": ("seed", int, "of all random numbers; the same seed gives the same bytes"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("out", nargs="?", type=Path, metavar="OUT", help="file or folder to make")
+    result.add_argument("--measure", type=Path, metavar="MODEL", help="measure this model instead of making one")
+    result.add_argument("--tokens", type=int, metavar="N", help="measure on N tokens (default 1024; 0 after making)")
+    result.add_argument("--json", action="store_true", help="print the measurement as JSON")
+    result.add_argument("--family", choices=tuple(ACTIVATIONS), default="llama")
+    result.add_argument("--format", choices=("gguf", "hf"), default="gguf")
+    result.add_argument("--type", choices=tuple(model_writers.TYPES), default="f16", help="of the matrices")
+    result.add_argument("--shape", choices=tuple(SHAPES), default="1b", help="sizes that are not given one by one")
+    result.add_argument("--activation", choices=ACTIVATIONS["llama"], default="relu")
+    result.add_argument("--profile", choices=tuple(PROFILES), help="statistics that are not given one by one")
+    result.add_argument("--predictor-rank", type=int, default=0, metavar="R", help="write a predictor of rank R too")
+    for flag, (name, kind, text) in NUMBERS.items():
+        default = f" (default {getattr(Plan, name)})"
+        result.add_argument(flag, dest=name, type=kind, default=None, metavar="N", help=text + default)
+    return result
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan that the flags describe; ValueError if it cannot be."""
+    values: dict[str, Any] = {"family": arguments.family, "activation": arguments.activation}
+    values |= SHAPES[arguments.shape]
+    if arguments.profile:
+        values |= PROFILES[arguments.profile]
+    if arguments.activation == "fatrelu":
+        values["offset"] = 0.01  # ProSparse's
+    given = {name: getattr(arguments, name) for name, _, _ in NUMBERS.values()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "offset" in given and arguments.activation != "fatrelu":
+        raise ValueError("--fatrelu-threshold goes with --activation fatrelu")
+    if arguments.family == "opt" and "n_kv_heads" not in given:
+        given["n_kv_heads"] = given.get("n_heads", values.get("n_heads", Plan.n_heads))
+    if arguments.predictor_rank and "noise_rank" not in given:
+        values["noise_rank"] = min(values.get("noise_rank", Plan.noise_rank), (arguments.predictor_rank - 1) // 2)
+    return Plan(**values | given)
+
+
+def make(out: Path, plan: Plan, form: str, kind: str) -> None:
+    """Write the model, unless it is there."""
+    if out.exists():
+        print(f"{out} exists already: kept", file=sys.stderr)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    write = model_writers.write_gguf if form == "gguf" else model_writers.write_folder
+    write(out, plan, kind, Progress(plan.n_layers))
+    print(f"\r{out}: {time.monotonic() - start:.0f} s        ", file=sys.stderr)
+
+
+class Progress:
+    """One line on stderr that says which layer is being written."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.n_layers, self.layer = n_layers, ""
+
+    def __call__(self, tensor: str) -> None:
+        layer = tensor.split(".")[1] if tensor.startswith("layers.") else ""
+        if layer != self.layer and layer:
+            print(f"\rlayer {int(layer) + 1} of {self.n_layers}", end="", file=sys.stderr, flush=True)
+        self.layer = layer
+
+
+def random_tokens(count: int, vocab: int, length: int = 128) -> np.ndarray:
+    """Sequences of at most `length` random tokens, [sequences, length], `count` in all or a few more."""
+    length = min(length, count)
+    return np.random.default_rng(7).integers(0, vocab, (-(-count // length), length))
+
+
+def chosen(plan: Plan) -> str:
+    """What the plan asks for, in the words of the measurement."""
+    weights = Weights(plan)
+    p = np.stack([weights.probabilities(layer) for layer in range(plan.n_layers)])
+    shares = [activity.hot_share(layer) for layer in p]
+    percent = activity.percent
+    return "\n".join(
+        [
+            f"chosen: mean active {percent(p.mean())}, layers {percent(p.mean(1).min())} to {percent(p.mean(1).max())}",
+            f"80 % of activations by {percent(float(np.mean(shares)))} of a layer's neurons, "
+            f"{percent(activity.hot_share(p))} of the whole model's",
+        ]
+    )
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    if (arguments.out is None) == (arguments.measure is None):
+        parser().error("give either OUT or --measure MODEL")
+    tokens = arguments.tokens
+    if arguments.out:
+        try:
+            plan = plan_of(arguments)
+        except ValueError as error:
+            parser().error(str(error))
+        make(arguments.out, plan, arguments.format, arguments.type)
+        print(chosen(plan))
+    elif tokens is None:
+        tokens = 1024
+    if tokens:
+        path = arguments.out or arguments.measure
+        vocab = activity.open_checkpoint(path).config.vocab_size
+        result = activity.measure(path, random_tokens(tokens, vocab))
+        print(json.dumps(result.document()) if arguments.json else result.report())
+
+
+if __name__ == "__main__":
+    main()
