@@ -36,12 +36,8 @@ def normal_cdf(x: Floats) -> Floats:
 def power_law(mean: float, skew: float, n: int) -> Floats:
     """n probabilities with that mean, largest first: p(q) = min(TOP, a * q ** -skew) at ranks q = (i + 0.5) / n.
 
-    mean: over 0; TOP and above gives TOP for all. skew 0: all alike.
+    mean: from 0, exclusive, to 1; TOP and above gives TOP for all. skew: not negative; 0: all alike.
     """
-    if not 0 < mean <= 1:
-        raise ValueError(f"a mean fraction of {mean} is not above 0 and at most 1")
-    if skew < 0:
-        raise ValueError(f"skew {skew} is negative")
     shape = -skew * np.log((np.arange(n) + 0.5) / n)
     low, high = math.log(mean) - shape.max(), math.log(mean)  # a lies between: shape >= 0, and cut values need more
     while np.minimum(TOP, np.exp(high + shape)).mean() < min(mean, TOP):

@@ -72,6 +72,8 @@ class Plan:
             raise ValueError(f"noise of rank {self.noise_rank} does not fit into width {self.d_model}")
         if not 0.001 <= self.rest < 1 or not 0 < self.recall < 1:
             raise ValueError("the rest must be from 0.001 to 1, the recall between 0 and 1")
+        if not 0 < self.active <= 1 or self.skew < 0 or self.layer_ratio <= 0:
+            raise ValueError("the fraction active must be above 0 and at most 1, skew and ratio not negative")
         layer_means(self.active, self.layer_ratio, self.n_layers)
 
     @property
