@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.predictor_file import open_predictor
+from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.kernels.reference import rope, rotations
 from powerinfer.models.rope import rope_frequencies
 
@@ -98,19 +100,21 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def measure(path: Path, tokens: NDArray[np.int64], predictors: Any = None) -> Activity:
-    """Run sequences of tokens [sequences, length] through a model.
-
-    predictors: layer -> (W_in, W_out, threshold), float32, of candidates z >= threshold; None: no predictor.
-    """
+def measure(path: Path, tokens: NDArray[np.int64]) -> Activity:
+    """Run sequences of tokens [sequences, length] through a model, and through its predictor if it has one."""
+    checkpoint = open_checkpoint(path)
+    predictors = None
+    if PreparedFile(PREDICTOR, checkpoint).exists():
+        predictors = open_predictor(checkpoint).layers
     activity = Activity()
-    for number, (active, seen) in enumerate(layers(open_checkpoint(path), tokens)):
+    for number, (active, seen) in enumerate(layers(checkpoint, tokens)):
         layer = Layer(active.sum(axis=(0, 1)), active.shape[0] * active.shape[1])
         layer.followed = int(active[:, 1:].sum())
         layer.kept = int((active[:, 1:] & active[:, :-1]).sum())
         if predictors is not None:
-            w_in, w_out, threshold = predictors(number)
-            candidates = np.maximum(seen @ w_in.T, 0) @ w_out.T >= threshold
+            one = predictors[number]
+            hidden = np.maximum(seen @ one.inner.float32().T, 0)
+            candidates = hidden @ one.outer.float32().T >= one.predictor.threshold
             layer.candidates = int(candidates.sum())
             layer.found = int((candidates & active).sum())
         activity.layers.append(layer)

@@ -21,9 +21,9 @@ TOP = 0.9999
 HOT = 0.8
 """Hot neurons are the fewest that carry this share of the activations, as in the paper."""
 
-_KNOWN = np.linspace(-8, 8, 3201)
+_KNOWN = np.linspace(-8, 8, 1601)
 _DENSITY = np.exp(-_KNOWN * _KNOWN / 2) / math.sqrt(2 * math.pi) * (_KNOWN[1] - _KNOWN[0])  # sums to 1
-_THRESHOLDS = np.linspace(-6, 6, 481)
+_THRESHOLDS = np.linspace(-6, 6, 241)
 _TABLE_X = np.linspace(-9, 9, 36001)
 _TABLE_CDF = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in _TABLE_X])
 
@@ -126,8 +126,8 @@ class Firing:
             first, second = _relu_moments(self.known_part * _KNOWN - _THRESHOLDS[:, None], math.sqrt(self.rest))
             mean, square = scale**2 * first**2 @ _DENSITY, scale**4 * second**2 @ _DENSITY
         else:
-            value = scale * (_KNOWN - _THRESHOLDS[:, None]) + self.offset
-            value = np.where(_KNOWN > _THRESHOLDS[:, None], value, 0.0)
+            excess = _KNOWN - _THRESHOLDS[:, None]
+            value = np.where(excess > 0, scale * excess + self.offset, 0.0)
             value = value * value if self.activation == "relu2" else value
             mean, square = value @ _DENSITY, value * value @ _DENSITY
             if self.gated:  # times up, of mean 0 and the same scale

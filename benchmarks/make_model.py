@@ -5,7 +5,8 @@
     python benchmarks/make_model.py --measure MODEL [--tokens 1024]
 
 Random weights say nothing about quality; the work they make is that of real ones. OUT is a GGUF file or a Hugging
-Face folder, OUT.powerinfer the folder of its predictor; files that exist already are kept.
+Face folder, OUT.powerinfer the folder of its predictor. A model that exists already is kept, so the same flags with
+--predictor-rank give a predictor to what llama-quantize made of one.
 
 How often a neuron fires. Neuron i of a layer fires with probability p_i for a token, p_i from a power law over the
 neurons' ranks: p(q) = min(0.9999, a * q ** -skew), q from 0 to 1, with `a` such that the mean is --active. Which
@@ -45,6 +46,10 @@ import activity
 import model_writers
 import numpy as np
 from sparse_weights import ACTIVATIONS, Plan, Weights
+
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.predictor_file import write_predictor
+from powerinfer.neurons import Predictor
 
 SHAPES: dict[str, dict[str, int]] = {
     "1b": {},  # the defaults of Plan: the random model of make_models.py
@@ -98,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--activation", choices=ACTIVATIONS["llama"], default="relu")
     result.add_argument("--profile", choices=tuple(PROFILES), help="statistics that are not given one by one")
     result.add_argument("--predictor-rank", type=int, default=0, metavar="R", help="write a predictor of rank R too")
+    result.add_argument("--predictor-type", choices=("q8_0", "f16"), default="q8_0", help="of the predictor's weights")
     for flag, (name, kind, text) in NUMBERS.items():
         default = f" (default {getattr(Plan, name)})"
         result.add_argument(flag, dest=name, type=kind, default=None, metavar="N", help=text + default)
@@ -135,6 +141,20 @@ def make(out: Path, plan: Plan, form: str, kind: str) -> None:
     print(f"\r{out}: {time.monotonic() - start:.0f} s        ", file=sys.stderr)
 
 
+def make_predictor(model: Path, plan: Plan, rank: int, kind: str = "q8_0") -> Path:
+    """Write the predictor of a model that was made from the plan, in whatever type it now is; the file's path.
+
+    ValueError if the rank is too small for the plan, or not whole blocks of Q8_0.
+    """
+    if kind == "q8_0" and (rank % 32 or plan.d_model % 32):
+        raise ValueError(f"a predictor in Q8_0 needs rank and width in multiples of 32, not {rank} and {plan.d_model}")
+    weights = Weights(plan)
+    weights.predictor(0, rank)  # refuses before a file is begun
+    layers = (weights.predictor(layer, rank) for layer in range(plan.n_layers))
+    described = [Predictor(rank, 0.0, 0)] * plan.n_layers
+    return write_predictor(open_checkpoint(model), None, kind.upper(), described, layers)
+
+
 class Progress:
     """One line on stderr that says which layer is being written."""
 
@@ -157,7 +177,7 @@ def random_tokens(count: int, vocab: int, length: int = 128) -> np.ndarray:
 def chosen(plan: Plan) -> str:
     """What the plan asks for, in the words of the measurement."""
     weights = Weights(plan)
-    p = np.stack([weights.probabilities(layer) for layer in range(plan.n_layers)])
+    p = np.stack([weights.layer(layer).probabilities for layer in range(plan.n_layers)])
     shares = [activity.hot_share(layer) for layer in p]
     percent = activity.percent
     return "\n".join(
@@ -177,15 +197,17 @@ def main() -> None:
     if arguments.out:
         try:
             plan = plan_of(arguments)
+            make(arguments.out, plan, arguments.format, arguments.type)
+            if arguments.predictor_rank:
+                make_predictor(arguments.out, plan, arguments.predictor_rank, arguments.predictor_type)
         except ValueError as error:
             parser().error(str(error))
-        make(arguments.out, plan, arguments.format, arguments.type)
         print(chosen(plan))
     elif tokens is None:
         tokens = 1024
     if tokens:
         path = arguments.out or arguments.measure
-        vocab = activity.open_checkpoint(path).config.vocab_size
+        vocab = open_checkpoint(path).config.vocab_size
         result = activity.measure(path, random_tokens(tokens, vocab))
         print(json.dumps(result.document()) if arguments.json else result.report())
 

@@ -17,15 +17,15 @@ writes together add a known small variance, most of it from the FFN so that a wr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from firing import Firing, layer_means, power_law
 from numpy.typing import NDArray
 
 Float32 = NDArray[np.float32]
+Floats = NDArray[np.float64]
 
 CARRIED = 0.5  # the constant component, relative to the rest of the embedding
 POSITIONS = 0.1  # share of the embedding's variance that learned positions give
@@ -142,6 +142,21 @@ def shapes(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "head", (plan.vocab, plan.d_model)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's tensors are made from. Arrays are float64 [d_ff] but the basis."""
+
+    number: int
+    probabilities: Floats
+    thresholds: Floats  # what a neuron's noise must exceed, in its standard deviations
+    cuts: Floats  # what the known noise must exceed for a candidate
+    mean: Floats  # of h
+    square: Floats  # mean of h^2
+    spread: float  # standard deviation, per dimension, of the varying part of the stream that the FFN reads
+    after_norm: float  # the same after the norm
+    basis: Float32  # directions of the known noise, B [noise_rank, d_model], orthonormal
+
+
 class Weights:
     """The values of a plan's tensors; every block of rows has a random stream of its own, so order does not matter."""
 
@@ -151,51 +166,56 @@ class Weights:
         signs[: plan.d_model // 2] = -1
         self.direction = self._stream("direction").permutation(signs) / np.float32(math.sqrt(plan.d_model))
         self._means = layer_means(plan.active, plan.layer_ratio, plan.n_layers)
-        self._basis = -1, np.empty((0, 0), np.float32)
+        self._firing = plan.firing
+        self._kept: Layer | None = None
 
     def _stream(self, *key: object) -> np.random.Generator:
         """Random numbers that depend on the seed and on nothing but the key."""
         digits = [list(str(part).encode()) for part in key]
         return np.random.default_rng([self.plan.seed, *(digit for part in digits for digit in [*part, 256])])
 
-    def probabilities(self, layer: int) -> NDArray[np.float64]:
-        """Chosen probability of every neuron of a layer, [d_ff]."""
-        law = power_law(self._means[layer], self.plan.skew, self.plan.d_ff)
-        return self._stream("probabilities", layer).permutation(law)
+    def layer(self, number: int) -> Layer:
+        """What the layer's tensors share; that of one layer is kept."""
+        if self._kept is None or self._kept.number != number:
+            self._kept = self._layer(number)
+        return self._kept
 
-    def spread(self, layer: int) -> float:
-        """Standard deviation, per dimension, of the varying part of the residual stream that the layer's FFN reads."""
-        attention = ATTENTION_WRITES * ATTENTION_LEFT * (layer + (not self.plan.parallel)) / self.plan.n_layers
-        return math.sqrt(1 + FFN_WRITES * layer / self.plan.n_layers + attention)
-
-    def _after_norm(self, layer: int) -> float:
-        """Standard deviation, per dimension, of what varies after the norm."""
-        spread = self.spread(layer)
-        return spread / math.hypot(spread, CARRIED)
-
-    @cached_property
-    def _firing(self) -> Firing:
-        return self.plan.firing
+    def _layer(self, number: int) -> Layer:
+        plan, firing = self.plan, self._firing
+        law = power_law(self._means[number], plan.skew, plan.d_ff)
+        p = self._stream("probabilities", number).permutation(law)
+        # what was written before the FFN reads, relative to the embedding
+        attended = number if plan.parallel else number + 1
+        writes = (FFN_WRITES * number + ATTENTION_WRITES * ATTENTION_LEFT * attended) / plan.n_layers
+        spread = math.sqrt(1 + writes)
+        after_norm = spread / math.hypot(spread, CARRIED)
+        basis = self._stream("basis", number).standard_normal((plan.noise_rank, plan.d_model), np.float32)
+        basis = np.ascontiguousarray(np.linalg.qr(self._off_direction(basis).T)[0].T)
+        return Layer(
+            number, p, firing.threshold(p), firing.cut(p), *firing.moments(p, after_norm), spread, after_norm, basis
+        )
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Float32]:
         """The tensor in blocks of whole rows; vectors in one block. Q, K and V: a head a block."""
         *outer, inner = name.split(".")
-        layer = int(outer[1]) if outer else -1
         if len(shape) == 1:
             yield np.full(shape, 0 if inner.endswith("_bias") else 1, np.float32)
             return
-        make = {"o": self._writes, "down": self._writes, "gate": self._leaning}.get(inner, self._reads)
-        if inner == "up" and (not self.plan.gated or self.plan.activation == "drelu"):
-            make = self._leaning
+        make: Callable[..., Float32] = self._reads
         if inner in ("embed", "positions"):
             make = self._embeds
+        elif inner in ("o", "down"):
+            make = self._writes
+        elif inner == "gate" or (inner == "up" and (not self.plan.gated or self.plan.activation == "drelu")):
+            make = self._leaning
+        layer = self.layer(int(outer[1])) if outer else None
         step = self.plan.head_dim if inner in ("q", "k", "v") else ROWS
         for number, first in enumerate(range(0, shape[0], step)):
             rows = slice(first, min(first + step, shape[0]))
             normal = self._stream(name, number).standard_normal((rows.stop - first, shape[1]), np.float32)
-            yield make(normal, inner, layer, rows)
+            yield make(normal, inner, rows, layer)
 
     def _off_direction(self, rows: Float32) -> Float32:
         """Rows [n, d_model], in place, without what they have along the direction and along the all-ones vector."""
@@ -203,7 +223,7 @@ class Weights:
         rows -= rows.mean(axis=1, keepdims=True)
         return rows
 
-    def _embeds(self, normal: Float32, inner: str, layer: int, rows: slice) -> Float32:
+    def _embeds(self, normal: Float32, inner: str, rows: slice, layer: Layer | None) -> Float32:
         table = self._off_direction(normal)
         if self.plan.family == "opt":
             table *= np.float32(math.sqrt(POSITIONS if inner == "positions" else 1 - POSITIONS))
@@ -211,46 +231,36 @@ class Weights:
             table += self.direction * np.float32(CARRIED * math.sqrt(self.plan.d_model))
         return table
 
-    def _reads(self, normal: Float32, inner: str, layer: int, rows: slice) -> Float32:
+    def _reads(self, normal: Float32, inner: str, rows: slice, layer: Layer | None) -> Float32:
         gain = HEAD_GAIN if inner == "head" else 1.0
         return self._off_direction(normal) * np.float32(gain / math.sqrt(self.plan.d_model))
 
-    def _writes(self, normal: Float32, inner: str, layer: int, rows: slice) -> Float32:
+    def _writes(self, normal: Float32, inner: str, rows: slice, layer: Layer) -> Float32:
         """Rows of o or down. The block is put at right angles to its own part of the direction: so is the whole."""
         plan = self.plan
         if inner == "o":
-            one_token = plan.d_model * self._after_norm(layer) ** 2
+            one_token = plan.d_model * layer.after_norm**2
             normal *= np.float32(math.sqrt(ATTENTION_WRITES / plan.n_layers / one_token))
         else:
-            mean, square = self._firing.moments(self.probabilities(layer), self._after_norm(layer))
-            normal *= np.float32(math.sqrt(FFN_WRITES / plan.n_layers / (square - mean**2).sum()))
-            if mean.any():
-                steady = (mean / np.linalg.norm(mean)).astype(np.float32)
+            normal *= np.float32(math.sqrt(FFN_WRITES / plan.n_layers / (layer.square - layer.mean**2).sum()))
+            if layer.mean.any():
+                steady = (layer.mean / np.linalg.norm(layer.mean)).astype(np.float32)
                 normal -= (normal @ steady)[:, None] * steady
         along = self.direction[rows] / np.linalg.norm(self.direction[rows])
         normal -= along[:, None] * (along @ normal)
         return normal
 
-    def _leaning(self, normal: Float32, inner: str, layer: int, rows: slice) -> Float32:
+    def _leaning(self, normal: Float32, inner: str, rows: slice, layer: Layer) -> Float32:
         """Rows that exceed their offset with the chosen probabilities."""
         plan = self.plan
-        known, basis = self.known_noise(layer, rows), self.basis(layer)
         noise = self._off_direction(normal)
         noise *= np.float32(math.sqrt(plan.rest)) / np.linalg.norm(noise, axis=1, keepdims=True)
-        noise += known @ basis * np.float32(self._firing.known_part)
+        noise += self.known_noise(layer.number, rows) @ layer.basis * np.float32(self._firing.known_part)
         noise /= np.linalg.norm(noise, axis=1, keepdims=True)
-        spread = self.spread(layer)
-        lean = spread * self._firing.threshold(self.probabilities(layer)[rows])
-        lean -= plan.offset * math.hypot(spread, CARRIED)  # FATReLU fires above its offset, which comes after the norm
+        lean = layer.spread * layer.thresholds[rows]
+        lean -= plan.offset * math.hypot(layer.spread, CARRIED)  # FATReLU's offset comes after the norm
         lean /= CARRIED * math.sqrt(plan.d_model)
         return noise - lean.astype(np.float32)[:, None] * self.direction
-
-    def basis(self, layer: int) -> Float32:
-        """The directions of a layer's known noise: B [noise_rank, d_model], orthonormal. The last one is kept."""
-        if self._basis[0] != layer:
-            normal = self._stream("basis", layer).standard_normal((self.plan.noise_rank, self.plan.d_model), np.float32)
-            self._basis = layer, np.ascontiguousarray(np.linalg.qr(self._off_direction(normal).T)[0].T)
-        return self._basis[1]
 
     def known_noise(self, layer: int, rows: slice) -> Float32:
         """A [rows, noise_rank], of length 1 each. For drelu gate and up share it."""
@@ -267,18 +277,17 @@ class Weights:
         x is the residual stream before the FFN's norm (parallel: the layer's input), at any scale. Of the hidden
         units, 2 noise_rank give the known noise and one the constant; the rest of `rank` is zeros.
         """
-        plan = self.plan
-        basis, used = self.basis(layer), 2 * plan.noise_rank + 1
+        plan, shared = self.plan, self.layer(layer)
+        used = 2 * plan.noise_rank + 1
         if rank < used:
             raise ValueError(f"noise of rank {plan.noise_rank} needs a predictor of rank {used} at least, not {rank}")
         inner = np.zeros((rank, plan.d_model), np.float32)
-        inner[: used - 1] = np.concatenate([basis, -basis])
+        inner[: used - 1] = np.concatenate([shared.basis, -shared.basis])
         inner[used - 1] = self.direction
         outer = np.zeros((plan.d_ff, rank), np.float32)
         for first in range(0, plan.d_ff, ROWS):
             rows = slice(first, min(first + ROWS, plan.d_ff))
             known = self.known_noise(layer, rows)
             outer[rows, : used - 1] = np.concatenate([known, -known], axis=1)
-        cut = self._firing.cut(self.probabilities(layer)) * self.spread(layer)
-        outer[:, used - 1] = -cut / (CARRIED * math.sqrt(plan.d_model))
+        outer[:, used - 1] = -shared.cuts * shared.spread / (CARRIED * math.sqrt(plan.d_model))
         return inner, outer

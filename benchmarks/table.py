@@ -1,6 +1,6 @@
 """Write the benchmark table of the README from the newest results.
 
-    python benchmarks/table.py [--check]     --check: only say whether the README is up to date (exit status 1: not)
+python benchmarks/table.py [--check]     --check: only say whether the README is up to date (exit status 1: not)
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def allowance(made: Plan, p: np.ndarray) -> float:
 def test_power_law_has_its_mean_and_its_exponent(mean: float, skew: float) -> None:
     p = power_law(mean, skew, 1000)
     assert p.mean() == pytest.approx(mean, rel=1e-9)
-    assert (np.diff(p) <= 0).all() and 0 < p[-1] and p[0] <= 0.9999
+    assert (np.diff(p) <= 0).all() and p[-1] > 0 and p[0] <= 0.9999
     uncut = p < 0.9999
     rank = (np.arange(1000) + 0.5) / 1000
     assert np.ptp(np.log(p[uncut]) + skew * np.log(rank[uncut])) < 1e-9
@@ -138,7 +138,7 @@ def test_neurons_fire_as_often_as_chosen(kind: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder(tmp_path / "model", made))
     for number, (active, _) in enumerate(activity.layers(checkpoint, every_token())):
         fired = active.reshape(VOCAB, -1)
-        p = weights.probabilities(number)
+        p = weights.layer(number).probabilities
         assert p.mean() == pytest.approx(0.1, rel=1e-9)
         # neurons of a token go together, tokens do not: the error of the mean follows from what tokens show
         error = fired.mean(axis=1).std() / np.sqrt(VOCAB)
@@ -236,14 +236,14 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "drelu", "opt", "falcon-7b"])
-def test_predictor_names_what_it_is_set_to(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["f16", "q8_0"])
+def test_predictor_names_what_it_is_set_to(kind: str, stored: str, tmp_path: Path) -> None:
     made = plan(kind, active=0.1, recall=0.95)
-    weights = Weights(made)
-    result = activity.measure(
-        folder(tmp_path / "model", made), every_token(), lambda layer: (*weights.predictor(layer, RANK), 0.0)
-    ).document()
+    path = folder(tmp_path / "model", made)
+    assert make_model.make_predictor(path, made, RANK, stored) == tmp_path / "model.powerinfer/predictor.safetensors"
+    result = activity.measure(path, every_token()).document()
     assert result["recall"] == pytest.approx(0.95, abs=0.01)
-    expected = np.mean([made.firing.candidates(weights.probabilities(layer)).mean() for layer in range(3)])
+    expected = np.mean([made.firing.candidates(Weights(made).layer(n).probabilities).mean() for n in range(3)])
     assert result["candidate_fraction"] == pytest.approx(expected, rel=0.05)
     assert expected < 0.13  # it is good: few are named in vain
 
@@ -270,13 +270,15 @@ def test_impossible_models_are_refused() -> None:
             plan(**more)
     with pytest.raises(ValueError, match="rank 97 at least"):
         Weights(plan()).predictor(0, 96)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        make_model.make_predictor(Path("model"), plan(), 100)
 
 
 def test_command(tmp_path: Path) -> None:
     script = str(Path(make_model.__file__))
     model = tmp_path / "model"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "drelu", "--active", "0.2", "--layers", "2"]
-    subprocess.run([sys.executable, script, str(model), *sizes], check=True)
+    subprocess.run([sys.executable, script, str(model), *sizes, "--predictor-rank", "64"], check=True)
     done = subprocess.run(
         [sys.executable, script, "--measure", str(model), "--tokens", "512", "--json"],
         check=True, capture_output=True, text=True,
@@ -284,5 +286,6 @@ def test_command(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["tokens"] == 512 and len(result["layers"]) == 2
     assert result["active_fraction"] == pytest.approx(0.2, abs=0.02)
+    assert result["recall"] > 0.9
     refused = subprocess.run([sys.executable, script, str(model), "--active", "1.5"], capture_output=True, text=True)
     assert refused.returncode == 2 and "must be above 0 and at most 1" in refused.stderr
