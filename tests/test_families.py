@@ -601,18 +601,65 @@ def test_gguf_files(tmp_path: Path, architecture: str, two_norms: bool) -> None:
         assert np.array_equal(taken[name], values), name
 
 
-def test_names_are_those_of_the_gguf_library() -> None:
+def converted(model: Any, architecture: str, path: Path) -> Path:
+    """The model as llama.cpp's converter writes it, under the names of the gguf library."""
     gguf = pytest.importorskip("gguf")
-    from gguf.constants import MODEL_ARCH, MODEL_TENSORS, TENSOR_NAMES
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    if architecture == "falcon":
+        kv = config.num_kv_heads if config.new_decoder_architecture else 1
+        writer.add_tensor_data_layout("jploski")
+        writer.add_feed_forward_length(4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        writer.add_string("falcon.hidden_act", "relu")  # which is not llama.cpp's
+    else:
+        kv = config.num_key_value_heads
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_layer_norm_eps(config.norm_eps)
+        writer.add_vocab_size(config.vocab_size)
+        share = config.rope_parameters["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_head_count_kv(kv)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if "query_key_value" in name:
+            groups = values.view(kv, HEADS // kv + 2, HEAD_DIM, D)
+            values = torch.cat([part.reshape(-1, D) for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
+        if architecture == "nemotron" and name.endswith("norm.weight"):
+            values = values + 1
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
-    for architecture, kind in (("falcon", MODEL_ARCH.FALCON), ("nemotron", MODEL_ARCH.NEMOTRON)):
-        known = {TENSOR_NAMES[tensor].format(bid=0) for tensor in MODEL_TENSORS[kind]}
-        for tensor in family_gguf(architecture, two_norms=architecture == "falcon").tensors:
-            assert tensor.name.rpartition(".")[0].replace("blk.1.", "blk.0.") in known, tensor.name
-    # which of Falcon's two norms is which
-    names = gguf.get_tensor_name_map(MODEL_ARCH.FALCON, 1)
-    assert names.get_name("transformer.h.0.ln_attn") == "blk.0.attn_norm_2"
-    assert names.get_name("transformer.h.0.ln_mlp") == "blk.0.attn_norm"
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("falcon", {"activation": "relu", **LARGE}),
+        ("falcon", {"activation": "relu", "num_kv_heads": HEADS, "tie_word_embeddings": False}),
+        ("nemotron", {"num_key_value_heads": KV_HEADS, "intermediate_size": FF, "attention_bias": True}),
+        ("nemotron", {"num_key_value_heads": HEADS, "intermediate_size": FF, "mlp_bias": True}),
+    ],
+)
+def test_converted_models_are_the_same(tmp_path: Path, architecture: str, settings: dict[str, Any]) -> None:
+    model = saved(tmp_path / "folder", architecture, **settings)
+    folder, expected = read(tmp_path / "folder")
+    checkpoint, taken = read(converted(model, architecture, tmp_path / "m.gguf"))
+    epsilon = float(np.float32(folder.config.norm_eps))
+    assert checkpoint.config == replace(folder.config, name="", norm_eps=epsilon)
+    assert taken.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.array_equal(taken[name], values), name
 
 
 def put(key: str, kind: int, value: Any) -> Any:

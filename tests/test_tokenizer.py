@@ -68,6 +68,7 @@ HARD = [
 OFFICIAL = {  # as in the tokenizer.json of the models
     "gpt-2": None,
     "smollm": None,
+    "falcon": None,
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -90,6 +91,10 @@ def byte_level_json(pre: str) -> str:
     digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     split = [pre_tokenizers.Split(Regex(OFFICIAL[pre]), "isolated")] if OFFICIAL[pre] else []
     native.pre_tokenizer = pre_tokenizers.Sequence([*digits, *split, level])
+    if pre == "falcon":
+        punctuation = pre_tokenizers.Punctuation("contiguous")
+        triples = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        native.pre_tokenizer = pre_tokenizers.Sequence([punctuation, level, triples])
     if pre == "qwen2":
         native.normalizer = normalizers.NFC()
     native.decoder = ByteLevelDecoder()

@@ -33,20 +33,33 @@ def byte_values() -> dict[str, int]:
     return {char: byte for byte, char in enumerate(byte_alphabet())}
 
 
-def ascii_words(pattern: str, digits_alone: bool) -> Callable[[str], list[str]]:
+def ascii_words(pattern: str, before: str | None, after: str | None) -> Callable[[str], list[str]]:
     r"""A function that cuts ASCII text as the Unicode `pattern` does.
 
-    `pattern` may use \p{L}, \p{N}, \p{Lu} and the like and \s, each inside brackets only. `digits_alone`: digits are
-    split off one by one before the pattern is applied.
+    The patterns may use \p{L}, \p{N}, \p{P}, \p{Lu} and the like and \s, each inside brackets only. What `before`
+    matches is cut out of the text first, what `after` matches out of the words in the end.
     """
-    upper, lower, none = "A-Z", "a-z", ""
-    classes = {"L": upper + lower, "N": "0-9", "Lu": upper, "Lt": none, "Lm": none, "Lo": none, "M": none, "Ll": lower}
-    narrow = re.sub(r"\\p\{(\w+)\}", lambda match: classes[match[1]], pattern).replace(r"\s", r"\t-\r ")
-    words = re.compile(narrow).findall
-    if not digits_alone:
+    words = re.compile(_in_ascii(pattern)).findall
+    if not before and not after:
         return words
-    runs = re.compile("[0-9]|[^0-9]+").findall
-    return lambda text: [word for run in runs(text) for word in words(run)]
+    cut, recut = _cutter(before), _cutter(after)
+    return lambda text: [piece for run in cut(text) for word in words(run) for piece in recut(word)]
+
+
+def _cutter(pattern: str | None) -> Callable[[str], list[str]]:
+    """A function that cuts a text into what `pattern` matches and what lies between."""
+    if not pattern:
+        return lambda text: [text]
+    split = re.compile(f"({_in_ascii(pattern)})").split
+    return lambda text: [piece for piece in split(text) if piece]
+
+
+def _in_ascii(pattern: str) -> str:
+    """The pattern with its Unicode classes narrowed to ASCII."""
+    upper, lower, none = "A-Z", "a-z", ""
+    classes = {"L": upper + lower, "N": "0-9", "P": r"!-#%-*,-/:;?@\[-\]_{}"}
+    classes |= {"Lu": upper, "Lt": none, "Lm": none, "Lo": none, "M": none, "Ll": lower}
+    return re.sub(r"\\p\{(\w+)\}", lambda match: classes[match[1]], pattern).replace(r"\s", r"\t-\r ")
 
 
 def merge(symbols: list[str], rank: Callable[[str, str], tuple[Any, ...] | None]) -> list[str]:

@@ -23,9 +23,12 @@ class PreTokenizer:
     """How a byte-level vocabulary cuts text into words before it merges: the meaning of `tokenizer.ggml.pre`.
 
     pattern: Unicode regular expression of a word (classes inside brackets, for `bpe.ascii_words`).
+    before, after: what is cut out of the text before words are, and out of the words then; None: nothing.
     """
 
     pattern: str
+    before: str | None = None
+    after: str | None = None
     digits_alone: bool = False
     nfc: bool = False
     ignore_merges: bool = False  # a word that is a piece is taken whole
@@ -34,6 +37,8 @@ class PreTokenizer:
 
 _GPT2 = PreTokenizer(r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|[\s]+(?![^\s])|[\s]+")
 _SMOLLM = PreTokenizer(_GPT2.pattern, digits_alone=True)
+# Symbols that the tokenizers library counts as punctuation beside Unicode's.
+_FALCON = PreTokenizer(_GPT2.pattern, before=r"[\p{P}$+<=>^`|~]+", after="[0-9][0-9][0-9]")
 _LLAMA3 = PreTokenizer(
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}]+|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
@@ -51,6 +56,7 @@ _TEKKEN = PreTokenizer(
 PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "gpt2", "default"), _GPT2),
     "smollm": _SMOLLM,
+    "falcon": _FALCON,
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
@@ -195,16 +201,18 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
 
         pairs: Any = [tuple(entry.split(" ")) for entry in merges]
         engine = Tokenizer(models.BPE(gguf.vocab, pairs, ignore_merges=pre.ignore_merges))
-        split = pre_tokenizers.Split(Regex(pre.pattern), "isolated")
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits_alone else []
+        patterns = [pattern for pattern in (pre.before, pre.pattern, pre.after) if pattern]
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        engine.pre_tokenizer = pre_tokenizers.Sequence([*digits, split, level])
+        engine.pre_tokenizer = pre_tokenizers.Sequence([*digits, *splits, level])
         if pre.nfc:
             engine.normalizer = normalizers.NFC()
         return _with_added(engine, vocabulary)
 
     def small() -> SmallEncoder:
-        words = bpe.ascii_words(pre.pattern, pre.digits_alone)
+        before = "[0-9]" if pre.digits_alone else pre.before
+        words = bpe.ascii_words(pre.pattern, before, pre.after)
         return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges)
 
     return Tokenizer(_with_bos(vocabulary), build, small)
