@@ -51,6 +51,8 @@ def test_models(tmp_path: Path, architecture: str, two_norms: bool) -> None:
     assert config.rope.interleaved == config.gated and config.shared_norm == (
         architecture == "falcon" and not two_norms
     )
+    plain = family_gguf(architecture, two_norms).put(f"{architecture}.hidden_act", STRING, ARCHITECTURES[architecture])
+    assert config == open_checkpoint(plain.write(tmp_path / "plain.gguf")).config
     assert checkpoint.predictor_threshold == 0.25
     expected = family_weights(architecture, two_norms, predictors=True)
     assert {name for name, _ in layout.shapes(config)} | {n for n in expected if ".predictor_" in n} == expected.keys()
