@@ -46,6 +46,43 @@ def pack(
 ) -> Matrix: ...
 def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
 
+NEURON_TOKENS: int
+
+def part_bytes(type: str, k: int) -> int: ...
+def pack_part(
+    pool: Pool, type: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], out: NDArray[np.uint8], at: int
+) -> None: ...
+def unpack_part(type: str, kind: str, k: int, data: NDArray[np.uint8], at: int, out: NDArray[np.float32]) -> None: ...
+
+class Bundles:
+    """Keeps `data`, uint8 [neurons, stride]. `part` adds to out what the listed neurons make of x."""
+
+    def __init__(
+        self,
+        data: NDArray[np.uint8],
+        d_model: int,
+        gate_type: str | None,
+        up_type: str,
+        down_type: str,
+        gate_at: int,
+        up_at: int,
+        down_at: int,
+        activation: str,
+        threshold: float,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+    ) -> None: ...
+    @property
+    def neurons(self) -> int: ...
+    def part(
+        self,
+        level: str,
+        x: NDArray[np.float32],
+        index: NDArray[np.int32],
+        out: NDArray[np.float32],
+        most: float = 0.0,
+    ) -> None: ...
+
 class Table:
     def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
     def row(self, index: int, out: NDArray[np.float32]) -> None: ...
@@ -109,6 +146,20 @@ class Program:
         activation: str = "silu",
         threshold: float = 0.0,
     ) -> None: ...
+    def sparsify(
+        self,
+        op: int,
+        bundles: Bundles,
+        predictor_in: Matrix | None,
+        predictor_out: Matrix | None,
+        threshold: float,
+        floor: int,
+        most: float,
+        recall_every: int,
+    ) -> None: ...
+    def set_ways(self, op: int, ways: list[str]) -> None: ...
+    def neuron_stats(self, op: int) -> list[tuple[str, int]]: ...
+    def clear_neuron_stats(self, op: int) -> None: ...
     def normalise(self, norm: Norm) -> None: ...
     def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None) -> None: ...
     @property

@@ -7,13 +7,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <thread>
 
+#include "bundles.h"
 #include "levels.h"
 #include "pack.h"
 #include "pool.h"
 #include "program.h"
+#include "sparse.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,6 +26,8 @@ namespace {
 // An array of another type or layout is copied on its way in. Where the copy would be written to, or kept, its argument
 // says noconvert.
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutBytes2 = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -77,22 +82,32 @@ std::shared_ptr<Matrix> pack(Pool& pool, std::shared_ptr<Arena> arena, const std
   return m;
 }
 
+// Rows of activations in the forms asked for.
+struct Acts {
+  std::vector<uint16_t> b;
+  std::vector<int8_t> q;
+  std::vector<float> d, sd;
+  std::vector<int16_t> s;
+  PiActs acts;
+  Acts(const PiKernels* kernels, const float* x, int64_t tokens, int64_t k, int forms)
+      : b((size_t)(tokens * pi_round_up(k, 32))), q((size_t)(tokens * k + 64)), d((size_t)(tokens * (k / 32 + 1))), sd(d.size()), s((size_t)(tokens * (k / 16 + 1))) {
+    const int64_t ldb = pi_round_up(k, 32);
+    for (int64_t i = 0; i < tokens; i++) {
+      kernels->forms(x + i * k, k, forms, &b[(size_t)(i * ldb)], &q[(size_t)(i * k)], &d[(size_t)(i * (k / 32))], &sd[(size_t)(i * (k / 32))],
+                     &s[(size_t)(i * (k / 16))]);
+    }
+    acts = {x, b.data(), q.data(), d.data(), sd.data(), s.data(), k, k, ldb};
+  }
+};
+
 // y = x . w^T through a level's own kernels, whole matrix: for tests and measurements.
 void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, OutFloats2 out) {
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = w.k;
   require((int64_t)x.shape(1) == k, "x has another number of columns than the matrix");
   require((int64_t)out.shape(0) == tokens && (int64_t)out.shape(1) == w.panels * PI_LANES, "out must be [tokens, rows rounded up to 16]");
-  const int64_t ldb = pi_round_up(k, 32);
-  std::vector<uint16_t> b((size_t)(tokens * ldb));
-  std::vector<int8_t> q((size_t)(tokens * k + 64));
-  std::vector<float> d((size_t)(tokens * (k / 32 + 1))), sd(d.size());
-  std::vector<int16_t> s((size_t)(tokens * (k / 16 + 1)));
-  for (int64_t i = 0; i < tokens; i++) {
-    kernels->forms(x.data() + i * k, k, pi_form(w.type), &b[(size_t)(i * ldb)], &q[(size_t)(i * k)], &d[(size_t)(i * (k / 32))],
-                   &sd[(size_t)(i * (k / 32))], &s[(size_t)(i * (k / 16))]);
-  }
-  const PiActs acts{x.data(), b.data(), q.data(), d.data(), sd.data(), s.data(), k, k, ldb};
+  const Acts own(kernels, x.data(), tokens, k, pi_form(w.type));
+  const PiActs& acts = own.acts;
   const PiLinear l{w.data, nullptr, out.data(), w.panels * PI_LANES, w.type, 0};
   struct Job { const PiKernels* kernels; const PiLinear* l; const PiActs* acts; int64_t panels, tokens; Pool* pool; };
   Job job{kernels, &l, &acts, w.panels, tokens, &pool};
@@ -104,6 +119,110 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
     std::vector<uint8_t> scratch((size_t)pi_linear_scratch(j.acts->k) + 64);
     if (p0 < p1) j.kernels->linear(j.l, j.acts, p0, p1, j.tokens, (void*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63));
   }, &job);
+}
+
+int part_type(const std::string& name) {
+  const int type = type_of(name);
+  require(pi_part_type(type), "bundles hold F16, BF16, Q8_0 and Q4_0, not " + name);
+  return type;
+}
+
+int kind_of(const std::string& name) {
+  require(name == "dot" || name == "add", "a part is for 'dot' or for 'add'");
+  return name == "dot" ? PI_DOT : PI_ADD;
+}
+
+void check_part(int type, int64_t k, int64_t at, int64_t stride) {
+  require(k > 0 && k % pi_block(type) == 0, "a quantised part must hold whole blocks");
+  require(at >= 0 && at % 64 == 0 && at <= stride && pi_part_bytes(type, k) <= stride - at && stride % 64 == 0, "a part does not fit into its bundle, or is not aligned");
+}
+
+void pack_parts(Pool& pool, const std::string& type_name, const std::string& kind_name, int64_t rows, int64_t k, Bytes data, OutBytes2 out, int64_t at) {
+  const int type = part_type(type_name), kind = kind_of(kind_name);
+  check_stored(type, rows, k, (int64_t)data.shape(0));
+  check_part(type, k, at, (int64_t)out.shape(1));
+  require((int64_t)out.shape(0) == rows, "out has another number of rows than the data");
+  struct Job { int type, kind; int64_t rows, k; const uint8_t* src; uint8_t* dst; int64_t stride; Pool* pool; };
+  Job job{type, kind, rows, k, data.data(), out.data() + at, (int64_t)out.shape(1), &pool};
+  nb::gil_scoped_release release;
+  pool.run([](void* context, int t) {
+    const Job& j = *(Job*)context;
+    int64_t begin, end;
+    share(j.rows, 1, j.pool->threads(), t, &begin, &end);
+    pack_part(j.type, j.kind, end - begin, j.k, j.src + begin * stored_row_bytes(j.type, j.k), j.dst + begin * j.stride, j.stride);
+  }, &job);
+}
+
+void unpack_parts(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t at, OutFloats2 out) {
+  const int type = part_type(type_name), kind = kind_of(kind_name);
+  check_part(type, k, at, (int64_t)data.shape(1));
+  require(out.shape(0) == data.shape(0) && (int64_t)out.shape(1) == k, "out must be [rows of data, k]");
+  for (size_t r = 0; r < data.shape(0); r++) unpack_part(type, kind, k, data.data() + r * data.shape(1) + at, out.data() + r * (size_t)k);
+}
+
+std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t d_model, const std::optional<std::string>& gate_type, const std::string& up_type, const std::string& down_type,
+                                      int64_t gate_at, int64_t up_at, int64_t down_at, const std::string& activation, float threshold,
+                                      std::optional<Floats> gate_bias, std::optional<Floats> up_bias) {
+  const int64_t stride = (int64_t)data.shape(1);
+  const auto part = [&](const std::string& name, int64_t at) {
+    const int type = part_type(name);
+    check_part(type, d_model, at, stride);
+    return PiPart{data.data() + at, stride, d_model, type};
+  };
+  auto b = std::make_shared<Bundles>();
+  b->gate = gate_type ? part(*gate_type, gate_at) : PiPart{nullptr, 0, d_model, 0};
+  b->up = part(up_type, up_at);
+  b->down = part(down_type, down_at);
+  b->neurons = (int64_t)data.shape(0);
+  b->act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
+  b->threshold = threshold;
+  b->gate_bias = vector_of(gate_bias);
+  b->up_bias = vector_of(up_bias);
+  require(b->neurons > 0 && (b->gate_bias.empty() || (int64_t)b->gate_bias.size() == b->neurons) && (b->up_bias.empty() || (int64_t)b->up_bias.size() == b->neurons),
+          "biases must have one value for every neuron");
+  require(b->gated() || b->gate_bias.empty(), "a bias of gate, but no gate");
+  return b;
+}
+
+// What listed neurons add to the output, by one thread.
+void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints index, OutFloats2 out, float most) {
+  const PiKernels* kernels = find_level(level);
+  const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
+  require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 8 tokens");
+  require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k, "x and out must be [tokens, d_model]");
+  for (int64_t j = 0; j < n; j++) require(index.data()[j] >= 0 && index.data()[j] < b.neurons, "no such neuron");
+  const Acts own(kernels, x.data(), tokens, k, b.forms());
+  NeuronBlock block;
+  NeuronCounts counts = {};
+  nb::gil_scoped_release release;
+  add_neurons(kernels, b, &own.acts, tokens, index.data(), n, {nullptr, nullptr, 0, 0.0f, most}, block, out.data(), k, counts);
+}
+
+const char* const WAYS[N_WAYS] = {"dense", "exact", "predicted"};
+
+void sparsify(Program& p, size_t op, std::shared_ptr<Bundles> bundles, std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor, float most,
+              int64_t recall_every) {
+  require((bool)in == (bool)out, "a predictor has two matrices");
+  auto predictor = in ? std::make_unique<Predictor>(Predictor{std::move(in), std::move(out), threshold, floor}) : nullptr;
+  p.sparsify(op, std::move(bundles), std::move(predictor), most, recall_every);
+}
+
+void set_ways(Program& p, size_t op, const std::vector<std::string>& names) {
+  SparseFfn& s = p.sparse(op);
+  require(names.size() == PI_NEURON_TOKENS, "a way is needed for each number of tokens");
+  Way ways[PI_NEURON_TOKENS];
+  for (size_t i = 0; i < names.size(); i++) {
+    ways[i] = (Way)index_of(WAYS, N_WAYS, names[i], "way");
+    require(ways[i] != WAY_PREDICTED || s.predictor, "that operator has no predictor");
+  }
+  std::copy(ways, ways + PI_NEURON_TOKENS, s.ways + 1);
+}
+
+std::vector<std::pair<std::string, int64_t>> neuron_stats(const Program& p, size_t op) {
+  const NeuronStats& s = p.sparse(op).stats;
+  return {{"steps", s.steps}, {"exact_steps", s.exact_steps}, {"tokens", s.tokens}, {"active", s.active}, {"candidates", s.candidates},
+          {"first_rows", s.first_rows}, {"up_rows", s.up_rows}, {"down_rows", s.down_rows}, {"sampled_tokens", s.sampled_tokens},
+          {"sampled_active", s.sampled_active}, {"sampled_found", s.sampled_found}};
 }
 
 void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits, size_t first, size_t last, int64_t vocab) {
@@ -182,6 +301,20 @@ NB_MODULE(_native, m) {
   m.def("pack", &pack, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none());
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert());
 
+  m.attr("NEURON_TOKENS") = (int)PI_NEURON_TOKENS;
+  m.def("part_bytes", [](const std::string& type, int64_t k) {
+    const int t = part_type(type);
+    require(k > 0 && k % pi_block(t) == 0, "a quantised part must hold whole blocks");
+    return pi_part_bytes(t, k);
+  }, "type"_a, "k"_a, "Bytes of one part of a bundle.");
+  m.def("pack_part", &pack_parts, "pool"_a, "type"_a, "kind"_a, "rows"_a, "k"_a, "data"_a, "out"_a.noconvert(), "at"_a);
+  m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "at"_a, "out"_a.noconvert());
+  nb::class_<Bundles>(m, "Bundles")
+      .def(nb::new_(&make_bundles), "data"_a.noconvert(), "d_model"_a, "gate_type"_a.none(), "up_type"_a, "down_type"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a,
+           "threshold"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
+      .def_ro("neurons", &Bundles::neurons)
+      .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "most"_a = 0.0f);
+
   nb::class_<Table>(m, "Table")
       .def("__init__", [](Table* table, const std::string& type, int64_t rows, int64_t k, Bytes data) {
         check_stored(type_of(type), rows, k, (int64_t)data.shape(0));
@@ -236,6 +369,10 @@ NB_MODULE(_native, m) {
                index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold});
       }, "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
            "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f)
+      .def("sparsify", &sparsify, "op"_a, "bundles"_a, "predictor_in"_a.none(), "predictor_out"_a.none(), "threshold"_a, "floor"_a, "most"_a, "recall_every"_a)
+      .def("set_ways", &set_ways, "op"_a, "ways"_a)
+      .def("neuron_stats", &neuron_stats, "op"_a)
+      .def("clear_neuron_stats", [](Program& p, size_t op) { p.sparse(op).stats = {}; }, "op"_a)
       .def("normalise", &Program::normalise, "norm"_a)
       .def("head", [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
         p.head(norm_of(norm), std::move(project), std::move(w));

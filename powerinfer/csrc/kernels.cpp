@@ -728,9 +728,16 @@ template <class Kv> void attention(const PiAttention* a, int g, int64_t r0, int6
 #define PI_JOIN_(a, b) a##b
 #define PI_JOIN(a, b) PI_JOIN_(a, b)
 
+}  // namespace
+
+extern "C" const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL);
+
+namespace {
+
 const PiKernels kernels = {
     PI_STRING(PI_LEVEL), linear, forms, rms_norm, layer_norm, activate, rope, scale, store_kv,
     {attention<KvF32>, attention<KvF16>, attention<KvQ8_0>},
+    &PI_JOIN(pi_neurons_, PI_LEVEL),
 };
 
 }  // namespace

@@ -1,11 +1,12 @@
 #include "program.h"
 
+#include "sparse.h"
+
 #include <math.h>
 #include <string.h>
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <stdexcept>
 
 namespace {
@@ -163,8 +164,14 @@ struct Project : Op {
 
 struct Ffn : Op {
   FfnInput in;
+  std::unique_ptr<SparseFfn> sparse;
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) const override {
+    const Way way = sparse && step.tokens <= PI_NEURON_TOKENS ? sparse->ways[step.tokens] : WAY_DENSE;
+    if (way == WAY_DENSE) dense(t, step);
+    else sparse->run(t, step, in, way);
+  }
+  void dense(Thread& t, const Step& step) const {
     Program& p = *t.program;
     const int64_t tokens = step.tokens, k = in.down->k;
     const int form = form_of(*in.down);
@@ -398,6 +405,32 @@ void Program::ffn(FfnInput in) {
   ops_.push_back(std::move(op));
 }
 
+void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every) {
+  auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
+  check(ffn, "that operator is not an FFN");
+  check(bundles->neurons == sizes.d_ff && bundles->up.k == sizes.d_model, "the bundles have another shape than the FFN");
+  check(bundles->gated() == (bool)ffn->in.gate && bundles->act == ffn->in.act && bundles->threshold == ffn->in.threshold, "the bundles are of another kind of FFN");
+  check(most >= 0.0f && recall_every >= 0, "a threshold or an interval is negative");
+  int64_t rank = 0;
+  if (predictor) {
+    rank = predictor->in->rows;
+    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == sizes.d_ff, "the predictor has another shape than the FFN");
+    check(predictor->floor >= 0, "the floor of a predictor is negative");
+    check(rank <= sizes.d_model, "the predictor's rank exceeds the width of the model");
+    for (Thread& t : threads_) t.scratch.resize(std::max(t.scratch.size(), (size_t)pi_linear_scratch(rank) + 64));
+  }
+  if (!neurons || neurons->ldr < pi_round_up(rank, PI_LANES)) neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, rank);
+  bundles->gate_bias = ffn->in.gate_bias;
+  bundles->up_bias = ffn->in.up_bias;
+  ffn->sparse = std::make_unique<SparseFfn>(std::move(bundles), std::move(predictor), most, recall_every);
+}
+
+SparseFfn& Program::sparse(size_t op) const {
+  const auto* ffn = op < ops_.size() ? dynamic_cast<const Ffn*>(ops_[op].get()) : nullptr;
+  check(ffn && ffn->sparse, "that operator has no bundles");
+  return *ffn->sparse;
+}
+
 void Program::normalise(Norm norm) {
   check((bool)norm, "there is no norm");
   check_norm(norm, sizes.d_model, "the norm");
@@ -492,8 +525,8 @@ void Program::run(const Step& step, size_t first, size_t last) {
 }
 
 std::vector<std::pair<std::string, double>> Program::take_times() {
-  std::map<std::string, double> sums;
-  for (size_t i = 0; i < times_.size(); i++) sums[ops_[i]->name()] += times_[i];
+  std::vector<std::pair<std::string, double>> taken;
+  for (size_t i = 0; i < times_.size(); i++) taken.emplace_back(ops_[i]->name(), times_[i]);
   std::fill(times_.begin(), times_.end(), 0.0);
-  return {sums.begin(), sums.end()};
+  return taken;
 }

@@ -108,6 +108,11 @@ struct FfnInput {
   float threshold;
 };
 
+struct Bundles;
+struct Predictor;
+class NeuronScratch;
+class SparseFfn;
+
 class Program {
  public:
   Program(std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const PiKernels* kernels, Sizes sizes, Vector frequencies, float rope_factor);
@@ -123,13 +128,16 @@ class Program {
   void attention(int layer, int window);                 // attended = softmax(q k) v
   void project(std::shared_ptr<Matrix> w, Vector bias);  // x += w . attended
   void ffn(FfnInput in);                                 // x += down . (act(gate . n) * (up . n)), n = norm(x); plain: act(up . n)
+  // Gives operator `op`, an FFN, its neurons as bundles, and a predictor or null; it runs as before until its `ways` say else.
+  void sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every);
+  SparseFfn& sparse(size_t op) const;  // invalid_argument where there is none
   void normalise(Norm norm);                             // x = norm(x)
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);  // logits = w . project . norm(x); project may be null
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
   void run(const Step& step, size_t first, size_t last);
-  // Seconds spent in each kind of operator since the last call, while `timed`.
+  // Seconds spent in each operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
   // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is none.
@@ -144,6 +152,7 @@ class Program {
   // model: between layers they are scratch.
   const int64_t head_pad, ldx, ldqkv, lda, ldh;
   static constexpr int64_t HEAD_ROWS = 8;  // rows of logits computed together from two planes
+  std::unique_ptr<NeuronScratch> neurons;  // of the sparse FFNs, null without any
   float *x, *qkv, *attended, *gate, *up, *cos, *sin, *planes = nullptr;
   struct Shared {
     PiActs acts;

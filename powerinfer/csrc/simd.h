@@ -47,6 +47,9 @@ PI_INLINE i32x16 i_round(f32x16 a) { return _mm512_cvtps_epi32(a); }
 PI_INLINE i32x16 i_load_s8(const void* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 PI_INLINE i32x16 i_load_u8(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 PI_INLINE void i_store_s8(void* p, i32x16 v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
+PI_INLINE f32x16 f_load_bf16(const void* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
 // 32 bfloat16 as the even and the odd elements of 16 pairs.
 PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   __m512i v = _mm512_loadu_si512(p);
@@ -69,10 +72,30 @@ PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
   return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), _mm512_set1_epi32(a));
 }
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+// Sums of four products of neighbouring bytes, both sides vectors: codes of 0..15, and signed codes.
+PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, q); }
+PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {
+  i32x16 moved = _mm512_slli_epi32(dot_vu(_mm512_set1_epi8(1), q), 7);
+  return _mm512_sub_epi32(dot_vu(_mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), q), moved);
+}
+PI_INLINE i32x16 i_sub(i32x16 a, i32x16 b) { return _mm512_sub_epi32(a, b); }
+template <int n> PI_INLINE i32x16 i_shl(i32x16 a) { return _mm512_slli_epi32(a, n); }
+// s[0] in the first eight lanes, s[1] in the others.
+PI_INLINE f32x16 f_two(const float* s) { return _mm512_mask_broadcastss_ps(_mm512_set1_ps(s[0]), 0xff00, _mm_load_ss(s + 1)); }
+// Bit i: not x[i] <= y[i], so NaN counts.
+PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLE_UQ); }
+// Nibble s of each lane's 32 bits, less 8.
+template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
+  const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * s), values);  // the index is the low four bits
+}
 #if defined(__AVX512BF16__)
 #define PI_BF16_UNIT 1
 PI_INLINE f32x16 dot_bf16(f32x16 acc, const void* w, uint32_t a) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32((int)a));
+}
+PI_INLINE f32x16 dot_vbf16(f32x16 acc, const void* w, const void* x) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
 }
 #endif
 
@@ -151,6 +174,11 @@ PI_INLINE void i_store_s8(void* p, i32x16 x) {
   __m256i s = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
 }
+PI_INLINE f32x16 f_load_bf16(const void* p) {
+  const __m128i* v = (const __m128i*)p;
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(v)), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(v + 1)), 16))};
+}
 PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   const __m256i* v = (const __m256i*)p;
   __m256i x = _mm256_loadu_si256(v), y = _mm256_loadu_si256(v + 1), m = _mm256_set1_epi32((int)0xffff0000);
@@ -176,6 +204,13 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   return dot_u(c, {_mm256_xor_si256(w.a, m), _mm256_xor_si256(w.b, m)}, a);
 }
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return i_set(-128 * sum); }
+PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) {
+  __m256i z = _mm256_setzero_si256();
+  return {_mm256_dpbusd_avx_epi32(z, w.a, q.a), _mm256_dpbusd_avx_epi32(z, w.b, q.b)};
+}
+PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {  // |w| by q with the sign of w: |w| = 128 is right too
+  return dot_vu({_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
+}
 #else
 // maddubs saturates at 2^15: codes of up to 6 bits (2 * 63 * 127) and |w| <= 128 against |a| <= 127 stay below.
 PI_INLINE __m256i dot4(__m256i c, __m256i u, __m256i s) {
@@ -190,7 +225,25 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   return {dot4(c.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a)), dot4(c.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
 }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) {
+  __m256i z = _mm256_setzero_si256();
+  return {dot4(z, w.a, q.a), dot4(z, w.b, q.b)};
+}
+PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {
+  return dot_vu({_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
+}
 #endif
+PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+PI_INLINE f32x16 f_two(const float* s) { return {_mm256_set1_ps(s[0]), _mm256_set1_ps(s[1])}; }
+PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
+  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ)) | (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ)) << 8;
+}
+template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
+  __m256i low = _mm256_set1_epi32(15), eight = _mm256_set1_epi32(8);
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(v.a, 4 * s), low), eight)),
+          _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(v.b, 4 * s), low), eight))};
+}
 
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
@@ -249,6 +302,11 @@ PI_INLINE void i_store_s8(void* p, i32x16 x) {
   int16x8_t lo = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1])), hi = vcombine_s16(vqmovn_s32(x.v[2]), vqmovn_s32(x.v[3]));
   vst1q_s8((int8_t*)p, vcombine_s8(vqmovn_s16(lo), vqmovn_s16(hi)));
 }
+PI_INLINE f32x16 f_load_bf16(const void* p) {
+  f32x16 r;
+  EACH r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t*)p + 4 * i), 16));
+  return r;
+}
 PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   EACH {
     uint32x4_t w = vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)p + 16 * i));
@@ -272,6 +330,29 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }  // codes are below 128
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {
+  i32x16 r;
+  EACH r.v[i] = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(w.v[i]), vreinterpretq_s8_u8(q.v[i]));
+  return r;
+}
+PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) { return dot_vs(w, q); }
+PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { EACH x.v[i] = vsubq_s32(x.v[i], y.v[i]); return x; }
+template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { EACH x.v[i] = vshlq_n_s32(x.v[i], n); return x; }
+PI_INLINE f32x16 f_two(const float* s) { f32x16 r; EACH r.v[i] = vdupq_n_f32(s[i / 2]); return r; }
+PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
+  static const uint32_t bit[4] = {1, 2, 4, 8};
+  uint32_t r = 0;
+  EACH r |= vaddvq_u32(vbicq_u32(vld1q_u32(bit), vcleq_f32(x.v[i], y.v[i]))) << 4 * i;
+  return r;
+}
+template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
+  f32x16 r;
+  EACH {
+    uint32x4_t n = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(v.v[i]), vdupq_n_s32(-4 * s)), vdupq_n_u32(15));
+    r.v[i] = vcvtq_f32_s32(vsubq_s32(vreinterpretq_s32_u32(n), vdupq_n_s32(8)));
+  }
+  return r;
+}
 
 #else
 // No instruction set to speak of: the compiler's own vector types, which it cuts to what the machine has, and plain
@@ -333,6 +414,13 @@ PI_PLAIN i32x16 i_round(f32x16 x) {  // out of range and NaN as on x86
 PI_PLAIN i32x16 i_load_s8(const void* p) { i32x16 r; EACH r[i] = ((const int8_t*)p)[i]; return r; }
 PI_PLAIN i32x16 i_load_u8(const void* p) { i32x16 r; EACH r[i] = ((const uint8_t*)p)[i]; return r; }
 PI_PLAIN void i_store_s8(void* p, i32x16 x) { EACH ((int8_t*)p)[i] = (int8_t)(x[i] > 127 ? 127 : x[i] < -128 ? -128 : x[i]); }
+PI_PLAIN f32x16 f_load_bf16(const void* p) {
+  uint16_t h[16];
+  u32x16 u;
+  memcpy(h, p, 32);
+  EACH u[i] = (uint32_t)h[i] << 16;
+  return (f32x16)u;
+}
 PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   u32x16 w;
   memcpy(&w, p, 64);
@@ -361,6 +449,20 @@ PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+PI_PLAIN i32x16 dot_vs(u8x64 w, u8x64 q) {
+  int8_t a[64], b[64];
+  memcpy(a, &w, 64);
+  memcpy(b, &q, 64);
+  i32x16 r;
+  EACH r[i] = a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] + a[4 * i + 3] * b[4 * i + 3];
+  return r;
+}
+PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) { return dot_vs(w, q); }  // codes are below 128
+PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return x - y; }
+template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { return x << n; }
+PI_PLAIN f32x16 f_two(const float* s) { f32x16 r; EACH r[i] = s[i / 8]; return r; }
+PI_PLAIN uint32_t f_not_le(f32x16 x, f32x16 y) { uint32_t r = 0; EACH r |= (uint32_t)!(x[i] <= y[i]) << i; return r; }
+template <int s> PI_INLINE f32x16 f_code(u8x64 v) { return i_float((i32x16)((u32x16)v >> 4 * s & 15) - 8); }
 #endif
 
 PI_INLINE u8x64 b_low4(u8x64 x) { return b_and(x, b_set(15)); }

@@ -95,6 +95,47 @@ struct PiAttention {
   int head_dim, head_pad, group, window;                           // window 0: none
 };
 
+// ---- Single neurons ----------------------------------------------------------------------------------------------
+// A bundle holds what belongs to one neuron side by side: its row of gate and of up, which meet the activations
+// ("dot"), and its column of down, stored as a row, which is added to the output ("add"). A part is a multiple of 64
+// bytes, zero behind its k elements:
+//
+//   F16, BF16  as they are
+//   Q8_0       k codes of s8, padded to 64; then f16 d of each 32, padded to 16 of them
+//   Q4_0       per 128 k 64 bytes; dot: element i and, in the high nibbles, element 64 + i; add: nibble s of 32-bit
+//              word l is element 16 s + l; then d as for Q8_0
+enum { PI_DOT, PI_ADD };
+
+// Most tokens that the neurons' kernels take at once.
+enum { PI_NEURON_TOKENS = 8 };
+
+static inline int pi_part_type(int type) { return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0; }
+
+static inline int64_t pi_part_codes(int type, int64_t k) {
+  return type == PI_Q8_0 ? pi_round_up(k, 64) : type == PI_Q4_0 ? pi_round_up(k, 128) / 2 : pi_round_up(2 * k, 64);
+}
+
+static inline int64_t pi_part_bytes(int type, int64_t k) {
+  return pi_round_up(pi_part_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0), 64);
+}
+
+// One part of the bundles of a layer: that of neuron i lies at rows + i * stride.
+struct PiPart {
+  const uint8_t* rows;
+  int64_t stride, k;
+  int type;
+};
+
+struct PiNeuronKernels {
+  // out[t * ldo + j] = neuron index[j] . token t.
+  void (*dots)(const PiPart*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
+  // out[t * ldo + c] += sum over j, in their order, of h[t * ldh + j] * neuron index[j][c].
+  void (*add)(const PiPart*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo);
+  // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `most` or is NaN for some token t, ascending, as
+  // first + j; how many these are for each token is added to counts. Returns their number; up to 16 more are written.
+  int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first, int32_t* out, int64_t* counts);
+};
+
 struct PiKernels {
   const char* name;
   void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
@@ -111,6 +152,7 @@ struct PiKernels {
   void (*store_kv)(int kv_type, uint8_t* head, int slot, const float* k, const float* v, int head_pad);
   // Rows r of kv head g: token r / group, head g * group + r % group. At most pi_attention_scratch floats of scratch.
   void (*attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
+  const PiNeuronKernels* neurons;
 };
 
 // Bytes of one page of one kv head: keys [head_pad][32], values [32][head_pad], for Q8_0 followed by f16 scales

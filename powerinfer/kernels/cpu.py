@@ -74,6 +74,28 @@ def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def part_bytes(type_name: str, k: int) -> int:
+    """Bytes of one part of a bundle, k elements of F16, BF16, Q8_0 or Q4_0; a multiple of 64. ValueError for others."""
+    return _native.part_bytes(type_name, k)
+
+
+def pack_part(
+    type_name: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], out: NDArray[np.uint8], at: int, threads: int
+) -> None:
+    """Write rows [rows, k] into one part of the bundles `out`, uint8 [rows, stride], from byte `at` of each.
+
+    data: the rows as a model file stores them, uint8 1-D; kind: "dot" for gate and up, "add" for down.
+    """
+    _native.pack_part(_native.Pool(threads), type_name, kind, rows, k, data, out, at)
+
+
+def unpack_part(type_name: str, kind: str, k: int, data: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
+    """The values of one part of bundles, float32 [rows, k]. data: uint8 [rows, stride]."""
+    out = np.empty((len(data), k), np.float32)
+    _native.unpack_part(type_name, kind, k, data, at, out)
+    return out
+
+
 def matmul(
     x: NDArray[np.float32], weights: NDArray[np.uint8], type_name: str, rows: int, *, isa: str = "", threads: int = 1
 ) -> NDArray[np.float32]:

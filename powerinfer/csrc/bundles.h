@@ -1,0 +1,48 @@
+// The neurons of one layer as bundles, and what a list of them adds to the output: the part of the FFN that any device
+// computes for its own neurons.
+#pragma once
+#include <vector>
+
+#include "table.h"
+
+// Stored rows [rows, k] of a type into one part of bundles: `dst` is the part of neuron 0, neurons lie `stride` apart.
+void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* dst, int64_t stride);
+// The values of a part of one neuron.
+void unpack_part(int type, int kind, int64_t k, const uint8_t* part, float* out);
+
+// An FFN's neurons: h = act(gate . n + gate_bias) * (up . n + up_bias), or without a gate act(up . n + up_bias).
+struct Bundles {
+  PiPart gate, up, down;  // gate.rows null: no gate
+  int64_t neurons;
+  int act;
+  float threshold;
+  std::vector<float> gate_bias, up_bias;  // empty: none
+  bool gated() const { return gate.rows != nullptr; }
+  const PiPart& first() const { return gated() ? gate : up; }  // what the activation is on
+  const std::vector<float>& first_bias() const { return gated() ? gate_bias : up_bias; }
+  int forms() const { return pi_form(gate.rows ? gate.type : up.type) | pi_form(up.type); }
+};
+
+// What is needed to work through a list of neurons, a few at a time.
+struct NeuronBlock {
+  enum { NEURONS = 32 };  // they stay in the L2 cache from their gates to their rows of down
+  int32_t index[NEURONS + PI_LANES], position[NEURONS + PI_LANES];
+  float h[PI_NEURON_TOKENS * NEURONS], more[PI_NEURON_TOKENS * NEURONS];
+};
+
+struct NeuronCounts {  // rows of bundles that were read, and neurons that were not zero, of all tokens
+  int64_t first, up, down, active;
+};
+
+// How the neurons of a list become active.
+struct Firing {
+  const float* known;   // activations of the first product that are there already: [t * ld + neuron]; null: from the bundles
+  const float* guess;   // where not null, a neuron counts for token t only if guess[t * ld + neuron] > above
+  int64_t ld;
+  float above, most;    // activations up to `most` in magnitude count as zero
+};
+
+// out[t * ldo ..] += h * down of the listed neurons: their gates where these are not known, then up where a gate fired, then
+// down where h is not zero, in one pass over the list.
+void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
+                 float* out, int64_t ldo, NeuronCounts& counts);

@@ -1,0 +1,249 @@
+"""The kernels over single neurons at every level that runs here: parts, lists, activations, batches.
+
+The truth is float64 on the values that the parts hold, with activations in the form that the parts' type is met with.
+A float32 sum of n products is off by at most n * eps * sum |a b|; the bounds below carry that through the products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from powerinfer import _native
+from powerinfer.formats.quant import block_type, dequantize, quantize
+from powerinfer.kernels import cpu
+from powerinfer.kernels.reference import seen_by
+
+EPS = float(np.finfo(np.float32).eps)
+TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
+ACTIVATIONS = ("silu", "relu", "relu2", "fatrelu", "drelu")
+THRESHOLD = 0.25
+POOL = _native.Pool(2)
+
+
+def stored(values: np.ndarray, kind: str) -> np.ndarray:
+    """The rows as a model file stores them, uint8 [rows, row_bytes]."""
+    if kind == "F16":
+        return values.astype(np.float16).view(np.uint8)
+    if kind == "BF16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return quantize(values, kind)
+
+
+@dataclass
+class Layer:
+    """Bundles of one layer, and the values that they hold in float64."""
+
+    native: Any
+    gate: np.ndarray | None  # [neurons, d_model], and so the others
+    up: np.ndarray
+    down: np.ndarray
+    activation: str
+    up_type: str
+    biases: tuple[np.ndarray | None, np.ndarray | None]
+
+    @property
+    def neurons(self) -> int:
+        return len(self.up)
+
+
+def make_layer(
+    k: int, neurons: int, types: tuple[str, str], activation: str = "relu", gated: bool = True, biases: bool = False
+) -> Layer:
+    rng = np.random.default_rng([k, neurons])
+    parts = [("gate", types[0], "dot")] * gated + [("up", types[0], "dot"), ("down", types[1], "add")]
+    sizes = [_native.part_bytes(kind, k) for _, kind, _ in parts]
+    data = np.full((neurons, sum(sizes)), 0xAA, np.uint8)
+    held, at = {}, {}
+    for (name, kind, use), offset in zip(parts, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
+        rows = stored(rng.standard_normal((neurons, k)).astype(np.float32), kind)
+        _native.pack_part(POOL, kind, use, neurons, k, rows.reshape(-1), data, offset)
+        held[name] = dequantize(rows, kind).astype(np.float64)
+        at[name] = offset
+    bias = [rng.standard_normal(neurons).astype(np.float32) if biases else None for _ in range(2)]
+    if not gated:
+        bias[0] = None
+    native = _native.Bundles(
+        data, k, types[0] if gated else None, types[0], types[1], at.get("gate", 0), at["up"], at["down"],
+        activation, THRESHOLD, *bias,
+    )  # fmt: skip
+    return Layer(native, held.get("gate"), held["up"], held["down"], activation, types[0], (bias[0], bias[1]))
+
+
+def activate(x: np.ndarray, activation: str) -> np.ndarray:
+    if activation == "silu":
+        return x / (1 + np.exp(-x))
+    if activation == "fatrelu":
+        return np.where(x > THRESHOLD, x, 0)
+    return np.maximum(x, 0) ** (2 if activation == "relu2" else 1)
+
+
+def steepest(x: np.ndarray, activation: str) -> np.ndarray:
+    """The most by which the activation changes for a unit of its input."""
+    return 2 * np.abs(x) + 1 if activation == "relu2" else np.full(x.shape, 1.2)
+
+
+def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """(what the listed neurons add, bound of the error), float64 [tokens, d_model]."""
+    seen = seen_by(x, layer.up_type)
+    k = x.shape[1]
+
+    def dots(weights: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        value, size = seen @ weights[index].T, np.abs(seen) @ np.abs(weights[index].T)
+        if bias is not None:
+            value, size = value + bias[index], size + np.abs(bias[index])
+        return value, (k + 2) * EPS * size
+
+    if layer.gate is None:
+        first, first_off = dots(layer.up, layer.biases[1])
+        h = activate(first, layer.activation)
+        off = first_off * steepest(first, layer.activation) + 4 * EPS * np.abs(h)
+    else:
+        first, first_off = dots(layer.gate, layer.biases[0])
+        up, up_off = dots(layer.up, layer.biases[1])
+        gate = activate(first, layer.activation)
+        gate_off = first_off * steepest(first, layer.activation) + 4 * EPS * np.abs(gate)
+        if most:
+            assert (np.abs(np.abs(gate) - most) > gate_off).all(), "the case hangs on a rounding"
+            gate = np.where(np.abs(gate) > most, gate, 0)
+            gate_off = np.where(gate != 0, gate_off, 0)
+        if layer.activation == "drelu":
+            up = np.maximum(up, 0)
+        h = gate * up
+        off = gate_off * np.abs(up) + np.abs(gate) * up_off + gate_off * up_off + EPS * np.abs(h)
+    if layer.activation == "fatrelu":
+        assert (np.abs(first - THRESHOLD) > first_off).all(), "the case hangs on a rounding"
+    size = np.abs(layer.down[index])
+    return h @ layer.down[index], off @ size + (len(index) + 2) * EPS * (np.abs(h) @ size)
+
+
+def part(layer: Layer, x: np.ndarray, index: np.ndarray, level: str, most: float = 0.0) -> np.ndarray:
+    out = np.zeros((len(x), x.shape[1]), np.float32)
+    layer.native.part(level, x, np.ascontiguousarray(index, np.int32), out, most)
+    return out
+
+
+def tokens(n: int, k: int) -> np.ndarray:
+    return np.random.default_rng([n, k, 7]).standard_normal((n, k)).astype(np.float32)
+
+
+def check(layer: Layer, x: np.ndarray, index: np.ndarray, level: str, most: float = 0.0) -> None:
+    want, bound = expected(layer, x, index, most)
+    off = np.abs(part(layer, x, index, level, most) - want)
+    assert (off <= bound + 1e-30).all(), (off - bound).max()
+
+
+@pytest.mark.parametrize("use", ["dot", "add"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
+    block = block_type(kind).block
+    for k in (
+        {block, 3 * block, 4 * block, 5 * block, 17 * block, 15, 33, 128} if block == 1 else (32, 96, 128, 160, 544)
+    ):
+        size = _native.part_bytes(kind, k)
+        assert size % 64 == 0
+        rows = stored(np.random.default_rng(k).standard_normal((5, k)).astype(np.float32), kind)
+        data = np.full((5, size + 128), 0x55, np.uint8)
+        _native.pack_part(POOL, kind, use, 5, k, rows.reshape(-1), data, 64)
+        assert (data[:, :64] == 0x55).all() and (data[:, 64 + size :] == 0x55).all(), "written beside the part"
+        back = np.full((5, k), np.nan, np.float32)
+        _native.unpack_part(kind, use, k, data, 64, back)
+        np.testing.assert_array_equal(back, dequantize(rows, kind))
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize(
+    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0")]
+)
+def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
+    widths = (32, 64, 96, 160, 512, 544, 1056) if types[0][0] == "Q" else (1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576)
+    for k in widths:
+        layer = make_layer(k, 23, types)
+        for n in (1, 2, 3, 4, 5, 8):
+            check(layer, tokens(n, k), np.arange(23), level)
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, gated: bool, level: str) -> None:
+    for biases in (False, True):
+        layer = make_layer(64, 37, ("Q8_0", "F16"), activation, gated, biases)
+        check(layer, tokens(3, 64), np.arange(37), level)
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("kind", TYPES)
+def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
+    layer = make_layer(96, 41, (kind, kind))
+    x = tokens(2, 96)
+    for index in ([], [40], [0, 40], [5, 3, 4], [*range(41)], [*range(1, 41, 3)], [2, 0, 39, 7, 11, 13, 17]):
+        check(layer, x, np.asarray(index, np.int32), level)
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+def test_what_a_threshold_leaves_out(level: str) -> None:
+    layer = make_layer(64, 50, ("Q8_0", "Q8_0"), "silu")
+    x = tokens(3, 64)
+    check(layer, x, np.arange(50), level, most=2.0)
+    dense, _ = expected(layer, x, np.arange(50))
+    assert np.abs(dense - part(layer, x, np.arange(50), level, 2.0)).max() > 1e-2, "nothing was left out"
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0")])
+def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
+    layer = make_layer(160, 61, types)
+    x = tokens(8, 160)
+    index = np.arange(61)
+    whole = part(layer, x, index, level)
+    np.testing.assert_array_equal(part(layer, x, index, level).view(np.uint32), whole.view(np.uint32))
+    for n in (1, 2, 3, 5):
+        some = part(layer, np.ascontiguousarray(x[8 - n :]), index, level)
+        np.testing.assert_array_equal(some.view(np.uint32), whole[8 - n :].view(np.uint32))
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0")])
+def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], level: str) -> None:
+    layer = make_layer(128, 200, types, "drelu")
+    x = tokens(4, 128)
+    want, bound = expected(layer, x, np.arange(200))
+    rng = np.random.default_rng(3)
+    for parts in (1, 2, 3, 4):
+        place = rng.integers(0, parts, 200)
+        total = sum(part(layer, x, np.flatnonzero(place == i), level).astype(np.float64) for i in range(parts))
+        assert (np.abs(total - want) <= bound + 1e-30).all()
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+def test_nan_and_infinity_reach_the_output(level: str) -> None:
+    layer = make_layer(32, 20, ("F16", "F16"))
+    for value in (np.nan, np.inf):
+        x = tokens(2, 32)
+        x[1, 5] = value
+        out = part(layer, x, np.arange(20), level)
+        assert np.isfinite(out[0]).all() and not np.isfinite(out[1]).any()
+
+
+def test_requests_that_make_no_sense_are_refused() -> None:
+    layer = make_layer(32, 4, ("F16", "F16"))
+    x = tokens(1, 32)
+    for index in ([4], [-1]):
+        with pytest.raises(ValueError, match="no such neuron"):
+            part(layer, x, np.asarray(index), "")
+    with pytest.raises(ValueError, match="between 1 and 8"):
+        part(layer, tokens(9, 32), np.arange(4), "")
+    with pytest.raises(ValueError, match="d_model"):
+        part(layer, tokens(1, 33), np.arange(4), "")
+    with pytest.raises(ValueError, match="Q4_1"):
+        _native.part_bytes("Q4_1", 32)
+    with pytest.raises(ValueError, match="whole blocks"):
+        _native.part_bytes("Q8_0", 40)
+    rows = stored(tokens(2, 64), "F16").reshape(-1)
+    for shape, at in (((2, 128), 64), ((2, 128), 1), ((2, 130), 0), ((3, 128), 0)):
+        with pytest.raises(ValueError, match=r"part|rows"):
+            _native.pack_part(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), at)
