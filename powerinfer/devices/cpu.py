@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +17,22 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 
+if TYPE_CHECKING:
+    from powerinfer.neurons import BundleLayout, Predictor
+
 Floats = NDArray[np.float32]
+
+
+@dataclass
+class _Ffn:
+    """op: number of the operator; bytes of the dense weights, of the product that names the active ones, and, once
+    there are bundles, of the predictor and of the parts of a neuron: gate (plain FFN: up), up, down."""
+
+    op: int
+    total: int
+    first: int
+    predictor: int = 0
+    parts: tuple[int, int, int] = (0, 0, 0)
 
 
 class CpuExecutor:
@@ -37,7 +55,10 @@ class CpuExecutor:
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
+        self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
+        self.d_ff = config.d_ff
         self._config = config
+        self._ffns: list[_Ffn] = []
         self._pool = _native.Pool(threads)
         self._arena = _native.Arena()
         cache = _native.Cache(engine.kv_type, config.n_layers, config.n_kv_heads, config.head_dim, pages)
@@ -65,10 +86,13 @@ class CpuExecutor:
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
         """Pack a matrix [out, in]. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
-        rows, cols = tensor.shape
-        packed = _native.pack(self._pool, self._arena, tensor.type, rows, cols, tensor.data, row_map)
+        packed = self._pack(tensor, row_map)
         self.bytes_per_token += packed.nbytes
         return packed
+
+    def _pack(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
+        rows, cols = tensor.shape
+        return _native.pack(self._pool, self._arena, tensor.type, rows, cols, tensor.data, row_map)
 
     def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
         """The row map of a matrix whose rows are heads: padded to whole lanes, rotary pairs brought to (i, i + dim/2).
@@ -134,6 +158,8 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
+        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
+        self._ffns.append(_Ffn(self._program.size, total, (up if gate is None else gate).nbytes))
         gate_bias, up_bias, down_bias = biases
         activation, threshold = self._config.activation, self._config.activation_threshold
         self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
@@ -145,6 +171,95 @@ class CpuExecutor:
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
         """logits = matrix . projection . norm(x)."""
         self._program.head(norm, matrix, projection)
+
+    # ---------------------------------------------------------------- the neurons of an FFN
+
+    def sparsify(
+        self,
+        layer: int,
+        rows: NDArray[np.uint8],
+        layout: BundleLayout,
+        *,
+        most: float = 0.0,
+        predictor: tuple[Predictor, RawTensor, RawTensor] | None = None,
+        recall_every: int = 0,
+    ) -> None:
+        """Give a layer's FFN its neurons as bundles; it stays dense until `set_ways` says otherwise.
+
+        rows: uint8 [d_ff, layout.stride], kept; most: activations up to this magnitude count as zero; predictor: its
+        description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between samples of its
+        recall, 0 for none. ValueError for shapes that are not the layer's.
+        """
+        config, ffn = self._config, self._ffns[layer]
+        bundles = _native.Bundles(
+            rows,
+            config.d_model,
+            layout.gate_type if layout.gated else None,
+            layout.gate_type,
+            layout.down_type,
+            layout.gate_at if layout.gated else 0,
+            layout.up_at,
+            layout.down_at,
+            config.activation,
+            config.activation_threshold,
+        )
+        if predictor is None:
+            self._program.sparsify(ffn.op, bundles, None, None, 0.0, 0, most, recall_every)
+        else:
+            about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
+            self._program.sparsify(ffn.op, bundles, inner, outer, about.threshold, about.floor, most, recall_every)
+            ffn.predictor = inner.nbytes + outer.nbytes
+        ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes)
+
+    def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
+        """How a sparsified layer runs steps of few tokens: number of tokens -> "dense", "exact" or "predicted".
+
+        A number in between goes the way of the next larger one, more than the largest go densely.
+        """
+        every = []
+        for tokens in range(1, self.neuron_tokens + 1):
+            larger = [size for size in ways if size >= tokens]
+            every.append(ways[min(larger)] if larger else "dense")
+        self._program.set_ways(self._ffns[layer].op, every)
+
+    def neuron_counts(self, layer: int) -> dict[str, int]:
+        """What a sparsified layer did since the last `clear_neuron_counts`, summed over its tokens.
+
+        tokens, active and candidates (neurons), sampled_tokens, sampled_active, sampled_found (of those active, the
+        ones that were candidates); steps, and in these rows of bundles and bytes of weights read.
+        """
+        ffn = self._ffns[layer]
+        counts = dict(self._program.neuron_stats(ffn.op))
+        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows")]
+        exact = counts.pop("exact_steps")
+        counts["rows"] = sum(rows)
+        counts["bytes"] = exact * ffn.first + (counts["steps"] - exact) * ffn.predictor
+        counts["bytes"] += sum(number * nbytes for number, nbytes in zip(rows, ffn.parts, strict=True))
+        return counts
+
+    def clear_neuron_counts(self, layer: int) -> None:
+        """Begin to count anew."""
+        self._program.clear_neuron_stats(self._ffns[layer].op)
+
+    def ffn_bytes(self, layer: int) -> int:
+        """Bytes of a layer's dense FFN."""
+        return self._ffns[layer].total
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure operators meanwhile."""
+        self.time_operators(True)
+        try:
+            yield
+        finally:
+            self.time_operators(False)
+
+    def ffn_seconds(self) -> list[float]:
+        """Seconds spent in each layer's FFN since the last call, while `timed`."""
+        times = self._program.take_times()
+        return [times[ffn.op][1] for ffn in self._ffns]
+
+    # ---------------------------------------------------------------- running
 
     def forward(self, batch: Batch) -> Floats:
         rows = len(batch.logit_rows)
@@ -166,7 +281,10 @@ class CpuExecutor:
     def time_operators(self, on: bool) -> dict[str, float]:
         """Switch timing on or off; seconds spent in each kind of operator since the last call."""
         self._program.timed = on
-        return dict(self._program.take_times())
+        sums: dict[str, float] = {}
+        for kind, seconds in self._program.take_times():
+            sums[kind] = sums.get(kind, 0.0) + seconds
+        return sums
 
     def close(self) -> None:
         for name in ("_program", "_arena", "_pool"):

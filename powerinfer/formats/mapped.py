@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 
 
 def shown(text: object, limit: int = 80) -> str:
@@ -93,3 +96,9 @@ class MappedFile:
         """Give back the memory of the pages read so far; they are read again from the file when touched."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def populate(self) -> None:
+        """Read the mapped file into memory now, so that no page has to be fetched later; a wish, not a promise."""
+        if self._mapping is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._mapping.madvise(_POPULATE_READ)

@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.sparsity.attach import Sparsity
 
 Prompt = str | Sequence[int]
+
+SAMPLE = (
+    "The sea was calm that morning, and the boats went out one after another. Nobody spoke of the storm; there were "
+    "nets to mend, 24 baskets to fill, and a letter to answer before the post left at noon."
+)
+"""A text to try a model's speed on."""
+
 Message = Mapping[str, Any]
 
 
@@ -46,6 +54,7 @@ class LLM:
     template: ChatTemplate | None
     load_s: float  # seconds that loading took
     checkpoint: Checkpoint | None  # where the model came from
+    _sparsity: Sparsity | None
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
         begin = time.perf_counter()
@@ -53,14 +62,17 @@ class LLM:
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.formats.hub import resolve_model
         from powerinfer.models import load
+        from powerinfer.sparsity.attach import attach
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
         tokenizer = checkpoint.tokenizer()
         executor = load(checkpoint, engine, progress)
+        sparsity = attach(executor, checkpoint, engine, lambda: tokenizer.encode(SAMPLE), progress)
         template = checkpoint.chat_template()
         self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
         self.checkpoint = checkpoint
+        self._sparsity = sparsity
 
     @classmethod
     def from_parts(
@@ -91,6 +103,7 @@ class LLM:
         self.template = template
         self.load_s = load_s
         self.checkpoint = None
+        self._sparsity = None
         self._executor = executor
         self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
 
@@ -106,8 +119,14 @@ class LLM:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes of weights that one decoded token reads, if the device knows."""
-        return getattr(self._executor, "bytes_per_token", None)
+        """Bytes of weights that one decoded token reads, if the device knows; of a sparse model, as measured so far."""
+        dense: int | None = getattr(self._executor, "bytes_per_token", None)
+        return dense if dense is None or self._sparsity is None else self._sparsity.bytes_per_token(dense)
+
+    @property
+    def sparsity(self) -> dict[str, Any] | None:
+        """How each layer decodes and what its tokens needed so far (`Sparsity.report`); None where all is dense."""
+        return None if self._sparsity is None else self._sparsity.report()
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt

@@ -1,0 +1,122 @@
+"""Selectors: which neurons of a layer are computed for a token.
+
+    all        every neuron
+    exact      those whose gate fires; the same answer, where silent gates are exactly zero
+    predicted  those that a predictor names and whose gate, checked exactly, fires
+    threshold  those whose activation exceeds a threshold: lossy, for activations that are never exactly zero
+
+The native operators do this work (csrc/sparse.cpp); `select` says in numpy what they must select.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import ModelConfig
+from powerinfer.errors import RequestError
+
+Floats = NDArray[np.floating[Any]]
+Mask = NDArray[np.bool_]
+
+RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
+"""Activations that are exactly zero for the neurons that do not fire."""
+
+
+class Selector(Protocol):
+    """Names the neurons to compute."""
+
+    name: str
+    way: str  # of the native operator
+    needs_predictor: bool
+
+    def unsuited(self, config: ModelConfig) -> str | None:
+        """Why a model of this configuration cannot be run so, and what to use instead; None when it can."""
+        ...
+
+    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
+        """bool [tokens, d_ff]: the neurons to compute.
+
+        activations: of the gates (plain FFN: of up) [tokens, d_ff]; guesses: what a predictor says [tokens, d_ff].
+        """
+        ...
+
+
+class All:
+    name, way, needs_predictor = "all", "dense", False
+
+    def unsuited(self, config: ModelConfig) -> str | None:
+        return None
+
+    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
+        return np.ones(activations.shape, bool)
+
+
+class Exact:
+    name, way, needs_predictor = "exact", "exact", False
+
+    def unsuited(self, config: ModelConfig) -> str | None:
+        if config.activation in RECTIFIED:
+            return None
+        return f"the activation {config.activation} is never exactly zero: use --selector threshold, which is lossy"
+
+    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
+        mask: Mask = activations != 0
+        return mask
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """threshold: what a guess must reach; floor: if fewer do, so many of the largest guesses are taken."""
+
+    threshold: float = 0.0
+    floor: int = 0
+    name, way, needs_predictor = "predicted", "predicted", True
+
+    def unsuited(self, config: ModelConfig) -> str | None:
+        if config.activation in RECTIFIED:
+            return None
+        return f"no predictor can name silent neurons of the activation {config.activation}: use --selector threshold"
+
+    def candidates(self, guesses: Floats) -> Mask:
+        """bool [tokens, d_ff]: the neurons whose gates are computed."""
+        mask: Mask = np.asarray(guesses >= self.threshold)
+        for row, guess in zip(mask, guesses, strict=True):
+            if row.sum() < min(self.floor, row.size):
+                row[np.argsort(-guess, kind="stable")[: self.floor]] = True
+        return mask
+
+    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
+        assert guesses is not None, "needs a predictor"
+        mask: Mask = self.candidates(guesses) & (activations != 0)
+        return mask
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Activations of a magnitude up to `most` count as silent (CATS, arXiv 2404.08763)."""
+
+    most: float
+    name, way, needs_predictor = "threshold", "exact", False
+
+    def unsuited(self, config: ModelConfig) -> str | None:
+        return None
+
+    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
+        mask: Mask = np.abs(activations) > self.most
+        return mask
+
+
+def selector_named(name: str, threshold: float | None) -> Selector:
+    """The selector of that name. RequestError for a threshold where none belongs, or none where one does."""
+    if name == "threshold":
+        if threshold is None or not 0 < threshold < float("inf"):
+            raise RequestError("--selector threshold needs --threshold X, a positive number")
+        return Threshold(threshold)
+    if threshold is not None:
+        raise RequestError(f"--threshold goes with --selector threshold, not with {name}")
+    known: dict[str, Selector] = {"all": All(), "exact": Exact(), "predicted": Predicted()}
+    return known[name]

@@ -1,0 +1,110 @@
+"""The trial: decode a few tokens in every way, and keep for each layer and batch size the one that was fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from powerinfer.devices.batch import Batch
+
+if TYPE_CHECKING:
+    from powerinfer.devices.cpu import CpuExecutor
+    from powerinfer.formats.checkpoint import Progress
+
+BATCHES = (1, 2, 4, 8)
+ROUNDS = 4  # the first warms up
+PROMPT = 16  # tokens before those that are timed
+GAIN = 0.98  # a sparse way must take less than this share of the dense time
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one layer decodes. ways: by number of tokens, "dense", "exact" or "predicted"."""
+
+    ways: dict[str, str]
+    reason: str
+
+
+def forced(executor: CpuExecutor, layers: int, way: str, max_batch: int) -> list[Verdict]:
+    """One way for all layers and small batches."""
+    sizes = [size for size in BATCHES if size <= _largest(executor, max_batch)]
+    for layer in range(layers):
+        executor.set_ways(layer, {size: way for size in sizes})
+    return [Verdict({str(size): way for size in sizes}, "asked for: --no-trial")] * layers
+
+
+def trial(
+    executor: CpuExecutor,
+    layers: int,
+    ways: Sequence[str],
+    max_batch: int,
+    sample: Sequence[int],
+    progress: Progress | None,
+) -> list[Verdict]:
+    """Measure the FFN of every layer, dense and in `ways`, in turn; set the fastest and say why.
+
+    A batch size in between goes the way of the next larger one that was measured. The KV cache must hold nothing yet.
+    """
+    sizes = [size for size in BATCHES if size <= _largest(executor, max_batch)]
+    every = ["dense", *ways]
+    taken: list[dict[int, str]] = [{} for _ in range(layers)]
+    seconds: list[dict[str, float]] = []
+    for done, size in enumerate(sizes):
+        if progress is not None:
+            progress("trial of selectors", done, len(sizes))
+        times = _measure(executor, layers, every, size, sample)
+        for layer in range(layers):
+            own = {way: times[way][layer] for way in every}
+            best = min(ways, key=lambda way: own[way])
+            taken[layer][size] = best if own[best] < GAIN * own["dense"] else "dense"
+            if size == sizes[0]:
+                seconds.append(own)
+    if progress is not None:
+        progress("trial of selectors", len(sizes), len(sizes))
+    verdicts = []
+    for layer in range(layers):
+        executor.set_ways(layer, taken[layer])
+        reason = ", ".join(f"{way} {1e6 * value:.0f} us" for way, value in seconds[layer].items())
+        verdicts.append(Verdict({str(size): way for size, way in taken[layer].items()}, f"one token: {reason}"))
+    return verdicts
+
+
+def _largest(executor: CpuExecutor, max_batch: int) -> int:
+    return max(1, min(executor.neuron_tokens, max_batch, executor.n_pages))
+
+
+def _measure(
+    executor: CpuExecutor, layers: int, ways: Sequence[str], size: int, sample: Sequence[int]
+) -> dict[str, list[float]]:
+    """way -> seconds of each layer's FFN for a step of `size` sequences, medians."""
+    tokens = np.resize(np.asarray(sample or [0], np.int32), size * (PROMPT + len(ways) * ROUNDS)).reshape(size, -1)
+    pages = np.arange(size, dtype=np.int32)[:, None]
+    rows = np.repeat(np.arange(size, dtype=np.int32), PROMPT)
+    positions = np.tile(np.arange(PROMPT, dtype=np.int32), size)
+    nothing = np.empty(0, np.int32)
+    prompt = np.ascontiguousarray(tokens[:, :PROMPT].reshape(-1))
+    for start in range(0, len(prompt), executor.max_tokens):
+        end = start + executor.max_tokens
+        executor.forward(Batch(prompt[start:end], positions[start:end], rows[start:end], pages, nothing))
+    taken: dict[str, list[list[float]]] = {way: [] for way in ways}
+    with executor.timed():
+        for step in range(len(ways) * ROUNDS):
+            way = ways[step % len(ways)]
+            for layer in range(layers):
+                executor.set_ways(layer, {size: way})
+            at = PROMPT + step
+            executor.forward(
+                Batch(
+                    np.ascontiguousarray(tokens[:, at]),
+                    np.full(size, at, np.int32),
+                    np.arange(size, dtype=np.int32),
+                    pages,
+                    nothing,
+                )
+            )
+            taken[way].append(executor.ffn_seconds())
+    return {way: [median(times) for times in zip(*steps[1:], strict=True)] for way, steps in taken.items()}
