@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from powerinfer.config import EngineConfig
@@ -95,15 +95,19 @@ _READERS: dict[str, dict[str, Any]] = {
 
 
 def config_flags(
-    parser: argparse.ArgumentParser, config: type, title: str, defaults: Mapping[str, Any] | None = None
+    parser: argparse.ArgumentParser,
+    config: type,
+    title: str,
+    defaults: Mapping[str, Any] | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
     """Give `parser` a flag for each option of a configuration dataclass, with the class's own help and default.
 
-    `defaults` are those in which the verb differs from the class.
+    `defaults` are those in which the verb differs from the class; `only`: the options that the verb has, None for all.
     """
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(config):
-        if "help" not in field.metadata:
+        if "help" not in field.metadata or (only is not None and field.name not in only):
             continue
         flag = "--" + field.name.replace("_", "-")
         help_text = field.metadata["help"].replace("%", "%%")

@@ -1,7 +1,9 @@
 """Show what a model is and how it would run; nothing is computed.
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (layers, d_model, heads, ...), rope, activation,
-quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why).
+quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why),
+prepared (folder; bundles and predictor, null where there are none: path, bytes, stale (null, or why they cannot be
+used), and if they can, the types of bundles, the type and layers of a predictor).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig
+from powerinfer.errors import ModelError
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -33,8 +36,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     engine = config_from(args, EngineConfig)
     path = resolve_model(args.model, say=out.note)
     with Bar() as bar:
-        document = describe(open_checkpoint(path, quantize=engine.quantize, progress=bar))
+        checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=bar)
+        document = describe(checkpoint)
     document["choices"] = _choices(engine)
+    document["prepared"] = prepared(checkpoint, engine.prepared)
     _show(document, out)
     out.document(document)
     return 0
@@ -64,6 +69,35 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
+    """What lies in the folder of prepared files, and whether it can be used."""
+    from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.predictor_file import open_predictor
+    from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile, prepared_folder
+    from powerinfer.kernels.cpu import part_bytes
+
+    def bundles() -> dict[str, Any]:
+        layout = open_bundles(checkpoint, option, part_bytes).layout
+        gate = layout.gate_type if layout.gated else None
+        return {"types": {"gate": gate, "up": layout.gate_type, "down": layout.down_type}}
+
+    def predictor() -> dict[str, Any]:
+        file = open_predictor(checkpoint, option)
+        return {"type": file.type, "layers": [layer.predictor for layer in file.layers]}
+
+    document: dict[str, Any] = {"folder": str(prepared_folder(checkpoint.path, option))}
+    for name, kind, read in (("bundles", BUNDLES, bundles), ("predictor", PREDICTOR, predictor)):
+        place = PreparedFile(kind, checkpoint, option)
+        document[name] = None
+        if place.exists():
+            found = {"path": str(place.path), "bytes": place.path.stat().st_size, "stale": None}
+            try:
+                document[name] = found | read()
+            except ModelError as error:
+                document[name] = found | {"stale": str(error)}
+    return document
+
+
 def _choices(engine: EngineConfig) -> dict[str, str]:
     from powerinfer.kernels.cpu import choices
 
@@ -85,11 +119,33 @@ def _show(document: dict[str, Any], out: Output) -> None:
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
         "chat": "has a chat template" if document["chat_template"] else "no chat template: use --raw",
         **document["choices"],
+        **_prepared_lines(document["prepared"]),
     }
     for label, text in lines.items():
         out.line(f"{label:<14}{text}")
     for note in document["notes"]:
         out.note(note)
+
+
+def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
+    lines = {}
+    bundles, predictor = document["bundles"], document["predictor"]
+    if bundles:
+        types = ", ".join(f"{part} {name}" for part, name in bundles.get("types", {}).items() if name)
+        lines["bundles"] = bundles["stale"] or f"{types}, {bundles['bytes'] / 1e6:.1f} MB, up to date"
+    if predictor:
+        layers = predictor.get("layers", [])
+        ranks, thresholds = [one.rank for one in layers], [one.threshold for one in layers]
+        lines["predictor"] = predictor["stale"] or (
+            f"{predictor['type']}, {predictor['bytes'] / 1e6:.1f} MB, up to date; ranks {_span(ranks)}, "
+            f"thresholds {_span(thresholds)}"
+        )
+    return lines or {"prepared": f"nothing in {document['folder']}"}
+
+
+def _span(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _rope(rope: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ VERBS = {
     "chat": "talk with a model",
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity",
+    "pack": "lay out the neurons of a model for sparse decoding",
     "inspect": "show what a model is and how it would run",
     "pull": "fetch a model, or list those that are here",
     "completion": "print the completion script of a shell",

@@ -1,0 +1,89 @@
+"""Lay the FFN weights of a model out neuron by neuron, in a file of their own, so that decode can skip the silent ones.
+
+The file lies in the folder MODEL.powerinfer beside the model, or where --prepared says; the model is not changed. It is
+made for one model, opened with one --quantize; when it is up to date nothing is done. The error of a part is the root
+mean square of the change of its weights over that of the weights: 0 where none was changed.
+
+JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part; null when nothing was done),
+seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.config import EngineConfig
+
+if TYPE_CHECKING:
+    from powerinfer.formats.pack import BundleFile
+    from powerinfer.sparsity.packing import Packed
+
+TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    model_flag(parser)
+    parser.add_argument(
+        "--type", choices=TYPES, default="auto", help="type of gate and up; auto: the model's own where it can be"
+    )
+    parser.add_argument(
+        "--down-type",
+        choices=TYPES,
+        default="auto",
+        help="type of down; auto: that of gate where it is a float, else q8_0",
+    )
+    parser.add_argument("--force", action="store_true", help="make the file even if it is up to date")
+    config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared"))
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.formats.hub import resolve_model
+    from powerinfer.sparsity.packing import choose_types, current, pack
+
+    engine = config_from(args, EngineConfig)
+    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    types = choose_types(checkpoint, _asked(args.type), _asked(args.down_type))
+    bundles = None if args.force else current(checkpoint, engine.prepared, types)
+    packed = None
+    if bundles is None:
+        with Bar() as bar:
+            packed = pack(checkpoint, engine.prepared, types, bar)
+        for note in types.notes:
+            out.note(note)
+        bundles = packed.bundles
+    document = describe(bundles, packed)
+    _show(document, out)
+    out.document(document)
+    return 0
+
+
+def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
+    """The bundles as a document; packed: None where they were there already."""
+    layout = bundles.layout
+    gate = layout.gate_type if layout.gated else None
+    return {
+        "path": str(bundles.path),
+        "bytes": bundles.file.size,
+        "types": {"gate": gate, "up": layout.gate_type, "down": layout.down_type},
+        "layers": len(bundles.layers),
+        "error": packed.error if packed else None,
+        "seconds": packed.seconds if packed else 0.0,
+    }
+
+
+def _show(document: dict[str, Any], out: Output) -> None:
+    types = ", ".join(f"{part} {name}" for part, name in document["types"].items() if name)
+    out.line(f"{document['path']}: {document['bytes'] / 1e6:.1f} MB, {document['layers']} layers, {types}")
+    if document["error"] is None:
+        out.line("up to date; nothing was done (--force makes it anew)")
+        return
+    error = ", ".join(f"{part} {value:.2g}" for part, value in document["error"].items())
+    out.line(f"packed in {document['seconds']:.1f} s; relative error of the weights: {error}")
+
+
+def _asked(name: str) -> str | None:
+    return None if name == "auto" else name.upper()

@@ -1,0 +1,247 @@
+"""Making bundles: the FFN weights of a model, neuron by neuron, in the types of the parts.
+
+Gate and up are stored neuron by neuron in every model file, so their rows keep their codes where the type is kept. Down
+is stored the other way round: floats are transposed as they are, but the blocks of a quantised matrix run across the
+neurons, so its values are quantised again along a neuron, to the wider Q8_0. What that costs is measured on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.pack import PART_TYPES, BundleFile, bundle_layout, open_bundles, write_bundles
+from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize, quantize
+from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.kernels import cpu
+
+Squares = NDArray[np.float64]
+"""[sum of squared errors, sum of squared weights]."""
+
+_SLAB = 1 << 20  # weights of a part that one thread works on at a time
+_BLOCK = 256  # neurons of a slab are a multiple of it, so that it cuts no block of any type
+
+
+@dataclass(frozen=True)
+class PartTypes:
+    """The types that gate and up, and down, will have in a bundle; notes: lines for the user about the choice."""
+
+    gate: str
+    down: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Bundles that were made.
+
+    error: for each part the root of the sum of squared errors of its weights over that of the squared weights, as the
+    checkpoint hands them out; 0 where none was changed. seconds: of the whole work.
+    """
+
+    bundles: BundleFile
+    error: dict[str, float]
+    seconds: float
+
+
+def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> PartTypes:
+    """The types of a model's parts: those asked for (of `PART_TYPES`), else those that lose least.
+
+    F16, BF16, Q8_0 and Q4_0 stay what they are, F32 becomes F16, any other quantised type Q8_0. Down that is quantised
+    becomes Q8_0, unless the file has it neuron by neuron already; down of floats stays what it is, or follows what was
+    asked for (gate_type, --quantize): Q8_0 where that is a quantised type. Rows that are not whole blocks become F16.
+    RequestError for a type that cannot be had.
+    """
+    d_model = checkpoint.config.d_model
+    for name in (gate_type, down_type):
+        if name is not None and name not in PART_TYPES:
+            raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(PART_TYPES)}")
+        if name is not None and d_model % block_type(name).block:
+            raise RequestError(f"rows of {d_model} weights are not whole blocks of {name}; choose f16 or bf16")
+    gates = {checkpoint.taken_type(name) for part in _row_parts(checkpoint) for name in _names(checkpoint, part)}
+    downs = {checkpoint.taken_type(name) for name in _names(checkpoint, "down")}
+    gate = gate_type or _nearest(gates, d_model)
+    if down_type is not None:
+        down = down_type
+    elif not downs <= FLOAT_TYPES and not all(_by_neuron(name) for name in _names(checkpoint, "down")):
+        down = _fitting("Q8_0", d_model)
+    elif downs <= FLOAT_TYPES and (gate_type is not None or checkpoint.quantize is not None):
+        down = gate if gate in FLOAT_TYPES else "Q8_0"
+    else:
+        down = _nearest(downs, d_model)
+    changes = ((" and ".join(_row_parts(checkpoint)), gates, gate), ("down", downs, down))
+    notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != {new})
+    return PartTypes(gate, down, tuple(notes))
+
+
+def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> BundleFile | None:
+    """The bundles that are there already, if `pack` would make the same."""
+    try:
+        bundles = open_bundles(checkpoint, prepared, cpu.part_bytes)
+    except ModelError:
+        return None
+    return bundles if (bundles.layout.gate_type, bundles.layout.down_type) == (types.gate, types.down) else None
+
+
+def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progress: Progress | None = None) -> Packed:
+    """Write the bundles of a model into the folder `prepared` (None: beside the model).
+
+    Memory: about 40 MB for each core while d_model is below 4096, in proportion to it above, and one matrix where the
+    checkpoint itself converts it (--quantize, types that no kernel takes); the source's pages are given back layer by
+    layer. ModelError for weights that a type cannot hold, PowerInferError if the file cannot be written; nothing is
+    left behind then. progress: called with ("packing neurons", neurons done, neurons).
+    """
+    begin = time.perf_counter()
+    config = checkpoint.config
+    layout = bundle_layout(checkpoint, types.gate, types.down, cpu.part_bytes)
+    parts = [_Part(name, types.gate, "dot", getattr(layout, f"{name}_at")) for name in _row_parts(checkpoint)]
+    parts.append(_Part("down", types.down, "add", layout.down_at))
+    squares = {part.name: np.zeros(2) for part in parts}
+    step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
+    rows = np.zeros((min(step, config.d_ff), layout.stride), np.uint8)  # the bytes that pad a part stay zero
+    cores = min(8, cpu.usable_cores()[0])
+    done = 0
+    with write_bundles(checkpoint, prepared, layout) as write, ThreadPoolExecutor(cores) as threads:
+        for layer in range(config.n_layers):
+            sources = [_Source(checkpoint, part, layer) for part in parts]
+            for slab in _slabs(sources, config.d_ff, step, threads, cores):
+                count = len(slab[0][0])
+                for part, (data, error) in zip(parts, slab, strict=True):
+                    squares[part.name] += error
+                    part.put(data, rows[:count], config.d_model, cores)
+                write(layer, rows[:count])
+                done += count
+                if progress is not None:
+                    progress("packing neurons", done, config.n_layers * config.d_ff)
+            checkpoint.release()
+    errors = {name: float(np.sqrt(wrong / whole)) if wrong else 0.0 for name, (wrong, whole) in squares.items()}
+    return Packed(open_bundles(checkpoint, prepared, cpu.part_bytes), errors, time.perf_counter() - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    name: str  # gate, up or down
+    type: str
+    kind: str  # how the kernels use it: "dot" with the activations, "add" to the output
+    at: int  # in the bundle
+
+    def put(self, stored: Bytes, bundles: Bytes, d_model: int, threads: int) -> None:
+        """Lay stored rows, uint8 [neurons, row_bytes], into their place in the bundles, uint8 [neurons, stride]."""
+        cpu.pack_part(self.type, self.kind, len(stored), d_model, stored.reshape(-1), bundles, self.at, threads)
+
+
+def _slabs(
+    sources: list[_Source], d_ff: int, step: int, threads: ThreadPoolExecutor, turn: int
+) -> Iterator[list[tuple[Bytes, Squares]]]:
+    """For each run of `step` neurons what `_Source.rows` gives of every part, in order, `turn` of them at a time."""
+
+    def slab(at: int) -> list[tuple[Bytes, Squares]]:
+        return [source.rows(at, min(at + step, d_ff)) for source in sources]
+
+    starts = range(0, d_ff, step)
+    for first in range(0, len(starts), turn):  # results that wait would take memory
+        yield from threads.map(slab, starts[first : first + turn])
+
+
+class _Source:
+    """One part of one layer: the tensor it comes from, and its rows in the type of the part."""
+
+    def __init__(self, checkpoint: Checkpoint, part: _Part, layer: int) -> None:
+        self._name = _name(checkpoint, part.name, layer)
+        self._where = f"{checkpoint.path}: {self._name}"
+        self._part = part
+        self._tensor = checkpoint.take(self._name)
+        self._type = self._tensor.type
+
+    def rows(self, begin: int, end: int) -> tuple[Bytes, Squares]:
+        """The neurons from `begin` to `end` as stored rows of the part's type, uint8 [neurons, row_bytes], contiguous.
+
+        `begin` is a multiple of every block, and so is `end`, unless it is d_ff.
+        """
+        stored = self._tensor.rows()
+        if _by_neuron(self._name):
+            return self._from_rows(stored[begin:end])
+        kind = block_type(self._type)
+        columns = stored[:, begin // kind.block * kind.nbytes : end // kind.block * kind.nbytes]
+        if self._type == self._part.type and self._type in FLOAT_TYPES:
+            return _transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
+        return self._encoded(_transposed(dequantize(columns, self._type)))
+
+    def _from_rows(self, stored: Bytes) -> tuple[Bytes, Squares]:
+        if self._type == self._part.type:
+            return stored, np.zeros(2)
+        if self._part.type == "Q8_0" and self._type in ("Q4_0", "Q5_0"):
+            return _as_q8_0(stored, self._type), np.zeros(2)
+        return self._encoded(dequantize(stored, self._type))
+
+    def _encoded(self, values: Floats) -> tuple[Bytes, Squares]:
+        """Values in the part's type, and the error of that; ModelError if it cannot hold one."""
+        target = self._part.type
+        try:
+            data = quantize(values, target)
+        except ModelError as error:
+            raise ModelError(f"{self._where}: {error}") from None
+        back = dequantize(data, target)
+        if not np.isfinite(back).all():
+            flag = "--down-type" if self._part.name == "down" else "--type"
+            hint = f"; `{flag} bf16` holds larger ones" if target == "F16" else ""
+            raise ModelError(f"{self._where} has a weight that {target} cannot hold{hint}")
+        wrong = np.square(back - values, dtype=np.float64).sum()
+        return data, np.array([wrong, np.square(values, dtype=np.float64).sum()])
+
+
+def _transposed(matrix: NDArray[Any]) -> NDArray[Any]:
+    """[n, m] -> [m, n], contiguous; in strips, because numpy would touch a cache line for every element."""
+    rows, cols = matrix.shape
+    out = np.empty((cols, rows), matrix.dtype)
+    for at in range(0, rows, 64):
+        out[:, at : at + 64] = matrix[at : at + 64].T
+    return out
+
+
+def _as_q8_0(stored: Bytes, type_name: str) -> Bytes:
+    """Rows of Q4_0 or Q5_0 as Q8_0, exactly: all three are a scale times small whole numbers."""
+    blocks = stored.reshape(-1, block_type(type_name).nbytes).copy()
+    scales = blocks[:, :2].copy()
+    blocks[:, :2] = np.array([1], "<f2").view(np.uint8)
+    codes = dequantize(blocks, type_name).astype(np.int8).view(np.uint8)
+    return np.concatenate([scales, codes], axis=1).reshape(len(stored), -1)
+
+
+def _row_parts(checkpoint: Checkpoint) -> list[str]:
+    return ["gate", "up"] if checkpoint.config.gated else ["up"]
+
+
+def _name(checkpoint: Checkpoint, part: str, layer: int) -> str:
+    """The tensor of a part; down's is `down_rows` where the file has it neuron by neuron."""
+    name = f"layers.{layer}.{part}"
+    return f"{name}_rows" if checkpoint.has(f"{name}_rows") else name
+
+
+def _names(checkpoint: Checkpoint, part: str) -> list[str]:
+    return [_name(checkpoint, part, layer) for layer in range(checkpoint.config.n_layers)]
+
+
+def _by_neuron(name: str) -> bool:
+    return not name.endswith(".down")
+
+
+def _nearest(types: set[str], d_model: int) -> str:
+    """The type of a part that loses least of weights of these types, and is no larger than it must be."""
+    if len(types) == 1 and types <= set(PART_TYPES):
+        return next(iter(types))
+    if types <= FLOAT_TYPES:
+        return "F16" if "F16" in types or "BF16" not in types else "BF16"
+    return _fitting("Q8_0", d_model)
+
+
+def _fitting(name: str, d_model: int) -> str:
+    return name if d_model % block_type(name).block == 0 else "F16"
