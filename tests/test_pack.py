@@ -225,6 +225,20 @@ def test_bundles_of_a_real_file(tmp_path: Path) -> None:
     assert 0 < made.error["gate"] < 2**-11, "F32 weights become F16"
 
 
+@pytest.mark.parametrize("architecture", ["llama", "opt", "falcon", "bamboo"])
+@pytest.mark.parametrize("published", [False, True], ids=["plain", "PWRI"])
+def test_bundles_of_the_relu_families(tmp_path: Path, architecture: str, published: bool) -> None:
+    """With and without a gate; PowerInfer's own files keep down neuron by neuron."""
+    from model_files import family_gguf
+
+    from powerinfer.formats.checkpoint import open_checkpoint
+
+    model = open_checkpoint(family_gguf(architecture, published=published).write(tmp_path / "m.gguf"))
+    assert model.has("layers.0.down_rows") == published
+    check(model, packed(model))
+    check(model, packed(model, "Q4_0", "Q8_0"))
+
+
 def test_progress_counts_neurons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_SLAB", 1)
     told: list[tuple[str, int, int]] = []
