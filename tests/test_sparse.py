@@ -1,0 +1,290 @@
+"""Sparse decode of every ReLU family against `transformers`: exact is the dense answer, predicted the masked one.
+
+The truth and the bound are those of test_architectures.py: float64, and four times the error that `transformers` makes
+in float32. Weights are float16 numbers, so bundles of F16 hold them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_architectures as families  # noqa: E402
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import Batch  # noqa: E402
+from powerinfer.errors import RequestError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
+from powerinfer.models import load  # noqa: E402
+from powerinfer.neurons import Predictor  # noqa: E402
+from powerinfer.sparsity.attach import Sparsity, attach  # noqa: E402
+from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
+
+RELU = [
+    case
+    for case in families.CASES
+    if case.kind in ("sparsellama", "bamboo", "opt", "falcon", "nemotron") or case.name.endswith("-relu")
+]
+RANK = 8
+
+
+def case_named(name: str) -> families.Case:
+    return next(case for case in families.CASES if case.name == name)
+
+
+def model_of(case: families.Case, seed: int = 11) -> tuple[Any, Any]:
+    """(config, model) with parameters that are float16 numbers."""
+    config = case.config()
+    model = families.random_model(case, config, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half().float())
+    return config, model
+
+
+@contextmanager
+def opened(path: Path, **options: Any) -> Iterator[tuple[Any, Sparsity | None]]:
+    settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    engine = EngineConfig(**(settings | {"max_batch": 8, "trial": False, "recall_every": 1} | options))
+    checkpoint = open_checkpoint(path, engine.quantize)
+    executor = load(checkpoint, engine)
+    try:
+        yield executor, attach(executor, checkpoint, engine, lambda: list(range(40)))
+    finally:
+        executor.close()
+
+
+def packed(case: families.Case, config: Any, model: Any, folder: Path) -> Path:
+    """The model as a folder with its bundles beside it."""
+    path = families.save(case, config, model, "folder", folder)
+    checkpoint = open_checkpoint(path)
+    pack(checkpoint, None, choose_types(checkpoint, "F16", "F16"))
+    return path
+
+
+def one_by_one(executor: Any, tokens: np.ndarray) -> np.ndarray:
+    pages = families.scattered_pages(executor, 1)[0]
+    return families.run_chunks(executor, tokens, [1] * len(tokens), pages)
+
+
+def side_by_side(executor: Any, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits of sequences whose tokens are computed together, one of each a step."""
+    pages = families.scattered_pages(executor, len(sequences))
+    each = np.arange(len(sequences), dtype=np.int32)
+    steps = [
+        executor.forward(
+            Batch(np.asarray(tokens, np.int32), np.full(len(each), at, np.int32), each, pages, each)
+        ).copy()
+        for at, tokens in enumerate(zip(*sequences, strict=True))
+    ]
+    return list(np.stack(steps, axis=1))
+
+
+@pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
+def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
+    config, model = model_of(case)
+    tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
+    truth = [families.exact_logits(case, config, model, one) for one in tokens]
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens[0]) - truth[0])
+    path = packed(case, config, model, tmp_path)
+    with opened(path, selector="exact") as (executor, sparsity):
+        assert sparsity is not None
+        alone = one_by_one(executor, tokens[0])
+        assert families.rms(alone - truth[0]) <= allowed
+        report = sparsity.report()
+        assert 0.02 < report["active_fraction"] < 0.8 and report["layers"][0]["tokens"] == families.TOKENS
+        together = side_by_side(executor, tokens)
+        assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
+        np.testing.assert_array_equal(one_by_one(executor, tokens[0]), alone)  # same bits again
+
+
+def residual_of(case: families.Case, layer: Any) -> Any:
+    """The module whose input is what the layer's predictor reads."""
+    if case.base == "opt":
+        return layer.final_layer_norm
+    if case.base == "falcon":
+        return layer.ln_mlp
+    return layer.post_attention_layernorm
+
+
+def masked_ffn(case: families.Case, mlp: Any, mask: Callable[[], Any]) -> Callable[[Any], Any]:
+    def gated(x: Any) -> Any:
+        up = torch.relu(mlp.up_proj(x)) if case.kind == "bamboo" else mlp.up_proj(x)
+        return mlp.down_proj(torch.relu(mlp.gate_proj(x)) * up * mask())
+
+    def plain(x: Any) -> Any:
+        return mlp.dense_4h_to_h(torch.relu(mlp.dense_h_to_4h(x)) * mask())
+
+    return plain if case.base == "falcon" else gated
+
+
+def predictor_weights(d_model: int, d_ff: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """A neuron is a candidate where one of RANK / 2 sums of the residual is positive: far from any rounding."""
+    rng = np.random.default_rng([layer, 9])
+    half = rng.standard_normal((RANK // 2, d_model)).astype(np.float16)
+    inner = np.concatenate([half, -half]).astype(np.float32)
+    outer = np.zeros((d_ff, RANK), np.float32)
+    which = rng.integers(0, RANK // 2, d_ff)
+    outer[np.arange(d_ff), which] = 1
+    outer[np.arange(d_ff), which + RANK // 2] = -1
+    return inner, outer
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "turbosparse", "falcon-40b"])
+def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None:
+    case = case_named(name)
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    path = packed(case, config, model, tmp_path)
+    checkpoint = open_checkpoint(path)
+    d_model, d_ff, layers = (getattr(checkpoint.config, size) for size in ("d_model", "d_ff", "n_layers"))
+    weights = [predictor_weights(d_model, d_ff, layer) for layer in range(layers)]
+    write_predictor(checkpoint, None, "F16", [Predictor(RANK, 0.0, 0)] * layers, weights)
+
+    candidates: list[Any] = []
+
+    def mask_with(wide: Any) -> None:
+        blocks = wide.transformer.h if case.base == "falcon" else wide.model.layers
+        for layer, (inner, outer) in zip(blocks, weights, strict=True):
+            seen: dict[str, Any] = {}
+            keep = lambda module, args, seen=seen: seen.update(r=args[0])  # noqa: E731
+            residual_of(case, layer).register_forward_pre_hook(keep)
+
+            def mask(seen: dict[str, Any] = seen, inner: Any = inner, outer: Any = outer) -> Any:
+                kind = seen["r"].dtype
+                inside, outside = (torch.from_numpy(part).to(kind) for part in (inner, outer))
+                chosen = torch.relu(seen["r"] @ inside.T) @ outside.T >= 0
+                candidates.append(chosen.double().mean().item())
+                return chosen.to(kind)
+
+            layer.mlp.forward = masked_ffn(case, layer.mlp, mask)
+
+    build = families.build
+
+    def masked(case: families.Case, config: Any) -> Any:
+        wide = build(case, config)
+        mask_with(wide)
+        return wide
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "build", masked)
+        truth = families.exact_logits(case, config, model, tokens)
+    fraction = np.mean(candidates)
+    dense = families.exact_logits(case, config, model, tokens)
+    mask_with(model)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    assert families.rms(dense - truth) > 1000 * allowed, "the mask changes nothing"
+
+    with opened(path, selector="predicted") as (executor, sparsity):
+        assert sparsity is not None
+        assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+        report = sparsity.report()
+        assert report["candidate_fraction"] == pytest.approx(fraction, rel=1e-6)
+        assert report["sampled"] == layers * families.TOKENS
+        assert report["recall"] == pytest.approx(0.5, abs=0.1)  # of neurons whose signs have nothing to do with it
+        one_by_one(executor, tokens)  # the samples did not change the answer
+        both = side_by_side(executor, [tokens, tokens[::-1].copy()])
+        assert families.rms(both[0] - truth) <= 2 * allowed
+
+
+def test_a_floor_of_candidates(tmp_path: Path) -> None:
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    checkpoint = open_checkpoint(path)
+    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.d_ff
+    weights = [predictor_weights(checkpoint.config.d_model, d_ff, layer) for layer in range(layers)]
+    for floor in (0, 1, 7, d_ff):
+        write_predictor(checkpoint, None, "F16", [Predictor(RANK, 1e5, floor)] * layers, weights)
+        with opened(path, selector="predicted") as (executor, sparsity):
+            assert sparsity is not None
+            ours = one_by_one(executor, families.prompt(case))
+            assert sparsity.report()["candidate_fraction"] == pytest.approx(floor / d_ff)
+        if floor == d_ff:
+            truth = families.exact_logits(case, config, model, families.prompt(case))
+            assert families.rms(ours - truth) <= families.ROUNDING * families.rms(
+                families.logits(model, families.prompt(case)) - truth
+            )
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    """The report against the numbers of active neurons that torch sees."""
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    active: list[int] = []
+    for layer in model.model.layers:
+        hook = lambda module, args, out: active.append(int((out != 0).sum()))  # noqa: E731
+        layer.mlp.act_fn.register_forward_hook(hook)
+    families.logits(model, tokens)
+    with opened(packed(case, config, model, tmp_path), selector="exact") as (executor, sparsity):
+        assert sparsity is not None
+        one_by_one(executor, tokens)
+        report = sparsity.report()
+        d_model, d_ff = config.hidden_size, config.intermediate_size
+        total = sum(active) / (len(tokens) * len(active) * d_ff)
+        assert report["active_fraction"] == pytest.approx(total, abs=2e-4)
+        part = 2 * d_model  # bytes of a row of F16
+        for layer, number in zip(report["layers"], active, strict=True):
+            gate = executor._ffns[0].first
+            assert layer["bytes_per_token"] == pytest.approx(gate + number / len(tokens) * 2 * part, rel=1e-3)
+
+
+def test_a_threshold_leaves_more_out_the_higher_it_is(tmp_path: Path) -> None:
+    case = case_named("llama2")
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    path = packed(case, config, model, tmp_path)
+    off, active = [], []
+    for threshold in (1e-9, 0.05, 0.3):
+        with opened(path, selector="threshold", threshold=threshold) as (executor, sparsity):
+            assert sparsity is not None
+            off.append(families.rms(one_by_one(executor, tokens) - truth))
+            active.append(sparsity.report()["active_fraction"])
+    assert active[0] == 1 > active[1] > active[2] and off[0] < off[1] < off[2]
+    assert off[0] <= families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+
+
+def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:
+    case = case_named("turbosparse")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    truth = families.exact_logits(case, config, model, families.prompt(case))
+    with opened(path, selector="auto", trial=True, max_batch=5) as (executor, sparsity):
+        assert sparsity is not None and executor.choices["selector"].startswith("exact in ")
+        for layer in sparsity.report()["layers"]:
+            assert set(layer["ways"]) == {"1", "2", "4"} and set(layer["ways"].values()) <= {"dense", "exact"}
+            assert "dense " in layer["reason"] and "exact " in layer["reason"] and layer["tokens"] == 0
+        ours = one_by_one(executor, families.prompt(case))
+    allowed = families.ROUNDING * families.rms(families.logits(model, families.prompt(case)) - truth)
+    assert families.rms(ours - truth) <= allowed
+
+
+def test_what_cannot_be_had_is_refused_or_explained(tmp_path: Path) -> None:
+    swiglu, relu = case_named("llama2"), case_named("llama-relu")
+    (tmp_path / "swiglu").mkdir()
+    (tmp_path / "relu").mkdir()
+    dense = families.save(swiglu, *model_of(swiglu), "folder", tmp_path / "swiglu")
+    bare = families.save(relu, *model_of(relu), "folder", tmp_path / "relu")
+    for name in ("exact", "predicted"):
+        with pytest.raises(RequestError, match=r"silu.*--selector threshold"), opened(dense, selector=name):
+            pass
+    with pytest.raises(RequestError, match="needs --threshold"), opened(bare, selector="threshold"):
+        pass
+    with pytest.raises(RequestError, match="not with exact"), opened(bare, selector="exact", threshold=0.1):
+        pass
+    with pytest.raises(Exception, match="powerinfer pack -m"), opened(bare, selector="exact"):
+        pass
+    with opened(bare, selector="auto") as (executor, sparsity):
+        assert sparsity is None and "powerinfer pack -m" in executor.choices["selector"]
+    with opened(dense, selector="auto") as (executor, sparsity):
+        assert sparsity is None and "silu is never exactly zero" in executor.choices["selector"]
