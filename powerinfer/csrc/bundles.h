@@ -25,7 +25,7 @@ struct Bundles {
 
 // What is needed to work through a list of neurons, a few at a time.
 struct NeuronBlock {
-  enum { NEURONS = 32 };  // they stay in the L2 cache from their gates to their rows of down
+  enum { NEURONS = 64 };  // they stay in the L2 cache from their gates to their rows of down
   int32_t index[NEURONS + PI_LANES], position[NEURONS + PI_LANES];
   float h[PI_NEURON_TOKENS * NEURONS], more[PI_NEURON_TOKENS * NEURONS];
 };

@@ -312,6 +312,7 @@ template <class A, int R> void add_rows(const Rows<R>& w, int64_t k, const float
 template <class A> void add_of(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
   int64_t j = 0;
   for (; j + ROWS <= n; j += ROWS) add_rows<A>(Rows<ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
+  if constexpr (ROWS > SHARED_ROWS) for (; j + SHARED_ROWS <= n; j += SHARED_ROWS) add_rows<A>(Rows<SHARED_ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
   for (; j < n; j++) add_rows<A>(Rows<1>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
 }
 
