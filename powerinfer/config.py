@@ -10,7 +10,10 @@ from typing import Any
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line."""
+    """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
+
+    least: the smallest whole number allowed; without it 1, or 0 where that is the default.
+    """
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -105,5 +108,5 @@ class EngineConfig:
     prepared: str | None = option(
         None, "folder of what was prepared for the model (bundles, predictor); None: MODEL.powerinfer", metavar="PATH"
     )
-    recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N")
+    recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N", least=0)
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")

@@ -192,11 +192,14 @@ def test_wrong_requests_are_refused() -> None:
     for options, message in (
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, not 0"),
         ({"prefill_chunk": 2.5}, "prefill_chunk must be a whole number"),
+        ({"recall_every": -1}, "recall_every must be a whole number of at least 0"),
         ({"context": -1}, "context must be a whole number of at least 0"),
         ({"kv_type": "q4"}, "kv_type must be one of f16, q8_0, f32, not 'q4'"),
     ):
         with pytest.raises(RequestError, match=message):
             LLM("nowhere.gguf", **options)
+    with pytest.raises(RequestError, match="no file or folder nowhere"):
+        LLM("nowhere.gguf", recall_every=0)  # 0 is never, and no mistake
     usable(llm)
 
 

@@ -271,7 +271,7 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
         if choices and value is not None and value not in choices:
             raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         if type(default) is int:
-            least = 0 if default == 0 else 1  # 0 means automatic where it is the default
+            least = known[name].metadata.get("least", 0 if default == 0 else 1)  # 0 as a default means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return EngineConfig(**options)
