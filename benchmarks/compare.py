@@ -237,11 +237,16 @@ def compare_start(engines: Engines, model: Path, threads: int, arguments: argpar
 
 def python_share(model: Path, threads: int) -> dict[str, Any] | None:
     """Python's share of a decode step, from python_share.py; None where this Python has no powerinfer."""
-    script = str(Path(__file__).with_name("python_share.py"))
+    return script_result("python_share.py", model, threads)
+
+
+def script_result(name: str, model: Path, threads: int) -> dict[str, Any] | None:
+    """The document that another script of this folder prints about a model; None where it fails."""
+    script = str(Path(__file__).with_name(name))
     try:
         return dict(json.loads(output([sys.executable, script, str(model), "--threads", str(threads)])))
     except (RuntimeError, ValueError) as error:
-        print(f"no share of Python: {error}", file=sys.stderr)
+        print(f"nothing from {name}: {error}", file=sys.stderr)
         return None
 
 

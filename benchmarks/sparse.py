@@ -5,8 +5,8 @@
 For every fraction a random LLaMA of that mean activity is made (make_model.py), given a predictor and bundles, and
 measured in F16 and, by llama-quantize, in Q4_0: --rounds rounds, in each every engine once, in an order that turns
 round by round, as compare.py does it. Engines: this one with its selectors `all`, `exact` and `predicted` forced
-(--no-trial), `predicted` with the trial that may fall back, and llama.cpp, which is dense. FOLDER holds one model at a
-time, about 5 GB, unless --keep.
+(--no-trial), `predicted` with the trial that may fall back, and llama.cpp, which is dense. Then the FFN operator alone
+(ffn_time.py). FOLDER holds one model at a time, about 5 GB, unless --keep.
 
 Writes one JSON; sparse_table.py turns the newest figures into the table and the plot of the docs.
 """
@@ -150,6 +150,8 @@ def main() -> None:
             model = model_path(arguments.models, fraction, kind)
             prepare(model, replace(base, active=fraction), own, arguments)
             result = measure(engines, model, arguments)
+            machine.wait_until_quiet(arguments.quiet)
+            result["ffn_seconds"] = compare.script_result("ffn_time.py", model, arguments.threads)
             document["sparse"].append({"active": fraction, "type": kind, "file_bytes": model.stat().st_size, **result})
             machine.write_json(out, document)  # after every step: an interrupted session keeps what it has
             if not arguments.keep and kind != "F16":

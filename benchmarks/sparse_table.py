@@ -67,6 +67,12 @@ def share_of_bandwidth(entry: dict[str, Any], engine: str) -> float | None:
     return speed * read / 1e9 / entry["bandwidth"]
 
 
+def ffn_ratio(entry: dict[str, Any], way: str) -> float | None:
+    """Time of the FFN operator, relative to the dense one."""
+    seconds = entry.get("ffn_seconds")
+    return None if not seconds else seconds[way] / seconds["dense"]
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,8 +98,8 @@ def speed_table(document: dict[str, Any]) -> str:
         "than three undisturbed runs.",
         "",
         "| | active | " + " | ".join(["`all`", "`exact`", "`predicted`", "`predicted`, trial", *peers])
-        + " | MB a token, dense | predicted | of read bandwidth |",
-        "|---" * (9 + len(peers)) + "|",
+        + " | MB a token, dense | predicted | of read bandwidth | FFN alone, by dense: exact | predicted |",
+        "|---" * (11 + len(peers)) + "|",
     ]  # fmt: skip
     for entry in document["sparse"]:
         read = {name: entry["engines"].get(name, {}).get("bytes_per_token") for name in ("all", "predicted")}
@@ -108,6 +114,10 @@ def speed_table(document: dict[str, Any]) -> str:
             *(cell(entry, peer) for peer in peers),
             *(f"{value / 1e6:.0f}" if value else "" for value in read.values()),
             f"{100 * share:.0f} %" if share else "",
+            *(
+                "" if value is None else f"{value:.2f}"
+                for value in (ffn_ratio(entry, "exact"), ffn_ratio(entry, "predicted"))
+            ),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *crossing_lines(document), ""])
@@ -154,7 +164,7 @@ def activity_table(document: dict[str, Any]) -> str:
 
 
 def draw(document: dict[str, Any]) -> None:
-    """Tokens per second and bytes per token against the fraction active, one column a type."""
+    """Tokens per second, bytes per token and the FFN alone against the fraction active, one column a type."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -162,30 +172,36 @@ def draw(document: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     kinds = list(dict.fromkeys(entry["type"] for entry in document["sparse"]))
-    figure, axes = pyplot.subplots(2, len(kinds), figsize=(4.6 * len(kinds), 6.4), squeeze=False, sharex=True)
+    figure, axes = pyplot.subplots(3, len(kinds), figsize=(4.6 * len(kinds), 9), squeeze=False, sharex="col")
     for column, kind in enumerate(kinds):
         entries = [entry for entry in document["sparse"] if entry["type"] == kind]
-        speeds, read = axes[0][column], axes[1][column]
+        speeds, read, alone = (row[column] for row in axes)
         for engine, marker in (("all", "s"), ("exact", "o"), ("predicted", "^"), ("predicted, trial", "v")):
             line(speeds, entries, engine, lambda entry, engine=engine: rate(entry, engine), marker=marker)
             line(read, entries, engine, lambda entry, engine=engine: megabytes(entry, engine), marker=marker)
         for peer in document["peers"]:
             line(speeds, entries, peer, lambda entry, peer=peer: rate(entry, peer), linestyle="--", color="0.4")
         line(speeds, entries, "predicted: memory's limit", limit, linestyle=":", color="0.2")
+        for way, color, marker in (("exact", "C1", "o"), ("predicted", "C2", "^")):
+            line(alone, entries, way, lambda entry, way=way: ffn_ratio(entry, way), color=color, marker=marker)
+        line(alone, entries, "in proportion", lambda entry: entry["active"], linestyle=":", color="0.2")
+        alone.axhline(1, color="C0")
         speeds.set_title(kind)
         speeds.set_ylabel("tokens a second")
         read.set_ylabel("MB read a token")
-        read.set_xlabel("neurons active, %")
-        for axis in (speeds, read):
+        alone.set_ylabel("time of the FFN, by dense")
+        alone.set_xlabel("neurons active, %")
+        alone.legend(fontsize=8)
+        for axis in (speeds, read, alone):
             axis.set_xscale("log")
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
         ticks = [100 * entry["active"] for entry in entries]
-        read.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        read.minorticks_off()
+        alone.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        alone.minorticks_off()
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=(len(labels) + 1) // 2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(PLOT, metadata={"Date": None})
 
 

@@ -62,10 +62,18 @@ def test_run_and_table(tmp_path: Path) -> None:
 
     for entry in document["sparse"]:
         entry["bandwidth"] = 20.0
+        assert entry["ffn_seconds"] is None  # there are no bundles
+        entry["ffn_seconds"] = {"dense": 0.05, "exact": 0.02, "predicted": 0.01}
         for engine in entry["engines"].values():
             engine["kept"] = 3
     rows = [line for line in sparse_table.speed_table(document).splitlines() if line.startswith("| F16")]
-    assert rows[0] == "| F16 | 5 % | 20.0 | 30.0 (1.50) | 40.0 (2.50) | 50.0 (3.12) | 16.0 | 1000 | 400 | 80 % |"
-    assert rows[1] == "| F16 | 20 % | 20.0 | 10.0 (0.50) | 10.0 (0.62) | 10.0 (0.62) | 16.0 | 1000 | 400 | 20 % |"
+    assert (
+        rows[0]
+        == "| F16 | 5 % | 20.0 | 30.0 (1.50) | 40.0 (2.50) | 50.0 (3.12) | 16.0 | 1000 | 400 | 80 % | 0.40 | 0.20 |"
+    )
+    assert (
+        rows[1]
+        == "| F16 | 20 % | 20.0 | 10.0 (0.50) | 10.0 (0.62) | 10.0 (0.62) | 16.0 | 1000 | 400 | 20 % | 0.40 | 0.20 |"
+    )
     # 1.5 times at 5 %, half at 20 %: equal in the middle
     assert "- `exact` in F16 is as fast as `all` at 12 % active" in sparse_table.speed_table(document)
