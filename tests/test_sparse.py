@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+from model_files import family_gguf  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
@@ -288,3 +289,26 @@ def test_what_cannot_be_had_is_refused_or_explained(tmp_path: Path) -> None:
         assert sparsity is None and "powerinfer pack -m" in executor.choices["selector"]
     with opened(dense, selector="auto") as (executor, sparsity):
         assert sparsity is None and "silu is never exactly zero" in executor.choices["selector"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
+def test_files_of_powerinfer_bring_their_own_predictors(architecture: str, tmp_path: Path) -> None:
+    path = family_gguf(architecture, published=True).write(tmp_path / "model.gguf")
+    checkpoint = open_checkpoint(path)
+    pack(checkpoint, None, choose_types(checkpoint))
+    tokens = np.arange(40, dtype=np.int32) % checkpoint.config.vocab_size
+    answers = {}
+    for selector in ("all", "exact", "predicted"):
+        with opened(path, selector=selector) as (executor, sparsity):
+            answers[selector] = one_by_one(executor, tokens)
+            if selector == "predicted":
+                assert sparsity is not None
+                report = sparsity.report()
+                assert 0 < report["candidate_fraction"] < 1 and 0 < report["recall"] < 1
+                d_ff, d_model = checkpoint.config.d_ff, checkpoint.config.d_model
+                inner = checkpoint.take("layers.0.predictor_in")
+                weights = inner.data.nbytes + checkpoint.take("layers.0.predictor_out").data.nbytes
+                assert weights <= report["bytes_per_token"] < weights * 1.5 + 3 * 2 * d_ff * d_model
+    scale = families.rms(answers["all"])
+    assert families.rms(answers["exact"] - answers["all"]) < 2e-3 * scale  # float32 weights became float16
+    assert families.rms(answers["predicted"] - answers["all"]) > 2e-2 * scale  # these predictors know nothing
