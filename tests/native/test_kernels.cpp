@@ -637,19 +637,21 @@ void test_attention(const PiKernels* kernels) {
 
 // ---- A whole program -------------------------------------------------------------------------------------------------
 
+// Gated FFNs and RMS norms; or a wider embedding, learned positions, LayerNorm and plain FFNs, of which one runs beside
+// its attention and one has its norms behind.
 struct Model {
-  static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80;
-  std::vector<uint8_t> table_bytes;
+  static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80, EMBED = 192;
+  std::vector<uint8_t> table_bytes, position_bytes;
   std::shared_ptr<Program> program;
 
-  Model(const PiKernels* kernels, int threads, int type, int other, int kv_type) {
+  Model(const PiKernels* kernels, bool plain, int threads, int type, int other, int kv_type) {
     Random r(3);
     auto pool = std::make_shared<Pool>(threads);
     auto arena = std::make_shared<Arena>();
     auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
     std::vector<float> frequencies;
     for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
-    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM}, frequencies, 1.0f);
+    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D}, frequencies, 1.0f);
     const auto matrix = [&](int t, int64_t rows, int64_t k) {
       const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
       auto m = std::make_shared<Matrix>(Matrix{t, rows, k, (rows + 15) / 16, nullptr, arena});
@@ -658,25 +660,38 @@ struct Model {
       m->data = data;
       return m;
     };
-    const auto rms = [&](int64_t n) { return Norm{r.normals(n), {}, 1e-5f, false}; };
-    table_bytes = random_rows(r, type, VOCAB, D);
-    program->embed({std::make_shared<Table>(Table{type, VOCAB, D, table_bytes.data()}), nullptr, 0, nullptr});
+    const auto table = [&](std::vector<uint8_t>& bytes, int64_t rows, int64_t k) {
+      bytes = random_rows(r, type, rows, k);
+      return std::make_shared<Table>(Table{type, rows, k, bytes.data()});
+    };
+    const auto norm = [&](int64_t n) { return plain && n == D ? Norm{r.normals(n), r.normals(n), 1e-5f, true} : Norm{r.normals(n), {}, 1e-5f, false}; };
+    const auto ffn = [&](Norm n) {
+      program->ffn({std::move(n), plain ? nullptr : matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF), plain ? Vector() : r.normals(FF), {},
+                    r.normals(D), plain ? PI_RELU2 : PI_SILU, 0});
+    };
+    if (plain) program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED)});
+    else program->embed({table(table_bytes, VOCAB, D), nullptr, 0, nullptr});
     for (int layer = 0; layer < LAYERS; layer++) {
+      const bool beside = plain && layer == 0, behind = plain && layer == 1;
       AttentionInput in;
       in.layer = layer;
-      in.norm = rms(D);
+      if (!behind) in.norm = norm(D);
       in.q_bias = r.normals(HEADS * DIM);
-      in.q_norm = rms(DIM);
-      in.k_norm = rms(DIM);
+      in.q_norm = norm(DIM);
+      in.k_norm = norm(DIM);
       in.q = matrix(type, HEADS * DIM, D);
       in.k = matrix(other, KV * DIM, D);
       in.v = matrix(type, KV * DIM, D);
       program->attention_input(std::move(in));
       program->attention(layer, layer ? 20 : 0);
+      if (beside) ffn(norm(D));
       program->project(matrix(other, D, HEADS * DIM), r.normals(D));
-      program->ffn({rms(D), matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF), r.normals(FF), {}, r.normals(D), PI_SILU, 0});
+      if (behind) program->normalise(norm(D));
+      if (!beside) ffn(behind ? Norm() : norm(D));
+      if (behind) program->normalise(norm(D));
     }
-    program->head(rms(D), nullptr, matrix(type, VOCAB, D));
+    if (plain) program->head({}, matrix(other, EMBED, D), matrix(type, VOCAB, EMBED));
+    else program->head(norm(D), nullptr, matrix(type, VOCAB, D));
   }
 
   // Logits of every token of two sequences, which are cut into steps of at most `chunk` tokens of each.
@@ -716,15 +731,17 @@ struct Model {
 void test_program(const PiKernels* kernels) {
   const int types[][3] = {{PI_Q4_0, PI_F16, PI_KV_F16}, {PI_Q8_0, PI_Q5_1, PI_KV_Q8_0}, {PI_BF16, PI_F32, PI_KV_F32}};
   for (const auto& t : types) {
-    const std::string name = std::string(kernels->name) + " program " + TYPES[t[0]] + " " + TYPES[t[1]] + " " + KV_TYPES[t[2]];
-    const std::vector<float> wanted = Model(kernels, 1, t[0], t[1], t[2]).logits(41);
-    Check finite(name + " finite and not all the same"), same(name + " bits for any threads and chunks");
-    for (size_t i = 0; i < wanted.size(); i++) finite.yes((int64_t)i % Model::LDO < Model::VOCAB ? isfinite(wanted[i]) && (i == 0 || wanted[i] != wanted[i - 1]) : wanted[i] == 0, (int64_t)i);
-    for (int threads : {1, 2, 3}) {
-      Model model(kernels, threads, t[0], t[1], t[2]);
-      for (int64_t chunk : {(int64_t)41, (int64_t)16, (int64_t)1}) {
-        const std::vector<float> got = model.logits(chunk);
-        for (size_t i = 0; i < wanted.size(); i++) same.same(got[i], wanted[i], (int64_t)i);
+    for (bool plain : {false, true}) {
+      const std::string name = std::string(kernels->name) + (plain ? " plain" : "") + " program " + TYPES[t[0]] + " " + TYPES[t[1]] + " " + KV_TYPES[t[2]];
+      const std::vector<float> wanted = Model(kernels, plain, 1, t[0], t[1], t[2]).logits(41);
+      Check finite(name + " finite and not all the same"), same(name + " bits for any threads and chunks");
+      for (size_t i = 0; i < wanted.size(); i++) finite.yes((int64_t)i % Model::LDO < Model::VOCAB ? isfinite(wanted[i]) && (i == 0 || wanted[i] != wanted[i - 1]) : wanted[i] == 0, (int64_t)i);
+      for (int threads : {1, 2, 3}) {
+        Model model(kernels, plain, threads, t[0], t[1], t[2]);
+        for (int64_t chunk : {(int64_t)41, (int64_t)16, (int64_t)1}) {
+          const std::vector<float> got = model.logits(chunk);
+          for (size_t i = 0; i < wanted.size(); i++) same.same(got[i], wanted[i], (int64_t)i);
+        }
       }
     }
   }
