@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,23 +165,24 @@ CASES = [
         {"head_dim": 32, "tie_word_embeddings": True},
         {"rope_parameters": rope(rope_theta=20000.0)},
     ),
-    Case("llama-relu", "llama", {"hidden_act": "relu"}, {"hidden_act": "silu"}, FOLDERS),
+    Case("llama-relu", "llama", {"hidden_act": "relu"}, {"hidden_act": "silu"}, metadata={"hidden_act": "relu"}),
     Case("mistral-relu", "mistral", {"hidden_act": "relu", "sliding_window": 20}, {"hidden_act": "relu2"}, FOLDERS),
     Case(
         "prosparse",
         "sparsellama",
         {"hidden_act": "relu", "hidden_act_param": 0.25},
         {"hidden_act_param": 0.26},
-        ("folder",),
+        ("folder", "gguf"),
+        {"hidden_act": "fatrelu", "hidden_act_param": 0.25},
     ),
-    Case("turbosparse", "bamboo", {"sliding_window": None}, {"up_rectified": False}, ("folder",)),
-    Case("opt", "opt", {"tie_word_embeddings": True}, {"activation_function": "silu"}, ("folder",)),
+    Case("turbosparse", "bamboo", {"sliding_window": None}, {"up_rectified": False}, ("folder", "gguf")),
+    Case("opt", "opt", {"tie_word_embeddings": True}, {"activation_function": "silu"}, ("folder", "gguf")),
     Case(
         "opt-no-biases",
         "opt",
         {"enable_bias": False, "num_attention_heads": 2},
         {"activation_function": "relu2"},
-        ("folder",),
+        ("folder", "gguf"),
     ),
     Case(
         "opt-post-norm",
@@ -189,23 +191,34 @@ CASES = [
         {"do_layer_norm_before": True, "_remove_final_layer_norm": True},
         ("folder",),
     ),
-    Case("falcon-7b", "falcon", {"tie_word_embeddings": True}, {"layer_norm_epsilon": 1e-3}, FOLDERS),
+    Case(
+        "falcon-7b",
+        "falcon",
+        {"tie_word_embeddings": True},
+        {"layer_norm_epsilon": 1e-3},
+        metadata={"hidden_act": "relu"},
+    ),
     Case(
         "falcon-40b",
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2},
         {"rope_parameters": rope(rope_theta=20000.0)},
-        FOLDERS,
+        metadata={"hidden_act": "relu"},
     ),
-    Case("falcon-heads", "falcon", {"multi_query": False, "bias": True}, {"activation": "silu"}, FOLDERS),
+    Case(
+        "falcon-heads",
+        "falcon",
+        {"multi_query": False, "bias": True},
+        {"activation": "silu"},
+        metadata={"hidden_act": "relu"},
+    ),
     Case("falcon-in-turn", "falcon", {"parallel_attn": False}, {"layer_norm_epsilon": 1e-3}, FOLDERS),
-    Case("nemotron", "nemotron", {}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}, FOLDERS),
+    Case("nemotron", "nemotron", {}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}),
     Case(
         "nemotron-biases",
         "nemotron",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
         {"hidden_act": "relu"},
-        FOLDERS,
     ),
 ]
 
@@ -319,8 +332,28 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn_layer_norm": "attn_norm",  # OPT
+    "final_layer_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "fc1": "ffn_up",
+    "fc2": "ffn_down",
+    "ln_attn": "attn_norm_2",  # Falcon
+    "ln_mlp": "attn_norm",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
 }
-GGUF_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+GGUF_OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.decoder.embed_tokens": "token_embd",
+    "model.decoder.embed_positions": "position_embd",
+    "model.decoder.final_layer_norm": "output_norm",
+    "transformer.word_embeddings": "token_embd",
+    "transformer.ln_f": "output_norm",
+}
 
 
 def side_by_side(values: np.ndarray, heads: int) -> np.ndarray:
@@ -330,20 +363,31 @@ def side_by_side(values: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def gguf_tensors(config: Any, model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+def one_after_another(values: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+    """Rows of Falcon's fused matrix, which come by groups of heads, as all of Q, then all of K, then all of V."""
+    groups = values.reshape(kv_heads, heads // kv_heads + 2, -1, *values.shape[1:])
+    return np.concatenate(
+        [part.reshape(-1, *values.shape[1:]) for part in (groups[:, :-2], groups[:, -2], groups[:, -1])]
+    )
+
+
+def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> Iterator[tuple[str, np.ndarray]]:
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = parameter.numpy()
         module, _, kind = name.rpartition(".")
+        if architecture == "nemotron" and "norm" in module and kind == "weight":
+            values = values + np.float32(1)  # what the class adds when it runs
         if module in GGUF_OUTER:
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
-        _, _, layer, inner = module.split(".", 3)
+        layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
         short = GGUF_NAMES[inner]
-        if architecture == "llama" and short in ("attn_q", "attn_k"):
-            heads = config.num_attention_heads if short == "attn_q" else config.num_key_value_heads
-            values = side_by_side(values, heads)
+        if architecture in ("llama", "bamboo") and short in ("attn_q", "attn_k"):
+            values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
+        if short == "attn_qkv":
+            values = one_after_another(values, config.num_attention_heads, kv_heads)
         yield f"blk.{layer}.{short}.{kind}", values
 
 
@@ -359,28 +403,44 @@ def llama3_factors(config: Any) -> np.ndarray:
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
-    architecture = "llama" if case.kind == "mistral" else case.kind
+    architecture = {"mistral": "llama", "sparsellama": "llama"}.get(case.kind, case.kind)
+    opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(config.max_position_embeddings + (2 if opt else 0))  # PowerInfer's converter: 2050
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(
+        config.ffn_dim if opt else config.ffn_hidden_size if falcon else config.intermediate_size
+    )
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if architecture == "llama":
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_rope_dimension_count(head_dim)
+    if opt:
+        kv_heads = config.num_attention_heads
+    elif falcon:
+        kv_heads = model.transformer.h[0].self_attention.num_kv_heads
+        writer.add_tensor_data_layout("jploski")
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        kv_heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        if architecture == "nemotron":
+            writer.add_layer_norm_eps(config.norm_eps)
+            writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+        else:
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if architecture == "llama":
+            writer.add_vocab_size(config.vocab_size)
+            writer.add_rope_dimension_count(head_dim)
+    if not opt:
+        writer.add_head_count_kv(kv_heads)
     for key, value in case.metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(f"{architecture}.{key}", value)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if not opt and config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config))
-    for name, values in gguf_tensors(config, model, architecture):
+    for name, values in gguf_tensors(config, model, architecture, kv_heads):
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
