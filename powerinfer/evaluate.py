@@ -1,20 +1,28 @@
-"""How good a model's predictions are."""
+"""How good a model's predictions are, and how near two ways of computing them come to each other."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer.errors import RequestError
+from powerinfer.runtime.runner import SCORE_ROWS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from powerinfer.formats.checkpoint import Progress
+    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
+
+PROMPT = 16
+"""Tokens at the beginning of a window that are a prompt where two settings are compared: more than run sparse."""
+
+UNUSABLE = "the model gave no usable probabilities for this text: its weights may be damaged"
 
 
 @dataclass(frozen=True)
@@ -26,17 +34,18 @@ class Perplexity:
     tokens: int  # scored
 
 
-def perplexity(llm: LLM, text: str, context: int = 512, progress: Progress | None = None) -> Perplexity:
+def perplexity(
+    llm: LLM, text: str, context: int = 512, progress: Progress | None = None, step: int = SCORE_ROWS
+) -> Perplexity:
     """The perplexity of a text, as llama-perplexity computes it.
 
     The text's tokens are cut into windows of `context` that do not overlap; what does not fill one is left out. Where
     the model puts a BOS token before a text, the first token of every window is replaced by it. The predictions made
     at positions context/2 to context - 2 of a window count. RequestError for a text of less than two windows.
+
+    step: tokens that are computed at once where they count. Up to 8 go the sparse ways of decode, more are dense.
     """
-    if context < 4:
-        raise RequestError(f"a window of {context} tokens is too small: it needs at least 4")
-    tokenizer = llm.tokenizer
-    tokens = tokenizer.encode(text, special=False)
+    tokens = _encoded(llm.tokenizer, text, context)
     windows = len(tokens) // context
     if windows < 2:
         raise RequestError(
@@ -45,18 +54,131 @@ def perplexity(llm: LLM, text: str, context: int = 512, progress: Progress | Non
         )
     first = context // 2
     losses: list[NDArray[np.float64]] = []
-    for window in range(windows):
-        inside = tokens[window * context : (window + 1) * context]
-        if tokenizer.add_bos and tokenizer.bos_id is not None:
-            inside[0] = tokenizer.bos_id
+    for window, inside in enumerate(_windows(llm.tokenizer, tokens[: windows * context], context)):
 
         def use(at: int, logits: NDArray[np.float32], inside: list[int] = inside) -> None:
             losses.append(_losses(logits, inside[at + 1 :]))
 
-        llm.score(inside[:-1], first, use)  # the last token predicts nothing that is in the window
+        llm.score(inside[:-1], first, use, step)  # the last token predicts nothing that is in the window
         if progress is not None:
             progress("perplexity", window + 1, windows)
     return _summary(np.concatenate(losses))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near the predictions of one engine come to those of another, over the positions that were compared."""
+
+    top1_agreement: float  # share of the positions at which both find the same token most likely
+    mean_kl: float  # KL(other || one) in nats
+    max_abs_logit_diff: float
+    tokens: int  # positions
+    active_fraction: float  # neurons of the one that were computed in full; 1 where all are
+
+
+def agreement(
+    llm: LLM,
+    against: LLM,
+    text: str,
+    context: int = 512,
+    limit: int | None = None,
+    step: int = 1,
+    progress: Progress | None = None,
+) -> Agreement:
+    """Compare two engines, of one model in two settings, on a text that both are given token by token.
+
+    The text is cut into windows of `context` tokens, the last may be shorter; BOS as in `perplexity`. The first
+    tokens of a window, `PROMPT` or half of it, are computed as a prompt, which is dense; from there on `step` tokens
+    at once, so that a step runs as decode does, and every position's logits are compared. limit: of positions. One
+    window's logits of `against` are kept, context * vocabulary * 4 bytes. RequestError for a text of less than two
+    tokens, or two vocabularies.
+    """
+    if llm.config.vocab_size != against.config.vocab_size:
+        raise RequestError(
+            f"vocabularies of {llm.config.vocab_size} and {against.config.vocab_size} tokens cannot be compared"
+        )
+    tokens = _encoded(llm.tokenizer, text, context)
+    windows, total = [], 0
+    for inside in _windows(llm.tokenizer, tokens, context):
+        first = min(PROMPT, len(inside) // 2)
+        count = len(inside) - first if limit is None else min(len(inside) - first, limit - total)
+        if first and count > 0:
+            windows.append((inside[: first + count], first))
+            total += count
+    if not windows:
+        raise RequestError(f"the text has {len(tokens)} tokens: at least 2 are needed")
+    compared = _Compared(total, progress)
+    llm.clear_sparsity()
+    for inside, first in windows:
+        compared.window(llm, against, inside, first, step)
+    sparsity = llm.sparsity
+    active = sparsity["active_fraction"] if sparsity else None
+    return Agreement(
+        compared.same / total, compared.kl / total, compared.furthest, total, 1.0 if active is None else active
+    )
+
+
+class _Compared:
+    """Sums over the positions compared so far."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.same = 0
+        self.kl = 0.0
+        self.furthest = 0.0
+        self._total = total
+        self._progress = progress
+        self._computed = 0  # positions, of both engines
+
+    def window(self, llm: LLM, against: LLM, inside: list[int], first: int, step: int) -> None:
+        """Compare the predictions at positions `first` and behind."""
+        kept = np.empty((len(inside) - first, llm.config.vocab_size), np.float32)
+
+        def keep(at: int, logits: NDArray[np.float32]) -> None:
+            kept[at - first : at - first + len(logits)] = logits
+            self._advance(len(logits))
+
+        def compare(at: int, logits: NDArray[np.float32]) -> None:
+            for row, own in enumerate(logits, at - first):
+                self._add(kept[row].astype(np.float64), own.astype(np.float64))
+            self._advance(len(logits))
+
+        against.score(inside, first, keep, step)
+        llm.score(inside, first, compare, step)
+
+    def _add(self, theirs: NDArray[np.float64], own: NDArray[np.float64]) -> None:
+        furthest = float(np.abs(theirs - own).max())
+        if not math.isfinite(furthest):
+            raise RequestError(UNUSABLE)
+        self.furthest = max(self.furthest, furthest)
+        self.same += int(theirs.argmax() == own.argmax())
+        log_p, log_q = _log_softmax(theirs), _log_softmax(own)
+        self.kl += float((np.exp(log_p) * (log_p - log_q)).sum())
+
+    def _advance(self, count: int) -> None:
+        self._computed += count
+        if self._progress is not None:
+            self._progress("agreement", self._computed, 2 * self._total)
+
+
+def _encoded(tokenizer: Tokenizer, text: str, context: int) -> list[int]:
+    if context < 4:
+        raise RequestError(f"a window of {context} tokens is too small: it needs at least 4")
+    return tokenizer.encode(text, special=False)
+
+
+def _windows(tokenizer: Tokenizer, tokens: list[int], context: int) -> Iterator[list[int]]:
+    """Windows of `context` tokens, the last may be shorter, and BOS at their beginning as in `perplexity`."""
+    for at in range(0, len(tokens), context):
+        inside = tokens[at : at + context]
+        if tokenizer.add_bos and tokenizer.bos_id is not None:
+            inside[0] = tokenizer.bos_id
+        yield inside
+
+
+def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max()
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
 
 
 def _losses(logits: NDArray[np.float32], following: list[int]) -> NDArray[np.float64]:
@@ -72,7 +194,7 @@ def _losses(logits: NDArray[np.float32], following: list[int]) -> NDArray[np.flo
 def _summary(losses: NDArray[np.float64]) -> Perplexity:
     mean = float(losses.mean())
     if not math.isfinite(mean):
-        raise RequestError("the model gave no usable probabilities for this text: its weights may be damaged")
+        raise RequestError(UNUSABLE)
     # d exp(m) = exp(m) dm
     spread = float(losses.std(ddof=1)) / math.sqrt(len(losses))
     value = math.exp(mean)

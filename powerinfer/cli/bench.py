@@ -4,13 +4,16 @@ Prefill is the time from a prompt of --prompt-tokens to its first token, decode 
 one-token prompt; both greedy, after one round that is not counted. The figures are medians of --repeat rounds.
 
 JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weights read for one token), bandwidth_gb_s
-(those bytes by the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why).
+(those bytes by the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why). Of a sparse model,
+bytes_per_token are those that decoding read, and there is sparsity: selector, active_fraction and candidate_fraction
+(of the neurons), recall (of a predictor, on sampled tokens), bytes_per_token (of the FFNs), layers (the same for each,
+with its ways by batch size and the reason).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, model_flag, open_llm
@@ -35,7 +38,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
     args.prefix_cache = False  # every round computes all of its prompt
     with open_llm(args, out) as llm:
-        prefill, decode = _measure(llm, args, out)
+        prefill, decode = _measure(llm, args)
         document = {
             "model": llm.config.name,
             "prompt_tokens": args.prompt_tokens,
@@ -47,14 +50,15 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "load_s": llm.load_s,
             "peak_rss_mb": peak_rss_mb(),
             "choices": llm.choices,
+            **({"sparsity": llm.sparsity} if llm.sparsity else {}),
         }
     _show(document, out)
     out.document(document)
     return 0
 
 
-def _measure(llm: LLM, args: argparse.Namespace, out: Output) -> tuple[list[float], list[float]]:
-    """Prefill and decode rates of each round that counts."""
+def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Prefill and decode rates of each round that counts; `llm.sparsity` is left with what the last decode needed."""
     from powerinfer.cli.progress import Bar
 
     vocab = llm.config.vocab_size
@@ -66,6 +70,7 @@ def _measure(llm: LLM, args: argparse.Namespace, out: Output) -> tuple[list[floa
         for i in range(args.repeat + 1):
             bar("measuring", i, args.repeat + 1)
             first = llm.generate([prompt], once)[0].timings.prefill_tok_s
+            llm.clear_sparsity()  # every round decodes the same tokens
             second = llm.generate([prompt[:1]], many)[0].timings.decode_tok_s
             assert first is not None and second is not None, "a round without tokens"
             if i:
@@ -85,12 +90,18 @@ def _bytes_read(llm: LLM, decode_tok_s: float) -> dict[str, Any]:
     return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * decode_tok_s / 1e9}
 
 
-def peak_rss_mb() -> float:
+def peak_rss_mb(status: Path = Path("/proc/self/status")) -> float:
     """Most memory this process has had resident, in MiB."""
-    import resource
+    try:
+        # not ru_maxrss, which on Linux begins with the size of the process that started this one
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) / (1 << 10)
+    except (OSError, KeyError, ValueError):
+        import resource
+        import sys
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
 def _show(document: dict[str, Any], out: Output) -> None:
@@ -100,6 +111,34 @@ def _show(document: dict[str, Any], out: Output) -> None:
     if document["bytes_per_token"] is not None:
         megabytes = document["bytes_per_token"] / 1e6
         out.line(f"{'weights':<12}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
+    if "sparsity" in document:
+        _show_sparsity(document["sparsity"], out)
     out.line(f"{'peak memory':<12}{document['peak_rss_mb']:>10.1f} MiB")
     for name, reason in document["choices"].items():
         out.line(f"{name:<12}{reason}")
+
+
+def _show_sparsity(sparsity: dict[str, Any], out: Output) -> None:
+    if sparsity["tokens"]:
+        needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]
+        if sparsity["recall"] is not None:
+            found = f"{100 * sparsity['recall']:.1f} % of those active"
+            needed.append(f"{100 * sparsity['candidate_fraction']:.1f} % candidates with {found}")
+        needed.append(f"{sparsity['bytes_per_token'] / 1e6:.1f} MB of FFN weights a token")
+        out.line(f"{'neurons':<12}{', '.join(needed)}")
+    ways: dict[str, list[int]] = {}
+    for layer in sparsity["layers"]:
+        ways.setdefault(layer["ways"]["1"], []).append(layer["layer"])
+    for way, layers in sorted(ways.items()):
+        out.line(f"{way:<12}layers {ranges(layers)}")
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: "0-3, 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -3,7 +3,7 @@
 Each line is a message. /reset forgets the conversation, /system TEXT sets the system message and starts afresh,
 /help lists the commands, /exit or Ctrl-D ends. Ctrl-C ends an answer and keeps what was said of it.
 
-JSON: messages (role, content) and turns, each as `run` describes an answer.
+JSON: messages (role, content) and turns, each as `run` describes an answer; of a sparse model sparsity, as there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, checked_text, config_flags, config_from, model_flag, open_llm
+from powerinfer.cli.common import (
+    Output,
+    checked_text,
+    config_flags,
+    config_from,
+    model_flag,
+    open_llm,
+    sparsity_summary,
+)
 from powerinfer.cli.run import answer
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
@@ -45,7 +53,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         while (line := conversation.read()) is not None:
             if not conversation.handle(line):
                 break
-        out.document({"messages": conversation.messages, "turns": conversation.turns})
+        sparsity = sparsity_summary(llm)
+        document = {"messages": conversation.messages, "turns": conversation.turns}
+        out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return 0
 
 

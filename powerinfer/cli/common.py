@@ -220,3 +220,13 @@ def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
     for note in llm.checkpoint.notes if llm.checkpoint else ():
         out.note(note)
     return llm
+
+
+def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
+    """`LLM.sparsity` with, in place of its layers, how many decode one token which way; None for a dense model."""
+    report = llm.sparsity
+    if report is None:
+        return None
+    layers = report.pop("layers")
+    ways = [layer["ways"]["1"] for layer in layers]
+    return {**report, "ways": {way: ways.count(way) for way in sorted(set(ways))}}

@@ -1,39 +1,127 @@
 """Measure a model's quality on a text.
 
 perplexity: the text is cut into windows of --context tokens that do not overlap, and the second half of each is
-scored, as llama-perplexity does. JSON: perplexity, error (one standard error), tokens, context.
+scored, as llama-perplexity does. With a sparse --selector it is scored as decode would compute it, --step tokens at a
+time: a prompt's path is dense. JSON: perplexity, error (one standard error), tokens, context; of a sparse model
+sparsity.
+
+agreement: how near the selector --selector comes to the one named by --against (default all) when both are given the
+text token by token, in windows of --context tokens of which the first 16 are a prompt. Both models are loaded: twice
+the memory. JSON: top1_agreement (share of positions at which both find the same token most likely), mean_kl (of
+--against's distribution relative to --selector's, in nats), max_abs_logit_diff, tokens (positions), active_fraction
+(neurons computed in full), candidate_fraction, recall (of a predictor), bytes_per_token, selector, against, context,
+step.
+
+A selector that is named runs in every layer here, as with --no-trial: its quality is the question, not its speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, model_flag, open_llm
+from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_summary
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+
+SELECTORS = EngineConfig.__dataclass_fields__["selector"].metadata["choices"]
+DENSE = ("auto", "all")  # auto is dense, or exact: the same answer
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("measure", choices=("perplexity",), help="what to measure")
+    parser.add_argument("measure", choices=("perplexity", "agreement"), help="what to measure")
     parser.add_argument("--file", required=True, metavar="TEXT", help="a UTF-8 text file")
     model_flag(parser)
+    parser.add_argument("--against", choices=SELECTORS, help="agreement: the selector to compare with (default all)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="agreement: compare at most N positions")
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="tokens computed at once, 1 to 8, as decode with a batch of N; default: 1 for sparse selectors and "
+        "agreement, else as fast as can be",
+    )
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
+    _check(args)
     text = _read(args.file)
-    window = getattr(args, "context", 512) or 512
-    args.context = window
+    args.context = getattr(args, "context", 0) or 512
+    args.trial = False
+    args.recall_every = getattr(args, "recall_every", 1)
+    document = _perplexity(args, text, out) if args.measure == "perplexity" else _agreement(args, text, out)
+    out.document(document)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.measure != "agreement" and (args.against is not None or args.tokens is not None):
+        raise RequestError("--against and --tokens go with eval agreement")
+    if args.tokens is not None and args.tokens < 1:
+        raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
+    if args.step is not None:
+        from powerinfer.kernels.cpu import NEURON_TOKENS
+
+        most = min(NEURON_TOKENS, getattr(args, "max_batch", EngineConfig.max_batch))
+        if not 1 <= args.step <= most:
+            raise RequestError(f"--step must lie between 1 and {most}, the most tokens that run sparse")
+
+
+def _perplexity(args: argparse.Namespace, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
 
     with open_llm(args, out) as llm, Bar() as bar:
         from powerinfer.evaluate import perplexity
+        from powerinfer.runtime.runner import SCORE_ROWS
 
-        result = perplexity(llm, text, context=window, progress=bar)
+        dense = args.step is None and getattr(args, "selector", "auto") in DENSE
+        result = perplexity(llm, text, args.context, bar, SCORE_ROWS if dense else args.step or 1)
+        sparsity = None if dense else sparsity_summary(llm)
     out.line(f"perplexity {result.perplexity:.4f} +- {result.error:.4f}, {result.tokens} tokens scored")
-    out.document({**dataclasses.asdict(result), "context": window})
-    return 0
+    _show_sparsity(sparsity, out)
+    return {**dataclasses.asdict(result), "context": args.context, **({"sparsity": sparsity} if sparsity else {})}
+
+
+def _agreement(args: argparse.Namespace, text: str, out: Output) -> dict[str, Any]:
+    from powerinfer.cli.progress import Bar
+
+    selector, against, step = getattr(args, "selector", "auto"), args.against or "all", args.step or 1
+    with _open(args, selector, out) as llm, _open(args, against, out) as other, Bar() as bar:
+        from powerinfer.evaluate import agreement
+
+        result = agreement(llm, other, text, args.context, args.tokens, step, bar)
+        sparsity = sparsity_summary(llm)
+    out.line(f"{selector} against {against}, {result.tokens} positions")
+    out.line(f"{'same top token':<18}{100 * result.top1_agreement:.2f} %")
+    out.line(f"{'mean KL':<18}{result.mean_kl:.3g} nats")
+    out.line(f"{'logits differ by':<18}{result.max_abs_logit_diff:.3g} at most")
+    _show_sparsity(sparsity, out)
+    shown = {name: (sparsity or {}).get(name) for name in ("candidate_fraction", "recall", "bytes_per_token")}
+    names = {"selector": selector, "against": against, "context": args.context, "step": step}
+    return {**dataclasses.asdict(result), **shown, **names}
+
+
+def _open(args: argparse.Namespace, selector: str, out: Output) -> LLM:
+    """The engine with one of the two selectors; --threshold is meant for the one that takes it."""
+    own = argparse.Namespace(**vars(args))
+    own.selector = selector
+    if selector != "threshold" and "threshold" in (getattr(args, "selector", None), args.against):
+        own.threshold = None
+    return open_llm(own, out)
+
+
+def _show_sparsity(sparsity: dict[str, Any] | None, out: Output) -> None:
+    if sparsity is None:
+        return
+    shown = {"neurons active": "active_fraction", "candidates": "candidate_fraction", "recall": "recall"}
+    for label, name in shown.items():
+        if sparsity[name] is not None:
+            out.line(f"{label:<18}{100 * sparsity[name]:.2f} %")
 
 
 def _read(path: str) -> str:

@@ -4,7 +4,8 @@ The prompt goes through the model's chat template; --raw sends it as it is, for 
 with -, it is read from standard input. Ctrl-C ends the answer and keeps what was generated.
 
 JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
-prefill_tok_s, decode_tok_s), logprobs where asked for.
+prefill_tok_s, decode_tok_s), logprobs where asked for; of a sparse model sparsity (selector, active_fraction, recall,
+...: what its tokens needed, all layers together).
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, checked_text, config_flags, config_from, model_flag, open_llm
+from powerinfer.cli.common import (
+    Output,
+    checked_text,
+    config_flags,
+    config_from,
+    model_flag,
+    open_llm,
+    sparsity_summary,
+)
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
@@ -48,7 +57,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             _explain(llm, document, out)
         if document["finish_reason"] == "length":
             out.note(f"(ended by --max-tokens {params.max_tokens})" if params.max_tokens else "(the context is full)")
-        out.document(document)
+        sparsity = sparsity_summary(llm)
+        out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return status
 
 

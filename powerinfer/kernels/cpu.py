@@ -18,6 +18,9 @@ PAGE = _native.PAGE
 LANES = _native.LANES
 """Rows of a panel: widths of native buffers are multiples of it."""
 
+NEURON_TOKENS = _native.NEURON_TOKENS
+"""Most tokens of a step that may run sparse."""
+
 ISA_VARIABLE = "POWERINFER_ISA"
 
 

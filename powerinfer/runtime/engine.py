@@ -14,7 +14,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
 from powerinfer.runtime.request import Completion, Request, SamplingParams, StreamEvent
-from powerinfer.runtime.runner import Runner
+from powerinfer.runtime.runner import SCORE_ROWS, Runner
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,6 +128,11 @@ class LLM:
         """How each layer decodes and what its tokens needed so far (`Sparsity.report`); None where all is dense."""
         return None if self._sparsity is None else self._sparsity.report()
 
+    def clear_sparsity(self) -> None:
+        """Begin to count anew what `sparsity` and, of a sparse model, `bytes_per_token` tell."""
+        if self._sparsity is not None:
+            self._sparsity.clear()
+
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt
         self, prompts: str, params: SamplingParams | None = None, progress: Progress | None = None
@@ -191,9 +196,18 @@ class LLM:
 
         return encode_chat(self.tokenizer, self.template, messages, **template_options)
 
-    def score(self, tokens: Sequence[int], first: int, use: Callable[[int, NDArray[np.float32]], None]) -> None:
-        """Compute a text and hand its logits to `use(position, float32 [n, vocab])`, from position `first` on."""
-        self._runner.score(tokens, first, use)
+    def score(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        use: Callable[[int, NDArray[np.float32]], None],
+        step: int = SCORE_ROWS,
+    ) -> None:
+        """Compute a text and hand its logits to `use(position, float32 [n, vocab])`, from position `first` on.
+
+        From there on up to `step` tokens are computed at once; steps of decode's size (1 to 8) take its sparse ways.
+        """
+        self._runner.score(tokens, first, use, step)
 
     def close(self) -> None:
         """End what still runs and free the model."""

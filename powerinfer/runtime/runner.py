@@ -115,12 +115,20 @@ class Runner:
                 self._end(request, "abort", StreamEvent(text, None))
                 self._torn = False
 
-    def score(self, tokens: Sequence[int], first: int, use: Callable[[int, NDArray[np.float32]], None]) -> None:
+    def score(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        use: Callable[[int, NDArray[np.float32]], None],
+        step: int = SCORE_ROWS,
+    ) -> None:
         """Compute a text and hand the logits at its positions from `first` on to `use`.
 
         `use` gets the position of the first row and float32 [n, vocab], valid during the call. The text is computed
-        from its beginning, without the prefix cache; other requests wait meanwhile.
+        from its beginning, without the prefix cache; other requests wait meanwhile. What comes before `first` is
+        computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is what decode does.
         """
+        assert step > 0
         self._check_prompt(tokens)
         if len(tokens) > self.context:
             raise RequestError(f"{len(tokens)} tokens do not fit the context of {self.context} tokens")
@@ -133,21 +141,26 @@ class Runner:
             if pages is None:
                 raise RequestError("no room in the KV cache: wait for the running requests to end")
             try:
-                self._score(tokens, first, use, pages)
+                self._score(tokens, first, use, min(step, SCORE_ROWS), pages)
             finally:
                 self._torn = True
                 cache.release(pages)
                 self._torn = False
 
     def _score(
-        self, tokens: Sequence[int], first: int, use: Callable[[int, NDArray[np.float32]], None], pages: list[int]
+        self,
+        tokens: Sequence[int],
+        first: int,
+        use: Callable[[int, NDArray[np.float32]], None],
+        step: int,
+        pages: list[int],
     ) -> None:
         page_table = np.asarray([pages], np.int32)
         most = self._executor.max_tokens
         start = 0
         while start < len(tokens):
             wanted = start >= first
-            end = min(start + min(most, SCORE_ROWS), len(tokens)) if wanted else min(start + most, first, len(tokens))
+            end = min(start + min(most, step), len(tokens)) if wanted else min(start + most, first, len(tokens))
             batch = Batch(
                 np.asarray(tokens[start:end], np.int32),
                 np.arange(start, end, dtype=np.int32),

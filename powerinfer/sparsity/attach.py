@@ -30,17 +30,28 @@ class Sparsity:
     def report(self) -> dict[str, Any]:
         """Per layer and in all: the way of each batch size with its reason, and what the tokens so far needed.
 
-        Fractions are of the neurons of a layer; bytes_per_token are the FFN's, of tokens that were computed sparsely.
+        Of tokens that were computed sparsely. Fractions are of the neurons; bytes_per_token those of the FFN weights.
         recall: of the neurons that fired, how many the predictor had named, on sampled tokens; None without samples.
         """
         d_ff = self.executor.d_ff
-        layers, totals = [], dict.fromkeys(_COUNTED, 0)
+        layers: list[dict[str, Any]] = []
+        totals = dict.fromkeys(_COUNTED, 0)
         for layer, verdict in enumerate(self.verdicts):
             counts = self.executor.neuron_counts(layer)
             for name in _COUNTED:
                 totals[name] += counts[name]
             layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **_rates(counts, d_ff)})
-        return {"selector": self.selector, "layers": layers, **_rates(totals, d_ff)}
+        whole = _rates(totals, d_ff)
+        for name in ("tokens", "sampled"):  # each layer met the same ones
+            whole[name] = max(layer[name] for layer in layers)
+        if whole["tokens"]:
+            whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
+        return {"selector": self.selector, "layers": layers, **whole}
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        for layer in range(len(self.verdicts)):
+            self.executor.clear_neuron_counts(layer)
 
     def bytes_per_token(self, dense: int) -> int:
         """Bytes of weights read for a token, from the dense model's and from what sparse layers were seen to read."""
@@ -103,9 +114,9 @@ def attach(
     asked = "bundles are prepared" if engine.selector == "auto" else "asked for"
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     executor.choices["selector"] = f"{selector.name} in {sparse} of {layers} layers ({asked}; {_tally(verdicts)})"
-    for layer in range(layers):
-        executor.clear_neuron_counts(layer)
-    return Sparsity(selector.name, executor, verdicts)
+    sparsity = Sparsity(selector.name, executor, verdicts)
+    sparsity.clear()  # of the trial's
+    return sparsity
 
 
 def _why_dense(checkpoint: Checkpoint, engine: EngineConfig) -> str | None:
