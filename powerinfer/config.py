@@ -104,6 +104,7 @@ class EngineConfig:
         choices=("auto", "all", "exact", "predicted", "threshold"),
     )
     trial: bool = option(True, "measure at load, for each layer and batch size, where the selector is slower than all")
+    retrial: bool = option(False, "measure anew instead of taking what was measured when the model was loaded earlier")
     threshold: float | None = option(None, "selector threshold: activations up to this size are left out", metavar="X")
     prepared: str | None = option(
         None, "folder of what was prepared for the model (bundles, predictor); None: MODEL.powerinfer", metavar="PATH"

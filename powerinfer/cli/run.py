@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from powerinfer.runtime.request import StreamEvent
 
 
-
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="what to answer; - reads stdin")
     model_flag(parser)

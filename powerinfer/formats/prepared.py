@@ -195,6 +195,29 @@ def _header(description: str, tensors: Sequence[Tensor]) -> _Header:
     return _Header(len(text).to_bytes(8, "little") + text, tuple(sizes))
 
 
+def write_small(path: Path, data: bytes) -> None:
+    """Write a small file: beside its place, and there when it is on disk.
+
+    OSError when that cannot be done, PowerInferError while another process does it; nothing is left behind then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    fd = _open_alone(part)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    finally:
+        os.close(fd)
+    _sync_folder(path.parent)
+
+
 class _Writer:
     """A file being written as NAME.part. `close` may be called whatever happened before."""
 
@@ -275,9 +298,11 @@ class _Writer:
 def _open_alone(part: Path) -> int:
     """A descriptor of the file, emptied and locked; what a killed process left of it is gone. The lock dies with us.
 
-    PowerInferError if another process is writing it.
+    PowerInferError if another process is writing it. A link that came with a model's folder is not followed.
     """
-    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    flags = os.O_WRONLY | os.O_CREAT
+    for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
+        flags |= getattr(os, name, 0)
     while True:
         fd = os.open(part, flags, 0o666)
         try:

@@ -65,6 +65,27 @@ def choose_threads(wanted: int) -> tuple[int, str]:
     return (wanted, "asked for") if wanted else usable_cores()
 
 
+def model_name() -> str:
+    """What the CPU is called."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                label, _, name = line.partition(":")
+                if label.strip() in ("model name", "CPU part"):
+                    return name.strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def build() -> str:
+    """Something that changes when the native module is built anew."""
+    status = os.stat(_native.__file__)
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 def choices(engine: EngineConfig) -> dict[str, str]:
     """What is chosen for this machine, each with its reason."""
     isa, isa_reason = choose_isa(engine.isa)

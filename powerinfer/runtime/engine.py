@@ -62,10 +62,11 @@ class LLM:
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.formats.hub import resolve_model
         from powerinfer.models import load
-        from powerinfer.sparsity.attach import attach
+        from powerinfer.sparsity.attach import attach, check
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
+        check(checkpoint, engine)
         tokenizer = checkpoint.tokenizer()
         executor = load(checkpoint, engine, progress)
         sparsity = attach(executor, checkpoint, engine, lambda: tokenizer.encode(SAMPLE), progress)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile
+from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 from powerinfer.sparsity.selectors import RECTIFIED, Selector, selector_named
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
-    from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
+    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.pack import BundleFile
     from powerinfer.sparsity.trial import Verdict
 
 
@@ -90,33 +94,76 @@ def attach(
     sample: gives the token ids of a text, for the trial. Notes its choice in `executor.choices`. RequestError when a
     selector that was asked for by name cannot be had; ModelError when the prepared files do not suit the model.
     """
-    if engine.selector == "auto":
-        reason = _why_dense(checkpoint, engine)
-        if reason is not None:
-            executor.choices["selector"] = f"all ({reason})"
-            return None
-    selector = selector_named("exact" if engine.selector == "auto" else engine.selector, engine.threshold)
-    if selector.name == "all":
-        executor.choices["selector"] = "all (asked for)"
+    selector, reason = _choose(checkpoint, engine)
+    if selector is None:
+        executor.choices["selector"] = f"all ({reason})"
         return None
-    reason = selector.unsuited(checkpoint.config)
-    if reason is not None:
-        raise RequestError(f"selector {selector.name}: {reason}")
-    _load(executor, checkpoint, engine, selector, progress)
-    from powerinfer.sparsity.trial import forced, trial
+    prepared = _open(checkpoint, engine, selector)
+    _load(executor, engine, prepared, progress)
+    from powerinfer.sparsity.trial import apply, forced, sizes_tried
 
-    ways = ["exact", "predicted"] if selector.needs_predictor else ["exact"]
-    layers = checkpoint.config.n_layers
+    layers, sizes = checkpoint.config.n_layers, sizes_tried(executor, engine.max_batch)
     if engine.trial:
-        verdicts = trial(executor, layers, ways, engine.max_batch, sample(), progress)
+        verdicts = _tried(executor, checkpoint, engine, selector, prepared, sizes, sample, progress)
     else:
-        verdicts = forced(executor, layers, selector.way, engine.max_batch)
-    asked = "bundles are prepared" if engine.selector == "auto" else "asked for"
+        verdicts = forced(layers, selector.way, sizes)
+    apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
-    executor.choices["selector"] = f"{selector.name} in {sparse} of {layers} layers ({asked}; {_tally(verdicts)})"
+    executor.choices["selector"] = f"{selector.name} in {sparse} of {layers} layers ({reason}; {_tally(verdicts)})"
     sparsity = Sparsity(selector.name, executor, verdicts)
     sparsity.clear()  # of the trial's
     return sparsity
+
+
+def check(checkpoint: Checkpoint, engine: EngineConfig) -> None:
+    """Raise what `attach` would refuse the options or the prepared files with, before the weights are read."""
+    selector, _ = _choose(checkpoint, engine)
+    if selector is not None:
+        _open(checkpoint, engine, selector)
+
+
+def _choose(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[Selector | None, str]:
+    """(selector, reason); None stands for the dense path."""
+    if engine.selector == "auto":
+        reason = _why_dense(checkpoint, engine)
+        if reason is not None:
+            return None, reason
+    selector = selector_named("exact" if engine.selector == "auto" else engine.selector, engine.threshold)
+    if selector.name == "all":
+        return None, "asked for"
+    unsuited = selector.unsuited(checkpoint.config)
+    if unsuited is not None:
+        raise RequestError(f"selector {selector.name}: {unsuited}")
+    return selector, "bundles are prepared" if engine.selector == "auto" else "asked for"
+
+
+def _tried(
+    executor: CpuExecutor,
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    selector: Selector,
+    prepared: _Prepared,
+    sizes: Sequence[int],
+    sample: Callable[[], Sequence[int]],
+    progress: Progress | None,
+) -> list[Verdict]:
+    """The verdicts of an earlier trial under the same circumstances, or of one that is made now."""
+    from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
+    from powerinfer.sparsity.trial import trial
+
+    ways = ["exact", "predicted"] if selector.needs_predictor else ["exact"]
+    layers = checkpoint.config.n_layers
+    saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selector, prepared.paths, sizes))
+    verdicts = None if engine.retrial else saved.find(layers, ways)
+    if verdicts is not None:
+        executor.choices["trial"] = f"measured earlier ({saved.path})"
+        return verdicts
+    begin = time.perf_counter()
+    verdicts = trial(executor, layers, ways, sizes, sample(), progress)
+    problem = saved.keep(verdicts)
+    kept = f"kept in {saved.path}" if problem is None else f"cannot be kept: {problem}"
+    executor.choices["trial"] = f"measured in {time.perf_counter() - begin:.2f} s, {kept}"
+    return verdicts
 
 
 def _why_dense(checkpoint: Checkpoint, engine: EngineConfig) -> str | None:
@@ -138,39 +185,54 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
     return "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(counts.items()))
 
 
-def _load(
-    executor: CpuExecutor,
-    checkpoint: Checkpoint,
-    engine: EngineConfig,
-    selector: Selector,
-    progress: Progress | None,
-) -> None:
-    from powerinfer.devices.cpu import available_memory
+Weights = tuple[Predictor, RawTensor, RawTensor]
+"""A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a selector needs: bundles, and predictors where it has them. paths: the files."""
+
+    bundles: BundleFile
+    predictors: Callable[[int], Weights] | None
+    paths: list[Path]
+
+
+def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> _Prepared:
+    """The prepared files. Predictors are those that were trained for the model, else those that its file brings."""
     from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.predictor_file import open_predictor
 
     bundles = open_bundles(checkpoint, engine.prepared, cpu.part_bytes)
+    if not selector.needs_predictor:
+        return _Prepared(bundles, None, [bundles.path])
+    threshold = checkpoint.predictor_threshold
+    if threshold is not None and not PreparedFile(PREDICTOR, checkpoint, engine.prepared).exists():
+
+        def own(layer: int) -> Weights:
+            inner, outer = (checkpoint.take(f"layers.{layer}.predictor_{end}") for end in ("in", "out"))
+            return Predictor(inner.shape[0], threshold, 0), inner, outer
+
+        return _Prepared(bundles, own, [bundles.path])
+    file = open_predictor(checkpoint, engine.prepared)
+
+    def trained(layer: int) -> Weights:
+        file.file.check()
+        one = file.layers[layer]
+        return one.predictor, one.inner, one.outer
+
+    return _Prepared(bundles, trained, [bundles.path, file.path])
+
+
+def _load(executor: CpuExecutor, engine: EngineConfig, prepared: _Prepared, progress: Progress | None) -> None:
+    from powerinfer.devices.cpu import available_memory
+
+    bundles = prepared.bundles
     if bundles.nbytes < available_memory():
         bundles.file.populate()
-    predictors = _predictors(checkpoint, engine) if selector.needs_predictor else None
     most = 0.0 if engine.threshold is None else engine.threshold
     for layer, rows in enumerate(bundles.layers):
-        predictor = None if predictors is None else predictors[layer]
+        predictor = None if prepared.predictors is None else prepared.predictors(layer)
         executor.sparsify(layer, rows, bundles.layout, most=most, predictor=predictor, recall_every=engine.recall_every)
         if progress is not None:
             progress("loading neurons", layer + 1, len(bundles.layers))
-
-
-def _predictors(checkpoint: Checkpoint, engine: EngineConfig) -> list[tuple[Predictor, RawTensor, RawTensor]]:
-    """Those that were trained for the model, else those that its file brings along."""
-    from powerinfer.formats.predictor_file import open_predictor
-
-    threshold = checkpoint.predictor_threshold
-    if threshold is not None and not PreparedFile(PREDICTOR, checkpoint, engine.prepared).exists():
-        found = []
-        for layer in range(checkpoint.config.n_layers):
-            inner, outer = (checkpoint.take(f"layers.{layer}.predictor_{end}") for end in ("in", "out"))
-            found.append((Predictor(inner.shape[0], threshold, 0), inner, outer))
-        return found
-    file = open_predictor(checkpoint, engine.prepared)
-    file.file.check()
-    return [(one.predictor, one.inner, one.outer) for one in file.layers]

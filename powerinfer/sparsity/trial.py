@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -23,33 +23,51 @@ GAIN = 0.98  # a sparse way must take less than this share of the dense time
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one layer decodes. ways: by number of tokens, "dense", "exact" or "predicted"."""
+    """How one layer decodes, and why.
+
+    ways: by number of tokens, "dense", "exact" or "predicted"; seconds: that one token took each way, if it was tried.
+    """
 
     ways: dict[str, str]
-    reason: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    earlier: bool = False  # it was tried when the model was loaded earlier
+
+    @property
+    def reason(self) -> str:
+        if not self.seconds:
+            return "asked for: --no-trial"
+        times = ", ".join(f"{way} {1e6 * value:.0f} us" for way, value in self.seconds.items())
+        return f"one token: {times}" + ", measured earlier (trial.json)" * self.earlier
 
 
-def forced(executor: CpuExecutor, layers: int, way: str, max_batch: int) -> list[Verdict]:
+def sizes_tried(executor: CpuExecutor, max_batch: int) -> list[int]:
+    """The batch sizes that get a verdict of their own."""
+    return [size for size in BATCHES if size <= max(1, min(executor.neuron_tokens, max_batch, executor.n_pages))]
+
+
+def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
+    """Let the layers decode as decided."""
+    for layer, verdict in enumerate(verdicts):
+        executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
+
+
+def forced(layers: int, way: str, sizes: Sequence[int]) -> list[Verdict]:
     """One way for all layers and small batches."""
-    sizes = [size for size in BATCHES if size <= _largest(executor, max_batch)]
-    for layer in range(layers):
-        executor.set_ways(layer, {size: way for size in sizes})
-    return [Verdict({str(size): way for size in sizes}, "asked for: --no-trial")] * layers
+    return [Verdict({str(size): way for size in sizes})] * layers
 
 
 def trial(
     executor: CpuExecutor,
     layers: int,
     ways: Sequence[str],
-    max_batch: int,
+    sizes: Sequence[int],
     sample: Sequence[int],
     progress: Progress | None,
 ) -> list[Verdict]:
-    """Measure the FFN of every layer, dense and in `ways`, in turn; set the fastest and say why.
+    """Measure the FFN of every layer, dense and in `ways`, in turn, and find the fastest for each batch size.
 
-    A batch size in between goes the way of the next larger one that was measured. The KV cache must hold nothing yet.
+    The executor is left going any way. The KV cache must hold nothing yet.
     """
-    sizes = [size for size in BATCHES if size <= _largest(executor, max_batch)]
     every = ["dense", *ways]
     taken: list[dict[int, str]] = [{} for _ in range(layers)]
     seconds: list[dict[str, float]] = []
@@ -65,16 +83,7 @@ def trial(
                 seconds.append(own)
     if progress is not None:
         progress("trial of selectors", len(sizes), len(sizes))
-    verdicts = []
-    for layer in range(layers):
-        executor.set_ways(layer, taken[layer])
-        reason = ", ".join(f"{way} {1e6 * value:.0f} us" for way, value in seconds[layer].items())
-        verdicts.append(Verdict({str(size): way for size, way in taken[layer].items()}, f"one token: {reason}"))
-    return verdicts
-
-
-def _largest(executor: CpuExecutor, max_batch: int) -> int:
-    return max(1, min(executor.neuron_tokens, max_batch, executor.n_pages))
+    return [Verdict({str(size): way for size, way in taken[layer].items()}, seconds[layer]) for layer in range(layers)]
 
 
 def _measure(

@@ -1,0 +1,143 @@
+"""What trials measured, kept in trial.json beside the model: loaded again, it decodes the same ways, so the same bits.
+
+    {"format": 1, "kind": "trials", "trials": [{"key": {...}, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
+
+The newest trial comes first. A key holds all that a verdict hangs on, as texts. The file saves time and no more: one
+that is damaged, foreign or too large counts as empty, and is replaced when something is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from powerinfer import __version__
+from powerinfer.config import EngineConfig
+from powerinfer.errors import ModelError, PowerInferError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.prepared import prepared_folder, write_small
+from powerinfer.formats.safetensors_file import parse_json
+from powerinfer.kernels import cpu
+from powerinfer.sparsity.selectors import Selector
+from powerinfer.sparsity.trial import Verdict
+
+FORMAT = 1
+MOST = 16  # trials that are kept
+LIMIT = 1 << 20  # bytes of the file
+KIND = "trials"
+WAYS = {"dense", "exact", "predicted"}
+
+Key = dict[str, str]
+
+
+def trial_key(
+    checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, files: Sequence[Path], sizes: Sequence[int]
+) -> Key:
+    """All that a verdict hangs on. files: what was prepared and is used; sizes: of the batches."""
+    facts = {
+        "version": __version__,
+        "build": cpu.build(),
+        "cpu": cpu.model_name(),
+        "isa": cpu.choose_isa(engine.isa)[0],
+        "threads": cpu.choose_threads(engine.threads)[0],
+        "model": checkpoint.fingerprint,
+        "quantize": checkpoint.quantize,
+        "files": ", ".join(map(_identity, files)),
+        "selector": selector.name,
+        "threshold": engine.threshold,
+        "recall_every": engine.recall_every,
+        "sizes": " ".join(map(str, sizes)),
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _identity(path: Path) -> str:
+    status = os.stat(path)
+    return f"{path.name} {status.st_size} {status.st_mtime_ns}"
+
+
+class SavedTrials:
+    """The trials kept for a model, and the place in them of the one with this key."""
+
+    def __init__(self, checkpoint: Checkpoint, prepared: str | None, key: Key) -> None:
+        self.path = prepared_folder(checkpoint.path, prepared) / "trial.json"
+        self._key = key
+
+    def find(self, layers: int, ways: Sequence[str]) -> list[Verdict] | None:
+        """The verdicts of the trial with the key, for a model of so many layers that can go these ways; None: none."""
+        for key, verdicts in _read(self.path):
+            if key == self._key:
+                suits = len(verdicts) == layers and all(self._suits(verdict, ways) for verdict in verdicts)
+                return [replace(verdict, earlier=True) for verdict in verdicts] if suits else None
+        return None
+
+    def _suits(self, verdict: Verdict, ways: Sequence[str]) -> bool:
+        every = {"dense", *ways}
+        sizes = self._key["sizes"].split()
+        return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
+
+    def keep(self, verdicts: Sequence[Verdict]) -> str | None:
+        """Write them down, in place of those with the same key. Returns why that cannot be done, None when it is."""
+        others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
+        trials = [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others][:MOST]]
+        while len(text := _text(trials)) > LIMIT and trials:
+            trials.pop()
+        try:
+            write_small(self.path, text)
+        except OSError as error:
+            return error.strerror or str(error)
+        except PowerInferError as error:
+            return str(error)
+        return None
+
+
+def _text(trials: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"format": FORMAT, "kind": KIND, "trials": trials}).encode()
+
+
+def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    layers = [
+        {"ways": one.ways, "seconds": {way: round(value, 9) for way, value in one.seconds.items()}} for one in verdicts
+    ]
+    return {"key": key, "layers": layers}
+
+
+def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
+    """What the file holds; nothing where it is not as it should be."""
+    try:
+        if not path.is_file():
+            return []
+        with open(path, "rb") as file:
+            raw = file.read(LIMIT + 1)
+        document = parse_json(raw, str(path)) if len(raw) <= LIMIT else None
+    except (OSError, ModelError):
+        return []
+    if type(document) is not dict or (document.get("format"), document.get("kind")) != (FORMAT, KIND):
+        return []
+    trials = document.get("trials")
+    found = [_trial(one) for one in trials] if type(trials) is list else []
+    return [one for one in found if one is not None][:MOST]
+
+
+def _trial(one: Any) -> tuple[Key, list[Verdict]] | None:
+    """A trial as it was written, None if it is none."""
+    key, layers = (one.get("key"), one.get("layers")) if type(one) is dict else (None, None)
+    if type(key) is not dict or not all(type(value) is str for value in key.values()) or type(layers) is not list:
+        return None
+    verdicts = [_verdict(layer) for layer in layers]
+    return None if None in verdicts else (key, [verdict for verdict in verdicts if verdict is not None])
+
+
+def _verdict(one: Any) -> Verdict | None:
+    ways, seconds = (one.get("ways"), one.get("seconds")) if type(one) is dict else (None, None)
+    if type(ways) is not dict or not all(type(way) is str and way in WAYS for way in ways.values()):
+        return None
+    if type(seconds) is not dict or not WAYS.issuperset(seconds):
+        return None
+    if not all(type(value) is float and 0 <= value <= 1e6 for value in seconds.values()):
+        return None
+    return Verdict(ways, seconds)
