@@ -83,7 +83,7 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["bench", "--repeat", "0"], "--repeat"),
         (["eval", "perplexity"], "--file"),
         (["eval", "perplexity", "--file", "/nowhere.txt"], "/nowhere.txt"),
-        (["eval", "agreement", "--file", "x"], "invalid choice"),
+        (["eval", "likeness", "--file", "x"], "invalid choice"),
         (["pull", "a b c"], "no model a b c"),
         (["completion", "tcsh"], "invalid choice"),
     ],

@@ -17,7 +17,7 @@ VERBS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
     "bench": "measure prefill and decode speed",
-    "eval": "measure quality: eval perplexity",
+    "eval": "measure quality: eval perplexity, eval agreement",
     "pack": "lay out the neurons of a model for sparse decoding",
     "inspect": "show what a model is and how it would run",
     "pull": "fetch a model, or list those that are here",

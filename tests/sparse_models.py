@@ -1,0 +1,48 @@
+"""Tiny GGUF models with bundles, for the tests of what uses sparse decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from gguf_bytes import STRING
+from model_files import gguf_name, tiny_gguf, weights
+
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.predictor_file import write_predictor
+from powerinfer.neurons import Predictor
+from powerinfer.sparsity.packing import choose_types, pack
+
+TEXT = "a cab back bab abc cad deaf face bead fab cafe gab cab abba dad add fade babe " * 8
+"""In the letters that the models' tokenizer knows."""
+
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def tiny_llama(path: Path, activation: str = "relu") -> Path:
+    """A model whose weights are float16 numbers, so that bundles of F16 hold them exactly."""
+    builder = (
+        tiny_gguf("llama").add("llama.hidden_act", STRING, activation).add("tokenizer.chat_template", STRING, CHAT)
+    )
+    builder.tensors = []
+    for name, values in weights("llama").items():
+        builder.tensor(gguf_name(name), values.astype(np.float16).astype(np.float32))
+    return builder.write(path)
+
+
+def give_bundles(path: Path, prepared: str | None = None) -> Path:
+    """The same path, with bundles beside it."""
+    checkpoint = open_checkpoint(path)
+    pack(checkpoint, prepared, choose_types(checkpoint, "F16", "F16"))
+    return path
+
+
+def give_predictor(path: Path, threshold: float = 0.0) -> Path:
+    """The same path, with random predictors beside it."""
+    checkpoint = open_checkpoint(path)
+    rng = np.random.default_rng(3)
+    config = checkpoint.config
+    shapes = ((32, config.d_model), (config.d_ff, 32))
+    layers = [tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes) for _ in range(config.n_layers)]
+    write_predictor(checkpoint, None, "F16", [Predictor(32, threshold, 4)] * config.n_layers, layers)  # type: ignore[arg-type]
+    return path

@@ -1,0 +1,354 @@
+"""trial.json: found under the same circumstances and no others, harmless whatever it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prepared_models import checkpoint
+from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
+
+from powerinfer.config import EngineConfig
+from powerinfer.errors import PowerInferError
+from powerinfer.formats.prepared import write_small
+from powerinfer.kernels import cpu
+from powerinfer.runtime.engine import LLM
+from powerinfer.sparsity import saved_trials, trial
+from powerinfer.sparsity.saved_trials import LIMIT, MOST, Key, SavedTrials, trial_key
+from powerinfer.sparsity.selectors import Exact, Predicted
+from powerinfer.sparsity.trial import Verdict
+
+SIZES = [1, 2, 4, 8]
+KEY: Key = {"cpu": "one", "sizes": "1 2 4 8"}
+VERDICTS = [
+    Verdict({"1": "exact", "2": "exact", "4": "dense", "8": "dense"}, {"dense": 2e-4, "exact": 1.5e-4}),
+    Verdict({"1": "dense", "2": "dense", "4": "dense", "8": "dense"}, {"dense": 1e-4, "exact": 1.5e-4}),
+]
+
+
+def saved(folder: Path, key: Key = KEY) -> SavedTrials:
+    return SavedTrials(checkpoint(folder / "m"), None, key)
+
+
+def found(folder: Path, key: Key = KEY) -> list[Verdict] | None:
+    return saved(folder, key).find(2, ["exact"])
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_what_is_kept_is_found(tmp_path: Path) -> None:
+    assert found(tmp_path) is None
+    assert saved(tmp_path).keep(VERDICTS) is None
+    assert found(tmp_path) == [dataclasses.replace(verdict, earlier=True) for verdict in VERDICTS]
+    assert os.listdir(tmp_path / "m.powerinfer") == ["trial.json"]
+
+
+def test_other_circumstances_are_another_trial(tmp_path: Path) -> None:
+    saved(tmp_path).keep(VERDICTS)
+    assert found(tmp_path, {**KEY, "cpu": "two"}) is None and found(tmp_path, {**KEY, "isa": "avx2"}) is None
+    assert saved(tmp_path).find(3, ["exact"]) is None, "of a model of two layers"
+    assert saved(tmp_path).find(2, ["exact", "predicted"]) is None, "nothing was predicted"
+    saved(tmp_path, {**KEY, "cpu": "two"}).keep(VERDICTS[::-1])
+    first, second = found(tmp_path), found(tmp_path, {**KEY, "cpu": "two"})
+    assert first is not None and second is not None and first == second[::-1] != second
+
+
+def test_a_new_trial_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    saved(tmp_path).keep(VERDICTS)
+    saved(tmp_path).keep(VERDICTS[::-1])
+    now = found(tmp_path)
+    assert now is not None and now[0].ways == VERDICTS[1].ways
+    assert len(json.loads(saved(tmp_path).path.read_text())["trials"]) == 1
+
+
+def test_the_number_of_trials_is_bounded(tmp_path: Path) -> None:
+    keys = [{**KEY, "cpu": str(number)} for number in range(MOST + 3)]
+    for key in keys:
+        assert saved(tmp_path, key).keep(VERDICTS) is None
+    assert [key for key in keys if found(tmp_path, key) is not None] == keys[3:]
+
+
+def test_the_size_is_bounded(tmp_path: Path) -> None:
+    """Each of these takes more than a third of what the file may."""
+    many = VERDICTS * (LIMIT // 3 // len(json.dumps(dataclasses.asdict(VERDICTS[0]))))
+    keys = [{**KEY, "cpu": str(number)} for number in range(4)]
+    for key in keys:
+        assert saved(tmp_path, key).keep(many) is None
+        assert saved(tmp_path).path.stat().st_size <= LIMIT
+    kept = [saved(tmp_path, key).find(len(many), ["exact"]) is not None for key in keys]
+    assert kept[-1] and not kept[0]
+    assert saved(tmp_path).keep(many * 4) is None and found(tmp_path) is None, "too large to be kept"
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """Of a good file, its document changed."""
+
+    def apply(raw: bytes) -> bytes:
+        document = json.loads(raw)
+        change(document)
+        return json.dumps(document).encode()
+
+    return apply
+
+
+def ways(**change: Any) -> Callable[[bytes], bytes]:
+    return changed(lambda document: document["trials"][0]["layers"][0]["ways"].update(change))
+
+
+def seconds(**change: Any) -> Callable[[bytes], bytes]:
+    return changed(lambda document: document["trials"][0]["layers"][0]["seconds"].update(change))
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda raw: b"",
+    "cut short": lambda raw: raw[:-20],
+    "not text": lambda raw: b"\xff\xfe" + raw,
+    "not an object": lambda raw: b"[" + raw + b"]",
+    "endless nesting": lambda raw: b"[" * LIMIT,
+    "too large": lambda raw: raw + b" " * LIMIT,
+    "another format": changed(lambda document: document.update(format=2)),
+    "another kind": changed(lambda document: document.update(kind="neurons")),
+    "no list": changed(lambda document: document.update(trials={"0": 1})),
+    "numbers": changed(lambda document: document.update(trials=[1, None, "x", []])),
+    "no key": changed(lambda document: document["trials"][0].pop("key")),
+    "a key that is no text": changed(lambda document: document["trials"][0]["key"].update(cpu=["one"])),
+    "no layers": changed(lambda document: document["trials"][0].update(layers=7)),
+    "one layer": changed(lambda document: document["trials"][0]["layers"].pop()),
+    "layers of nothing": changed(lambda document: document["trials"][0].update(layers=[None, None])),
+    "an unknown way": ways(**{"1": "fast"}),
+    "a way that was not tried": ways(**{"1": "predicted"}),
+    "a way that is no text": ways(**{"1": ["exact"]}),
+    "an unknown size": ways(**{"3": "exact"}),
+    "no number": seconds(dense="1"),
+    "true": seconds(dense=True),
+    "negative": seconds(dense=-1.0),
+    "infinite": lambda raw: raw.replace(b"0.0002", b"1e999"),
+    "NaN": lambda raw: raw.replace(b"0.0002", b"NaN"),
+    "a name of another kind": seconds(**{"\x1b[2J": 1.0}),
+    "seconds of nothing": changed(lambda document: document["trials"][0]["layers"][0].update(seconds={})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=list(DAMAGE))
+def test_a_damaged_file_counts_as_empty_and_is_replaced(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    saved(tmp_path).keep(VERDICTS)
+    path = saved(tmp_path).path
+    worse = damage(path.read_bytes())
+    assert worse != path.read_bytes()
+    path.write_bytes(worse)
+    assert found(tmp_path) is None
+    assert saved(tmp_path).keep(VERDICTS) is None and found(tmp_path) is not None
+
+
+def test_no_bytes_do_harm(tmp_path: Path) -> None:
+    """Either what was kept is found as it is, or other verdicts of the same form, or nothing."""
+    trials = saved(tmp_path)
+    trials.keep(VERDICTS)
+    good = trials.path.read_bytes()
+    rng = random.Random(4)
+    for _ in range(1500):
+        worse = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(worse))
+            worse[at : at + rng.randint(0, 3)] = rng.choice(
+                [b"", b"9", b'"', b"}", b"null", bytes([rng.randrange(256)])]
+            )
+        trials.path.write_bytes(worse)
+        for verdict in trials.find(2, ["exact"]) or ():
+            assert list(verdict.ways) == ["1", "2", "4", "8"] and set(verdict.ways.values()) <= {"dense", "exact"}
+            assert verdict.reason.isprintable() and set(verdict.seconds) == {"dense", "exact"}
+
+
+@pytest.mark.parametrize("failure", [errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int) -> None:
+    saved(tmp_path).keep(VERDICTS)
+    for name in ("replace", "fsync", "write", "open"):
+        real = getattr(os, name)
+
+        def fail(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **options)
+            raise OSError(failure, os.strerror(failure))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            assert saved(tmp_path).keep(VERDICTS[::-1]) == os.strerror(failure)
+        assert os.listdir(tmp_path / "m.powerinfer") == ["trial.json"]
+        assert found(tmp_path) is not None, "what was there stays"
+
+
+def test_things_that_are_no_files(tmp_path: Path) -> None:
+    path = saved(tmp_path).path
+    path.mkdir(parents=True)
+    assert found(tmp_path) is None and "directory" in (saved(tmp_path).keep(VERDICTS) or "").lower()
+    path.rmdir()
+    os.mkfifo(path)  # reading it would wait for ever
+    assert found(tmp_path) is None and saved(tmp_path).keep(VERDICTS) is None
+    assert found(tmp_path) is not None
+    assert os.listdir(path.parent) == ["trial.json"]
+
+
+def test_a_link_that_came_with_the_model_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    path = saved(tmp_path).path
+    path.parent.mkdir()
+    path.symlink_to(precious)
+    assert saved(tmp_path).keep(VERDICTS) is None and found(tmp_path) is not None and not path.is_symlink()
+    path.with_name("trial.json.part").symlink_to(precious)
+    assert saved(tmp_path).keep(VERDICTS[::-1]) is not None
+    assert precious.read_text() == "mine"
+
+
+def test_another_process_is_writing(tmp_path: Path) -> None:
+    import fcntl
+
+    path = tmp_path / "small"
+    with open(tmp_path / "small.part", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(PowerInferError, match="another process"):
+            write_small(path, b"1")
+    write_small(path, b"2")
+    assert path.read_bytes() == b"2" and os.listdir(tmp_path) == ["small"]
+
+
+# ---------------------------------------------------------------- the key
+
+
+def key_of(folder: Path, **options: Any) -> Key:
+    """For a model in the folder, with the bundles there."""
+    model = {name: options.pop(name) for name in ("seed", "quantize") if name in options}
+    selector, sizes = options.pop("selector", Exact()), options.pop("sizes", SIZES)
+    files = [folder / name for name in options.pop("files", ["neurons"])]
+    return trial_key(checkpoint(folder / "m", **model), EngineConfig(**options), selector, files, sizes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": 1},
+        {"isa": cpu.levels()[-1]},
+        {"threshold": 0.5},
+        {"recall_every": 7},
+        {"selector": Predicted()},
+        {"sizes": [1, 2, 4]},
+        {"files": ["neurons", "predictor"]},
+        {"seed": 2},
+        {"quantize": "q8_0"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_option_is_in_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    for name in ("neurons", "predictor"):
+        (tmp_path / name).write_text(name)
+    plain, other = key_of(tmp_path, threads=2), key_of(tmp_path, **{"threads": 2, **change})
+    saved(tmp_path, plain).keep(VERDICTS)
+    assert found(tmp_path, key_of(tmp_path, threads=2)) is not None
+    if change == {"isa": cpu.levels()[0]}:
+        pytest.skip("this build has one instruction set for this CPU")
+    assert found(tmp_path, other) is None and found(tmp_path, plain) is not None
+
+
+def test_files_the_machine_and_the_program_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "neurons"
+    file.write_text("1")
+    keys = [key_of(tmp_path)]
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+    keys.append(key_of(tmp_path))
+    at = file.stat().st_mtime_ns
+    file.write_text("12")
+    os.utime(file, ns=(at, at))
+    keys.append(key_of(tmp_path))
+    monkeypatch.setattr(cpu, "model_name", lambda: "another")
+    keys.append(key_of(tmp_path))
+    monkeypatch.setattr(cpu, "build", lambda: "another")
+    keys.append(key_of(tmp_path))
+    monkeypatch.setattr(saved_trials, "__version__", "another")
+    keys.append(key_of(tmp_path))
+    assert all(type(text) is str for key in keys for text in key.values())
+    assert len({json.dumps(key) for key in keys}) == len(keys)
+
+
+# ---------------------------------------------------------------- a model that is loaded again
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return give_predictor(give_bundles(tiny_llama(tmp_path / "tiny.gguf")))
+
+
+def loaded(path: Path, **options: Any) -> tuple[dict[str, str], list[dict[str, Any]], np.ndarray]:
+    """(choices, layers, logits of a text computed token by token)."""
+    rows: list[np.ndarray] = []
+    with LLM(path, **({"threads": 2, "selector": "predicted"} | options)) as llm:
+        llm.score(llm.tokenizer.encode(TEXT)[:40], 0, lambda at, logits: rows.append(logits.copy()), 1)
+        report = llm.sparsity
+        assert report is not None
+        return llm.choices, report["layers"], np.concatenate(rows)
+
+
+def never(*args: object) -> Any:
+    raise AssertionError("tried again")
+
+
+def test_the_second_load_measures_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices, first, logits = loaded(model)
+    path = Path(f"{model}.powerinfer/trial.json")
+    assert choices["trial"].startswith("measured in ") and choices["trial"].endswith(f"kept in {path}")
+    assert not any("earlier" in layer["reason"] for layer in first)
+    monkeypatch.setattr(trial, "trial", never)
+    choices, second, again = loaded(model)
+    assert choices["trial"] == f"measured earlier ({path})"
+    assert [layer["ways"] for layer in second] == [layer["ways"] for layer in first]
+    assert all(layer["reason"].endswith("us, measured earlier (trial.json)") for layer in second)
+    np.testing.assert_array_equal(again, logits)
+    for changed in ({"retrial": True}, {"threads": 1}, {"max_batch": 4}, {"selector": "exact"}, {"recall_every": 3}):
+        with pytest.raises(AssertionError, match="tried again"):
+            loaded(model, **changed)
+    give_bundles(model)
+    with pytest.raises(AssertionError, match="tried again"):
+        loaded(model)
+
+
+def test_what_is_kept_decides(model: Path) -> None:
+    """Ways that no trial would find stand in the file, and the layers go them."""
+    loaded(model)
+    path = Path(f"{model}.powerinfer/trial.json")
+    document = json.loads(path.read_text())
+    wanted = [dict.fromkeys("1248", "predicted"), dict.fromkeys("1248", "dense")]
+    for layer, kept in zip(document["trials"][0]["layers"], wanted, strict=True):
+        layer["ways"] = kept
+    path.write_text(json.dumps(document))
+    _, layers, _ = loaded(model)
+    assert [layer["ways"] for layer in layers] == wanted and [layer["tokens"] for layer in layers] == [40, 0]
+    assert [bool(layer["candidate_fraction"]) for layer in layers] == [True, False]
+    choices, _, _ = loaded(model, retrial=True)
+    assert choices["trial"].startswith("measured in")
+    assert json.loads(path.read_text()) != document
+
+
+def test_the_prepared_folder_holds_it(tmp_path: Path) -> None:
+    path = give_bundles(tiny_llama(tmp_path / "tiny.gguf"), str(tmp_path / "elsewhere"))
+    loaded(path, selector="exact", prepared=str(tmp_path / "elsewhere"))
+    assert (tmp_path / "elsewhere/trial.json").exists() and not Path(f"{path}.powerinfer").exists()
+
+
+def test_a_trial_that_cannot_be_kept_is_no_error(model: Path) -> None:
+    Path(f"{model}.powerinfer/trial.json").mkdir()
+    choices, layers, _ = loaded(model)
+    assert "cannot be kept: Is a directory" in choices["trial"] and layers[0]["tokens"] in (0, 40)
+
+
+def test_without_a_trial_nothing_is_kept(model: Path) -> None:
+    choices, layers, _ = loaded(model, trial=False)
+    assert "trial" not in choices and layers[0]["reason"] == "asked for: --no-trial"
+    assert not Path(f"{model}.powerinfer/trial.json").exists()
