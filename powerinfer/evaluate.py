@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ class Agreement:
 
 def agreement(
     llm: LLM,
-    against: LLM,
+    against: LLM | None,
     text: str,
     context: int = 512,
     limit: int | None = None,
@@ -87,13 +88,15 @@ def agreement(
 ) -> Agreement:
     """Compare two engines, of one model in two settings, on a text that both are given token by token.
 
+    against None: the engine itself with every neuron.
+
     The text is cut into windows of `context` tokens, the last may be shorter; BOS as in `perplexity`. The first
     tokens of a window, `PROMPT` or half of it, are computed as a prompt, which is dense; from there on `step` tokens
     at once, so that a step runs as decode does, and every position's logits are compared. limit: of positions. One
     window's logits of `against` are kept, context * vocabulary * 4 bytes. RequestError for a text of less than two
     tokens, or two vocabularies.
     """
-    if llm.config.vocab_size != against.config.vocab_size:
+    if against is not None and llm.config.vocab_size != against.config.vocab_size:
         raise RequestError(
             f"vocabularies of {llm.config.vocab_size} and {against.config.vocab_size} tokens cannot be compared"
         )
@@ -129,7 +132,7 @@ class _Compared:
         self._progress = progress
         self._computed = 0  # positions, of both engines
 
-    def window(self, llm: LLM, against: LLM, inside: list[int], first: int, step: int) -> None:
+    def window(self, llm: LLM, against: LLM | None, inside: list[int], first: int, step: int) -> None:
         """Compare the predictions at positions `first` and behind."""
         kept = np.empty((len(inside) - first, llm.config.vocab_size), np.float32)
 
@@ -142,7 +145,8 @@ class _Compared:
                 self._add(kept[row].astype(np.float64), own.astype(np.float64))
             self._advance(len(logits))
 
-        against.score(inside, first, keep, step)
+        with llm.every_neuron() if against is None else nullcontext():
+            (against or llm).score(inside, first, keep, step)
         llm.score(inside, first, compare, step)
 
     def _add(self, theirs: NDArray[np.float64], own: NDArray[np.float64]) -> None:

@@ -499,13 +499,17 @@ def test_the_verb(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made["types"] == {"gate": "F16", "up": "F16", "down": "F16"} and made["layers"] == 2
     assert set(made["error"]) == {"gate", "up", "down"} and all(0 < e < 2**-11 for e in made["error"].values())
     assert made["seconds"] > 0
+    found = made["agreement"]  # float32 weights became float16
+    assert 0 < found["max_abs_logit_diff"] < 1 and 0 <= found["mean_kl"] < 1e-3 and found["tokens"] > 100
+    assert found["active_fraction"] == 1 and found["top1_agreement"] > 0.98
+    assert document(capsys, "pack", "-m", str(tiny), "--force", "--no-check")["agreement"] is None
     again = document(capsys, "pack", "-m", str(tiny))
-    assert again == made | {"error": None, "seconds": 0.0}
+    assert again == made | {"error": None, "seconds": 0.0, "agreement": None}
     before = path.stat().st_ino
     status, out, err = run(capsys, "pack", "-m", str(tiny))
     assert status == 0 and "up to date" in out and path.stat().st_ino == before
     status, out, err = run(capsys, "pack", "-m", str(tiny), "--force")
-    assert status == 0 and "packed in" in out and path.stat().st_ino != before
+    assert status == 0 and "packed in" in out and "mean KL" in out and path.stat().st_ino != before
     assert "gate and up: F32 becomes F16" in err
 
 

@@ -6,11 +6,11 @@ time: a prompt's path is dense. JSON: perplexity, error (one standard error), to
 sparsity.
 
 agreement: how near the selector --selector comes to the one named by --against (default all) when both are given the
-text token by token, in windows of --context tokens of which the first 16 are a prompt. Both models are loaded: twice
-the memory. JSON: top1_agreement (share of positions at which both find the same token most likely), mean_kl (of
---against's distribution relative to --selector's, in nats), max_abs_logit_diff, tokens (positions), active_fraction
-(neurons computed in full), candidate_fraction, recall (of a predictor), bytes_per_token, selector, against, context,
-step.
+text token by token, in windows of --context tokens of which the first 16 are a prompt. Against another selector than
+all the model is loaded twice. JSON: top1_agreement (share of positions at which both find the same token most
+likely), mean_kl (of --against's distribution relative to --selector's, in nats), max_abs_logit_diff, tokens
+(positions), active_fraction (neurons computed in full), candidate_fraction, recall (of a predictor), bytes_per_token,
+selector, against, context, step.
 
 A selector that is named runs in every layer here, as with --no-trial: its quality is the question, not its speed.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_summary
@@ -91,7 +92,8 @@ def _agreement(args: argparse.Namespace, text: str, out: Output) -> dict[str, An
     from powerinfer.cli.progress import Bar
 
     selector, against, step = getattr(args, "selector", "auto"), args.against or "all", args.step or 1
-    with _open(args, selector, out) as llm, _open(args, against, out) as other, Bar() as bar:
+    second = nullcontext() if against == "all" else _open(args, against, out)
+    with _open(args, selector, out) as llm, second as other, Bar() as bar:
         from powerinfer.evaluate import agreement
 
         result = agreement(llm, other, text, args.context, args.tokens, step, bar)

@@ -2,24 +2,28 @@
 
 The file lies in the folder MODEL.powerinfer beside the model, or where --prepared says; the model is not changed. It is
 made for one model, opened with one --quantize; when it is up to date nothing is done. The error of a part is the root
-mean square of the change of its weights over that of the weights: 0 where none was changed.
+mean square of the change of its weights over that of the weights: 0 where none was changed. Then the model is loaded
+and its logits from the bundles are compared with the dense ones on a short text, unless --no-check.
 
-JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part; null when nothing was done),
-seconds.
+JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part), seconds, agreement
+(top1_agreement, mean_kl, max_abs_logit_diff, tokens, active_fraction: of the bundles with the dense weights). error and
+agreement are null when nothing was done, agreement with --no-check.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
-from powerinfer.config import EngineConfig
+from powerinfer.config import EngineConfig, ModelConfig
 
 if TYPE_CHECKING:
     from powerinfer.formats.pack import BundleFile
     from powerinfer.sparsity.packing import Packed
 
+CONTEXT = 128  # tokens of the check's windows
 TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
@@ -33,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=TYPES,
         default="auto",
         help="type of down; auto: that of gate where it is a float, else q8_0",
+    )
+    parser.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not compare the logits with the dense ones"
     )
     parser.add_argument("--force", action="store_true", help="make the file even if it is up to date")
     config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared"))
@@ -56,6 +63,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             out.note(note)
         bundles = packed.bundles
     document = describe(bundles, packed)
+    document["agreement"] = _agreement(checkpoint.config, args, out) if packed and args.check else None
     _show(document, out)
     out.document(document)
     return 0
@@ -75,6 +83,23 @@ def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
     }
 
 
+def _agreement(config: ModelConfig, args: argparse.Namespace, out: Output) -> dict[str, Any]:
+    """How near the logits from bundles come to the dense ones. Bundles of neurons that never fall silent take all."""
+    from powerinfer.cli.common import open_llm
+    from powerinfer.cli.progress import Bar
+    from powerinfer.evaluate import agreement
+    from powerinfer.runtime.engine import SAMPLE
+    from powerinfer.sparsity.selectors import RECTIFIED
+
+    options: dict[str, Any] = {"context": min(CONTEXT, config.context_length), "max_batch": 1, "trial": False}
+    if config.activation in RECTIFIED:
+        options["selector"] = "exact"
+    else:
+        options |= {"selector": "threshold", "threshold": 1e-30}
+    with open_llm(args, out, **options) as llm, Bar() as bar:
+        return dataclasses.asdict(agreement(llm, None, SAMPLE, options["context"], progress=bar))
+
+
 def _show(document: dict[str, Any], out: Output) -> None:
     types = ", ".join(f"{part} {name}" for part, name in document["types"].items() if name)
     out.line(f"{document['path']}: {document['bytes'] / 1e6:.1f} MB, {document['layers']} layers, {types}")
@@ -83,6 +108,12 @@ def _show(document: dict[str, Any], out: Output) -> None:
         return
     error = ", ".join(f"{part} {value:.2g}" for part, value in document["error"].items())
     out.line(f"packed in {document['seconds']:.1f} s; relative error of the weights: {error}")
+    if document["agreement"] is not None:
+        found = document["agreement"]
+        out.line(
+            f"against the dense weights, {found['tokens']} tokens: logits differ by {found['max_abs_logit_diff']:.2g} "
+            f"at most, mean KL {found['mean_kl']:.2g} nats, same top token {100 * found['top1_agreement']:.0f} %"
+        )
 
 
 def _asked(name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -133,6 +134,10 @@ class LLM:
         """Begin to count anew what `sparsity` and, of a sparse model, `bytes_per_token` tell."""
         if self._sparsity is not None:
             self._sparsity.clear()
+
+    def every_neuron(self) -> AbstractContextManager[None]:
+        """Decode densely meanwhile, as with selector `all`; not while requests run."""
+        return nullcontext() if self._sparsity is None else self._sparsity.suspended()
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt

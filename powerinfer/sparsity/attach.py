@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,18 @@ class Sparsity:
         """Begin to count anew."""
         for layer in range(len(self.verdicts)):
             self.executor.clear_neuron_counts(layer)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """All layers dense meanwhile."""
+        from powerinfer.sparsity.trial import apply
+
+        for layer in range(len(self.verdicts)):
+            self.executor.set_ways(layer, {})
+        try:
+            yield
+        finally:
+            apply(self.executor, self.verdicts)
 
     def bytes_per_token(self, dense: int) -> int:
         """Bytes of weights read for a token, from the dense model's and from what sparse layers were seen to read."""
