@@ -155,7 +155,8 @@ def activity_table(document: dict[str, Any]) -> str:
     layers = len(next(iter(document["profiles"].values()))["layers"])
     note = (
         f"Models of shape {document['shape']} with {layers} layers, {tokens} random tokens; "
-        f"commit {document['commit']}. The share of a layer is the mean over the layers."
+        f"commit {document['commit']}. The share of a layer is the mean over the layers; it is measured low where a "
+        "neuron is expected less than about once in so many tokens, as in the quiet layers of opt-30b."
     )
     return "\n".join([*lines, "", note, ""])
 
