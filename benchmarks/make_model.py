@@ -85,7 +85,7 @@ NUMBERS: dict[str, tuple[str, type, str]] = {
     "--noise-rank": ("noise_rank", int, "directions that firing hangs on"),
     "--rest": ("rest", float, "share of the noise that no predictor knows"),
     "--recall": ("recall", float, "what the predictor is set to"),
-    "--fatrelu-threshold": ("offset", float, "of --activation fatrelu"),
+    "--fatrelu-threshold": ("offset", float, "of --activation fatrelu, there 0.01"),
     "--seed": ("seed", int, "of all random numbers; the same seed gives the same bytes"),
 }
 
@@ -117,7 +117,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if arguments.profile:
         values |= PROFILES[arguments.profile]
     if arguments.activation == "fatrelu":
-        values["offset"] = 0.01  # ProSparse's
+        values["offset"] = 0.01  # as ProSparse's models have
     given = {name: getattr(arguments, name) for name, _, _ in NUMBERS.values()}
     given = {name: value for name, value in given.items() if value is not None}
     if "offset" in given and arguments.activation != "fatrelu":

@@ -35,7 +35,7 @@ ENGINES = {
     "all": ["--selector", "all"],
     "exact": ["--selector", "exact", "--no-trial"],
     "predicted": ["--selector", "predicted", "--no-trial"],
-    "predicted, trial": ["--selector", "predicted"],
+    "predicted-trial": ["--selector", "predicted"],
 }
 
 

@@ -110,7 +110,7 @@ def speed_table(document: dict[str, Any]) -> str:
             cell(entry, "all"),
             cell(entry, "exact", "all"),
             cell(entry, "predicted", first),
-            cell(entry, "predicted, trial", first),
+            cell(entry, "predicted-trial", first),
             *(cell(entry, peer) for peer in peers),
             *(f"{value / 1e6:.0f}" if value else "" for value in read.values()),
             f"{100 * share:.0f} %" if share else "",
@@ -177,7 +177,7 @@ def draw(document: dict[str, Any]) -> None:
     for column, kind in enumerate(kinds):
         entries = [entry for entry in document["sparse"] if entry["type"] == kind]
         speeds, read, alone = (row[column] for row in axes)
-        for engine, marker in (("all", "s"), ("exact", "o"), ("predicted", "^"), ("predicted, trial", "v")):
+        for engine, marker in (("all", "s"), ("exact", "o"), ("predicted", "^"), ("predicted-trial", "v")):
             line(speeds, entries, engine, lambda entry, engine=engine: rate(entry, engine), marker=marker)
             line(read, entries, engine, lambda entry, engine=engine: megabytes(entry, engine), marker=marker)
         for peer in document["peers"]:

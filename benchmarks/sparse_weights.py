@@ -33,6 +33,7 @@ FFN_WRITES = 0.3  # variance that all layers' FFNs together add, relative to the
 ATTENTION_WRITES = 0.1  # the same of attention to a single token; over many tokens it averages out
 ATTENTION_LEFT = 0.05  # share of that which is counted on: a token sees some twenty others
 HEAD_GAIN = 3.0  # standard deviation of the logits, about
+SMALLEST_VOCAB = 1000  # room for what make_models.vocabulary always has
 ROWS = 512  # of a block that is computed at once
 
 ACTIVATIONS = {"llama": ("relu", "relu2", "fatrelu", "drelu"), "opt": ("relu",), "falcon": ("relu", "relu2")}
@@ -66,6 +67,8 @@ class Plan:
             raise ValueError(f"{self.family} models have no activation {self.activation} (only {known})")
         if self.d_model % self.n_heads or self.n_heads % self.n_kv_heads or self.head_dim % 2:
             raise ValueError(f"{self.n_heads} heads, {self.n_kv_heads} for keys, do not suit width {self.d_model}")
+        if self.vocab < SMALLEST_VOCAB:
+            raise ValueError(f"a vocabulary of {self.vocab} does not hold the {SMALLEST_VOCAB} tokens there must be")
         if self.family == "opt" and self.n_kv_heads != self.n_heads:
             raise ValueError("OPT has as many key-value heads as heads")
         if not 0 < self.noise_rank <= self.d_model - 2:

@@ -261,6 +261,7 @@ def test_impossible_models_are_refused() -> None:
     for more in (
         {"family": "opt", "activation": "drelu"},
         {"n_heads": 3},
+        {"vocab": 999},
         {"noise_rank": 127},
         {"active": 0.0},
         {"active": 0.5, "layer_ratio": 50.0},
