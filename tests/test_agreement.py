@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -209,7 +210,11 @@ def test_eval_agreement(relu: Path, text: str) -> None:
     result = document("eval", "agreement", *flags, "--selector", "predicted", "--against", "exact", "--step", "4")
     assert 0 < result["recall"] < 1 and result["candidate_fraction"] > result["active_fraction"] > 0
     shown = powerinfer("eval", "agreement", *flags, "--selector", "predicted").stdout
-    assert "predicted against all, 60 positions" in shown and "recall" in shown and "mean KL" in shown
+    assert (
+        "predicted against all, 60 positions" in shown
+        and "% of those that fire among them" in shown
+        and "mean KL" in shown
+    )
 
 
 def test_eval_agreement_gives_the_threshold_to_the_selector_that_takes_it(silu: Path, text: str) -> None:
@@ -288,6 +293,8 @@ def test_run_and_chat_sum_it_up(relu: Path) -> None:
         sparsity = found["sparsity"]
         assert sparsity["selector"] == "exact" and sparsity["ways"] == {"exact": 2} and "layers" not in sparsity
         assert 0 < sparsity["active_fraction"] < 1 and sparsity["bytes_per_token"] > 0
+    shown = powerinfer("run", "a cab back bab abc cad", "--raw", "--verbose", *flags).stderr
+    assert re.search(r"^neurons +[0-9.]+ % active, [0-9.]+ MB of FFN weights a token$", shown, re.MULTILINE)
     assert "sparsity" not in document(
         "run", "a cab", "--raw", "-m", str(relu), "--selector", "all", "--max-tokens", "5"
     )

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, model_flag, open_llm
+from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_text
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.runtime.request import SamplingParams
@@ -119,13 +119,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
 
 
 def _show_sparsity(sparsity: dict[str, Any], out: Output) -> None:
-    if sparsity["tokens"]:
-        needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]
-        if sparsity["recall"] is not None:
-            found = f"{100 * sparsity['recall']:.1f} % of those active"
-            needed.append(f"{100 * sparsity['candidate_fraction']:.1f} % candidates with {found}")
-        needed.append(f"{sparsity['bytes_per_token'] / 1e6:.1f} MB of FFN weights a token")
-        out.line(f"{'neurons':<12}{', '.join(needed)}")
+    out.line(f"{'neurons':<12}{sparsity_text(sparsity)}")
     ways: dict[str, list[int]] = {}
     for layer in sparsity["layers"]:
         ways.setdefault(layer["ways"]["1"], []).append(layer["layer"])

@@ -230,3 +230,15 @@ def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
     layers = report.pop("layers")
     ways = [layer["ways"]["1"] for layer in layers]
     return {**report, "ways": {way: ways.count(way) for way in sorted(set(ways))}}
+
+
+def sparsity_text(sparsity: Mapping[str, Any]) -> str:
+    """What the tokens needed, for people, from `LLM.sparsity` or its summary."""
+    if not sparsity["tokens"]:
+        return "no token was computed sparsely"
+    needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]
+    if sparsity["selector"] == "predicted":
+        needed.append(f"{100 * sparsity['candidate_fraction']:.1f} % candidates")
+    if sparsity["recall"] is not None:
+        needed.append(f"{100 * sparsity['recall']:.1f} % of those that fire among them")
+    return ", ".join([*needed, f"{sparsity['bytes_per_token'] / 1e6:.1f} MB of FFN weights a token"])

@@ -22,7 +22,7 @@ import dataclasses
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_summary
+from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_summary, sparsity_text
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 
@@ -118,12 +118,8 @@ def _open(args: argparse.Namespace, selector: str, out: Output) -> LLM:
 
 
 def _show_sparsity(sparsity: dict[str, Any] | None, out: Output) -> None:
-    if sparsity is None:
-        return
-    shown = {"neurons active": "active_fraction", "candidates": "candidate_fraction", "recall": "recall"}
-    for label, name in shown.items():
-        if sparsity[name] is not None:
-            out.line(f"{label:<18}{100 * sparsity[name]:.2f} %")
+    if sparsity is not None:
+        out.line(f"{'neurons':<18}{sparsity_text(sparsity)}")
 
 
 def _read(path: str) -> str:

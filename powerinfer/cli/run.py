@@ -23,6 +23,7 @@ from powerinfer.cli.common import (
     model_flag,
     open_llm,
     sparsity_summary,
+    sparsity_text,
 )
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
@@ -118,5 +119,7 @@ def describe(completion: Completion) -> dict[str, Any]:
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
     rows = {**llm.choices, **{name: f"{value:.3f}" for name, value in document.get("timings", {}).items() if value}}
     rows |= {name: value for name, value in document.items() if name.endswith("_tokens")}
+    if llm.sparsity is not None:
+        rows["neurons"] = sparsity_text(llm.sparsity)
     for name, value in rows.items():
         out.note(f"{name:<18}{value}")
