@@ -49,14 +49,14 @@ def rate(entry: dict[str, Any], engine: str) -> float | None:
 def crossing(points: list[tuple[float, float]]) -> float | None:
     """Fraction active from which on a selector is no faster: where the line through (fraction, ratio) falls to 1.
 
-    points: in order of the fraction. None where it begins below 1; the last fraction where it never falls to 1.
+    points: in order of the fraction. None where it begins below 1; infinity where it never falls to 1.
     """
     if not points or points[0][1] <= 1:
         return None
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if y1 <= 1:
             return x0 + (y0 - 1) / (y0 - y1) * (x1 - x0)
-    return points[-1][0]
+    return math.inf
 
 
 def share_of_bandwidth(entry: dict[str, Any], engine: str) -> float | None:
@@ -130,8 +130,11 @@ def crossing_lines(document: dict[str, Any]) -> list[str]:
         entries = [entry for entry in document["sparse"] if entry["type"] == kind]
         for engine in ("exact", "predicted"):
             ratios = [(entry["active"], entry["ratio"].get(engine, {}).get("all")) for entry in entries]
-            found = crossing([(active, ratio["median"]) for active, ratio in ratios if ratio])
-            if found is not None:
+            points = [(active, ratio["median"]) for active, ratio in ratios if ratio]
+            found = crossing(points)
+            if found == math.inf:
+                lines.append(f"- `{engine}` in {kind} is faster than `all` up to {100 * points[-1][0]:g} % active")
+            elif found is not None:
                 lines.append(f"- `{engine}` in {kind} is as fast as `all` at {100 * found:.0f} % active")
     return ["", *lines] if lines else []
 

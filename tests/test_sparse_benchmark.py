@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ echo '[{"avg_ts": 16.0}]'
 
 def test_crossing() -> None:
     assert sparse_table.crossing([(0.1, 2.0), (0.5, 1.5), (0.7, 0.5), (1.0, 0.4)]) == pytest.approx(0.6)
-    assert sparse_table.crossing([(0.1, 2.0), (1.0, 1.2)]) == 1.0
+    assert sparse_table.crossing([(0.1, 2.0), (1.0, 1.2)]) == math.inf
     assert sparse_table.crossing([(0.1, 0.9), (0.2, 1.2)]) is None
     assert sparse_table.crossing([]) is None
 
@@ -77,3 +78,5 @@ def test_run_and_table(tmp_path: Path) -> None:
     )
     # 1.5 times at 5 %, half at 20 %: equal in the middle
     assert "- `exact` in F16 is as fast as `all` at 12 % active" in sparse_table.speed_table(document)
+    del document["sparse"][1]
+    assert "- `exact` in F16 is faster than `all` up to 5 % active" in sparse_table.speed_table(document)
