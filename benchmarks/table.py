@@ -38,7 +38,8 @@ def speed() -> dict[str, Any] | None:
     entries: dict[tuple[str, int], dict[str, Any]] = {}
     for document in documents:
         bandwidth = merged.get("read_bandwidth_gb_s", {}) | document["read_bandwidth_gb_s"]
-        merged = merged | document | {"read_bandwidth_gb_s": bandwidth}
+        python = [*merged.get("python", ()), *document.get("python", ())]
+        merged = merged | document | {"read_bandwidth_gb_s": bandwidth, "python": python}
         for entry in document["speed"]:
             entries[entry["model"], entry["threads"]] = entry | {"commit": document["commit"]}
     merged["speed"] = list(entries.values())
@@ -109,9 +110,9 @@ def derived_lines(document: dict[str, Any]) -> list[str]:
         if own.get("bytes_per_token") and bandwidth:
             rate = own["bytes_per_token"] * own["decode_tok_s"]["median"] / 1e9
             parts.append(f"{rate:.1f} GB/s of {bandwidth:.1f} GB/s read bandwidth")
-        for share in document.get("python", ()):
-            if (share["model"], share["threads"]) == (model, threads):
-                parts.append(f"{100 * share['python_share']:.1f} % of a step in Python")
+        shares = [one for one in document.get("python", ()) if (one["model"], one["threads"]) == (model, threads)]
+        if shares:
+            parts.append(f"{100 * shares[-1]['python_share']:.1f} % of a step in Python")
         if parts:
             lines.append(f"- decode of {model_label(model)} with {threads} threads: " + ", ".join(parts))
     return ["", *lines] if lines else []
