@@ -122,7 +122,8 @@ void SparseFfn::reach_floor(Thread& t, const Step& step) {
     for (int64_t i : few) {
       float* z = s.z.data() + i * s.ldz;
       std::iota(order.begin(), order.end(), 0);
-      std::nth_element(order.begin(), order.begin() + (floor - 1), order.end(), [z](int32_t a, int32_t b) { return z[a] > z[b] || (z[a] == z[b] && a < b); });
+      const auto guess = [z](int32_t i) { return isnan(z[i]) ? INFINITY : z[i]; };  // an order even where weights are no numbers
+      std::nth_element(order.begin(), order.begin() + (floor - 1), order.end(), [guess](int32_t a, int32_t b) { return guess(a) > guess(b) || (guess(a) == guess(b) && a < b); });
       for (int64_t j = 0; j < floor; j++) z[order[(size_t)j]] = INFINITY;
     }
   }

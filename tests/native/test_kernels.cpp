@@ -1,96 +1,9 @@
-// The kernels of every level that runs here, against plain loops in double precision. No framework and no Python, so that
-// it also runs under an emulator and under the sanitisers. Prints one line a failure and 'N passed, N failed' at the end.
-//
-// Tolerances are bounds on rounding: a chain of n operations is off by at most n u / (1 - n u) of the sum of the absolute
-// terms, u = 2^-24. Buffers have exactly the size that the contract in table.h asks for, so that AddressSanitizer sees a
-// kernel that reaches further, and outputs start as NaN, so that what is not written is seen.
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <algorithm>
-#include <limits>
-#include <memory>
-#include <string>
-#include <vector>
-
-#include "levels.h"
-#include "pack.h"
-#include "pool.h"
-#include "program.h"
+// The kernels of every level that runs here, against plain loops in double precision (checks.h says how).
+#include "checks.h"
 
 namespace {
 
-constexpr double U = 1.0 / (1 << 24);
-const float NOT = std::numeric_limits<float>::quiet_NaN();
-const char* const TYPES[PI_N_TYPES] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
-
-double gamma_of(double n) { return n * U / (1 - n * U); }
-
-// ---- Results -----------------------------------------------------------------------------------------------------
-
-int passed = 0, failed = 0;
-
-void result(bool good, const std::string& what) {
-  if (good) { passed++; return; }
-  failed++;
-  if (failed <= 50) printf("FAILED %s\n", what.c_str());
-}
-
-// Many values that make one check: the worst one is told. NaN is a failure.
-struct Check {
-  std::string name, first;
-  int64_t wrong = 0, all = 0;
-  explicit Check(std::string n) : name(std::move(n)) {}
-  void near(double got, double wanted, double bound, int64_t at) {
-    all++;
-    if (fabs(got - wanted) <= bound) return;
-    note("at %lld: got %.9g, wanted %.9g within %.3g", at, got, wanted, bound);
-  }
-  void same(float got, float wanted, int64_t at) {
-    all++;
-    uint32_t a, b;
-    memcpy(&a, &got, 4);
-    memcpy(&b, &wanted, 4);
-    if (a != b) note("at %lld: got %.9g, wanted exactly %.9g, %g", at, got, wanted, 0.0);
-  }
-  void yes(bool good, int64_t at) {
-    all++;
-    if (!good) note("at %lld: %g %g %g", at, 0, 0, 0);
-  }
-  ~Check() { result(wrong == 0 && all > 0, name + ": " + std::to_string(wrong) + " of " + std::to_string(all) + " wrong, the first " + first); }
-
- private:
-  void note(const char* format, int64_t at, double a, double b, double c) {
-    if (wrong++ > 0) return;
-    char line[200];
-    snprintf(line, sizeof line, format, (long long)at, a, b, c);
-    first = line;
-  }
-};
-
-// ---- Random data ---------------------------------------------------------------------------------------------------
-
-struct Random {
-  uint64_t state;
-  explicit Random(uint64_t seed) : state(seed * 0x9e3779b97f4a7c15u + 1) {}
-  uint32_t next() {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    uint64_t x = state;
-    x ^= x >> 29;
-    x *= 0xbf58476d1ce4e5b9u;
-    return (uint32_t)(x >> 32);
-  }
-  double uniform() { return ((double)next() + 0.5) / 4294967296.0; }
-  float normal() { return (float)(sqrt(-2 * log(uniform())) * cos(6.283185307179586 * uniform())); }
-  std::vector<float> normals(int64_t n, float scale = 1) {
-    std::vector<float> v((size_t)n);
-    for (float& x : v) x = scale * normal();
-    return v;
-  }
-};
 
 // Halves by their definition, not by the code under test.
 double half_value(uint16_t h) {
@@ -108,91 +21,6 @@ double to_half(double x) {
   return copysign(nearbyint(a / unit) * unit, x);
 }
 
-struct Aligned {
-  uint8_t* data;
-  explicit Aligned(int64_t bytes) : data((uint8_t*)aligned_alloc(64, (size_t)pi_round_up(std::max<int64_t>(bytes, 64), 64))) {}
-  ~Aligned() { free(data); }
-  Aligned(const Aligned&) = delete;
-  Aligned& operator=(const Aligned&) = delete;
-};
-
-bool is_quantised(int type) { return type >= PI_Q8_0; }
-
-// Random stored rows: every code occurs, scales have both signs.
-std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
-  std::vector<uint8_t> out((size_t)(rows * stored_row_bytes(type, k)));
-  const auto put_half = [&](uint8_t* p) {
-    const uint16_t h = (uint16_t)((r.next() & 1) << 15 | (6 + r.next() % 6) << 10 | (r.next() & 1023));
-    memcpy(p, &h, 2);
-  };
-  if (!is_quantised(type)) {
-    for (int64_t i = 0; i < rows * k; i++) {
-      const float x = r.normal();
-      if (type == PI_F32) memcpy(&out[(size_t)i * 4], &x, 4);
-      else if (type == PI_F16) put_half(&out[(size_t)i * 2]);
-      else memcpy(&out[(size_t)i * 2], (const uint8_t*)&x + 2, 2);  // the upper half of a little-endian float
-    }
-    return out;
-  }
-  for (uint8_t& b : out) b = (uint8_t)r.next();
-  const int64_t size = stored_row_bytes(type, pi_block(type));
-  for (size_t at = 0; at < out.size(); at += (size_t)size) {
-    put_half(&out[at + (type == PI_Q6_K ? 208 : 0)]);
-    if (type == PI_Q4_1 || type == PI_Q5_1 || type == PI_Q4_K || type == PI_Q5_K) put_half(&out[at + 2]);
-  }
-  return out;
-}
-
-// Rows whose values are |scale * code| + |minimum|: what the rounding of a type with minima is relative to.
-std::vector<uint8_t> magnitudes(int type, std::vector<uint8_t> rows) {
-  const int64_t size = stored_row_bytes(type, pi_block(type));
-  const bool one = type == PI_Q4_1 || type == PI_Q5_1, k = type == PI_Q4_K || type == PI_Q5_K;
-  for (size_t at = 0; (one || k) && at < rows.size(); at += (size_t)size) {
-    rows[at + 1] &= 0x7f;
-    if (one) rows[at + 3] &= 0x7f; else rows[at + 3] |= 0x80;
-  }
-  return rows;
-}
-
-// ---- Activations -----------------------------------------------------------------------------------------------------
-
-struct Acts {
-  int64_t tokens, k, ldb;
-  std::vector<float> f, d, sd;
-  std::vector<uint16_t> b;
-  std::vector<int8_t> q;
-  std::vector<int16_t> s;
-
-  Acts(const PiKernels* kernels, int type, int64_t tokens, int64_t k, std::vector<float> x) : tokens(tokens), k(k), ldb(pi_round_up(k, 32)), f(std::move(x)) {
-    const int form = pi_form(type);
-    if (form == PI_FORM_BF16) b.assign((size_t)(tokens * ldb), 0x7fc0);
-    if (form == PI_FORM_Q8) {
-      q.assign((size_t)(tokens * k), -128);
-      d.assign((size_t)(tokens * (k / 32)), NOT);
-      sd = d;
-      s.assign((size_t)(tokens * (k / 16)), -30000);
-    }
-    for (int64_t t = 0; t < tokens; t++) kernels->forms(f.data() + t * k, k, form, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)), at(sd, t * (k / 32)), at(s, t * (k / 16)));
-  }
-  // Null where the form was not asked for.
-  template <class T> static T* at(std::vector<T>& v, int64_t i) { return v.empty() ? nullptr : v.data() + i; }
-  template <class T> static const T* at(const std::vector<T>& v, int64_t i) { return v.empty() ? nullptr : v.data() + i; }
-  // The forms from token t on.
-  PiActs from(int64_t t) const {
-    return {f.data() + t * k, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)), at(sd, t * (k / 32)), at(s, t * (k / 16)), k, k, ldb};
-  }
-  // What the weights are multiplied with.
-  double value(int type, int64_t t, int64_t i) const {
-    const int form = pi_form(type);
-    if (form == PI_FORM_F32) return f[(size_t)(t * k + i)];
-    if (form == PI_FORM_Q8) return (double)d[(size_t)(t * (k / 32) + i / 32)] * q[(size_t)(t * k + i)];
-    const uint32_t u = (uint32_t)b[(size_t)(t * ldb + i)] << 16;
-    float v;
-    memcpy(&v, &u, 4);
-    return v;
-  }
-};
-
 void test_forms(const PiKernels* kernels) {
   const PiKernels* scalar = find_level("scalar");
   Check q8(std::string(kernels->name) + " forms q8"), bf16(std::string(kernels->name) + " forms bf16"), same(std::string(kernels->name) + " forms as scalar");
@@ -201,7 +29,7 @@ void test_forms(const PiKernels* kernels) {
     std::vector<float> x = r.normals(k, 3);
     if (k >= 64) for (int i = 0; i < 32; i++) x[(size_t)i] = 0;                        // a block of zeros
     if (k >= 96) for (int i = 32; i < 64; i++) x[(size_t)i] = (float)(i - 48) / 2;   // many ties
-    const Acts a(kernels, PI_BF16, 1, k, x), b(scalar, PI_BF16, 1, k, x);
+    const Acts a(kernels, PI_FORM_BF16, 1, k, x), b(scalar, PI_FORM_BF16, 1, k, x);
     for (int64_t i = 0; i < a.ldb; i++) {
       uint32_t u = 0;
       if (i < k) memcpy(&u, &x[(size_t)i], 4);
@@ -210,7 +38,7 @@ void test_forms(const PiKernels* kernels) {
       same.yes(a.b[(size_t)i] == b.b[(size_t)i], i);
     }
     if (k % 32) continue;
-    const Acts c(kernels, PI_Q8_0, 1, k, x), e(scalar, PI_Q8_0, 1, k, x);
+    const Acts c(kernels, PI_FORM_Q8, 1, k, x), e(scalar, PI_FORM_Q8, 1, k, x);
     same.yes(c.q == e.q && c.s == e.s && c.d == e.d && c.sd == e.sd, k);
     for (int64_t block = 0; block < k / 32; block++) {
       float most = 0;
@@ -234,21 +62,31 @@ void test_forms(const PiKernels* kernels) {
 // minimum; before that come the factors of the block, at most 6 of them, and what the reference's own row was rounded by.
 double chain(int type, int64_t k) { return is_quantised(type) ? 2.0 * (double)(k / 32) + 12 : (double)k + 6; }
 
+// Rows whose values are |scale * code| + |minimum|: what the rounding of a type with minima is relative to.
+std::vector<uint8_t> magnitudes(int type, std::vector<uint8_t> rows) {
+  const int64_t size = stored_row_bytes(type, pi_block(type));
+  const bool one = type == PI_Q4_1 || type == PI_Q5_1, k = type == PI_Q4_K || type == PI_Q5_K;
+  for (size_t at = 0; (one || k) && at < rows.size(); at += (size_t)size) {
+    rows[at + 1] &= 0x7f;
+    if (one) rows[at + 3] &= 0x7f; else rows[at + 3] |= 0x80;
+  }
+  return rows;
+}
+
 void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_t most, const std::vector<int64_t>& counts) {
   const std::string name = std::string(kernels->name) + " linear " + TYPES[type] + " k=" + std::to_string(k) + " rows=" + std::to_string(rows);
   Random r((uint64_t)(type * 1000003 + k * 131 + rows));
   const std::vector<uint8_t> stored = random_rows(r, type, rows, k), large = magnitudes(type, stored);
   const int64_t panels = (rows + 15) / 16, ldo = panels * 16, row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
-  Aligned packed(panels * panel_bytes), scratch(pi_linear_scratch(k));
-  memset(packed.data, 0, (size_t)(panels * panel_bytes));
-  pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data, 0, panels);
-  const Acts acts(kernels, type, most, k, r.normals(most * k));
+  Exact<uint8_t> packed((size_t)(panels * panel_bytes)), scratch((size_t)pi_linear_scratch(k));
+  pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data(), 0, panels);
+  const Acts acts(kernels, pi_form(type), most, k, r.normals(most * k));
   std::vector<float> bias = r.normals(ldo), before = r.normals(most * ldo);
 
   const auto run = [&](std::vector<float>& out, int64_t first, int64_t tokens, int64_t p0, int64_t p1, bool with_bias, bool add) {
     const PiActs a = acts.from(first);
-    const PiLinear l{packed.data, with_bias ? bias.data() : nullptr, out.data(), ldo, type, add};
-    kernels->linear(&l, &a, p0, p1, tokens, scratch.data);
+    const PiLinear l{packed.data(), with_bias ? bias.data() : nullptr, out.data(), ldo, type, add};
+    kernels->linear(&l, &a, p0, p1, tokens, scratch.data());
   };
   std::vector<float> plain((size_t)(most * ldo), NOT), full = before;
   run(plain, 0, most, 0, panels, false, false);
@@ -323,19 +161,18 @@ void test_hostile(const PiKernels* kernels) {
     const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, 1e-38f, -0.0f};
     for (int i = 0; i < 8; i++) x[(size_t)(i * k + 40)] = odd[i];
     std::fill(x.begin() + 8 * k, x.begin() + 9 * k, 1e-45f);
-    Aligned packed(panels * pi_panel_bytes(type, k)), scratch(pi_linear_scratch(k));
-    memset(packed.data, 0, (size_t)(panels * pi_panel_bytes(type, k)));
-    pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data, 0, panels);
-    const Acts acts(kernels, type, tokens, k, x);
+    Exact<uint8_t> packed((size_t)(panels * pi_panel_bytes(type, k))), scratch((size_t)pi_linear_scratch(k));
+    pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data(), 0, panels);
+    const Acts acts(kernels, pi_form(type), tokens, k, x);
     std::vector<float> all((size_t)(tokens * ldo), 12345.0f), one((size_t)ldo);
     PiActs a = acts.from(0);
-    PiLinear l{packed.data, nullptr, all.data(), ldo, type, 0};
-    kernels->linear(&l, &a, 0, panels, tokens, scratch.data);
+    PiLinear l{packed.data(), nullptr, all.data(), ldo, type, 0};
+    kernels->linear(&l, &a, 0, panels, tokens, scratch.data());
     for (int64_t t = 0; t < tokens; t++) {
       std::fill(one.begin(), one.end(), 54321.0f);
       a = acts.from(t);
       l.out = one.data();
-      kernels->linear(&l, &a, 0, panels, 1, scratch.data);
+      kernels->linear(&l, &a, 0, panels, 1, scratch.data());
       for (int64_t i = 0; i < ldo; i++) {
         const float v = all[(size_t)(t * ldo + i)], w = one[(size_t)i];
         check.yes(v != 12345.0f && w != 54321.0f, t * ldo + i);
@@ -352,14 +189,13 @@ void test_hostile(const PiKernels* kernels) {
     kernels->layer_norm(x.data(), w.data(), nullptr, n, 1e-5f, out.data());
     for (int act = 0; act < PI_N_ACTS; act++) kernels->activate(act, 0.5f, x.data(), up.data(), n);
     for (int type = 0; type < PI_N_KV_TYPES; type++) {
-      Aligned cache(pi_kv_head_bytes(type, n));
-      memset(cache.data, 0, (size_t)pi_kv_head_bytes(type, n));
+      Exact<uint8_t> cache((size_t)pi_kv_head_bytes(type, n));
       std::fill(x.begin(), x.end(), bad);
-      kernels->store_kv(type, cache.data, 0, x.data(), x.data(), (int)n);
-      kernels->store_kv(type, cache.data, 1, w.data(), x.data(), (int)n);
+      kernels->store_kv(type, cache.data(), 0, x.data(), x.data(), (int)n);
+      kernels->store_kv(type, cache.data(), 1, w.data(), x.data(), (int)n);
       const int32_t page = 0;
-      std::vector<float> scratch((size_t)pi_attention_scratch(n)), got((size_t)(2 * n), 12345.0f), q((size_t)(2 * n), bad);
-      const PiAttention a{q.data(), got.data(), cache.data, &page, n, n, 0, 0, 0, (int)n, (int)n, 1, 0};
+      Exact<float> scratch((size_t)pi_attention_scratch(n)), got((size_t)(2 * n), 12345.0f), q((size_t)(2 * n), bad);
+      const PiAttention a{q.data(), got.data(), cache.data(), &page, n, n, 0, 0, 0, (int)n, (int)n, 1, 0};
       kernels->attention[type](&a, 0, 0, 2, scratch.data());
       for (size_t i = 0; i < got.size(); i++) check.yes(got[i] != 12345.0f, (int64_t)i);
     }
@@ -379,13 +215,11 @@ void test_row_map() {
       map[(size_t)i] = i % 5 == 4 ? -1 : (int32_t)(i * 7 % rows);
       if (map[(size_t)i] >= 0) memcpy(&moved[(size_t)(i * row_bytes)], &stored[(size_t)(map[(size_t)i] * row_bytes)], (size_t)row_bytes);
     }
-    Aligned a(panels * bytes), b(panels * bytes);
-    memset(a.data, 0, (size_t)(panels * bytes));
-    memset(b.data, 0, (size_t)(panels * bytes));
-    pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data, 0, 2);
-    pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data, 2, 3);
-    pack_panels(type, moved.data(), panels * 16, k, nullptr, 0, b.data, 0, panels);
-    same.yes(memcmp(a.data, b.data, (size_t)(panels * bytes)) == 0, type);
+    Exact<uint8_t> a((size_t)(panels * bytes)), b((size_t)(panels * bytes));
+    pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data(), 0, 2);
+    pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data(), 2, 3);
+    pack_panels(type, moved.data(), panels * 16, k, nullptr, 0, b.data(), 0, panels);
+    same.yes(a == b, type);
   }
 }
 
@@ -539,8 +373,7 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
                            " window=" + std::to_string(window) + " position=" + std::to_string(position) + " count=" + std::to_string(count);
   Random r((uint64_t)(type + 10 * dim + 1000 * group + 10000 * window + position));
   const int64_t head_bytes = pi_kv_head_bytes(type, pad), page_bytes = head_bytes * kv_heads;
-  Aligned cache(total * page_bytes);
-  memset(cache.data, 0xff, (size_t)(total * page_bytes));  // NaN everywhere: what a page held before must not matter
+  Exact<uint8_t> cache((size_t)(total * page_bytes), 0xff);  // NaN everywhere: what a page held before must not matter
   std::vector<int32_t> table((size_t)pages);
   for (int64_t p = 0; p < pages; p++) table[(size_t)p] = (int32_t)((p * 3 + 2) % total);
   std::vector<std::vector<double>> keys, values;  // [position * kv_heads + g]
@@ -551,7 +384,7 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
       std::fill(v.begin() + dim, v.end(), 0.0f);
       if (p == 0) v[0] = 1e6f;  // beyond a half
       if (p == 1) std::fill(k.begin(), k.end(), 0.0f);
-      uint8_t* head = cache.data + table[(size_t)(p / PI_PAGE)] * page_bytes + g * head_bytes;
+      uint8_t* head = cache.data() + table[(size_t)(p / PI_PAGE)] * page_bytes + g * head_bytes;
       if (p % 2) {
         kernels->store_kv(type, head, (int)(p % PI_PAGE), k.data(), v.data(), pad);
       } else {
@@ -564,8 +397,8 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
   }
   const int64_t q_stride = (int64_t)heads * pad + 3, out_stride = (int64_t)heads * dim;
   std::vector<float> q = r.normals(count * q_stride, 1 / sqrtf((float)dim)), out((size_t)(count * out_stride), NOT);
-  std::vector<float> scratch((size_t)pi_attention_scratch(pad), NOT);
-  const PiAttention a{q.data(), out.data(), cache.data, table.data(), q_stride, out_stride, page_bytes, head_bytes, position, dim, pad, group, window};
+  Exact<float> scratch((size_t)pi_attention_scratch(pad), NOT);
+  const PiAttention a{q.data(), out.data(), cache.data(), table.data(), q_stride, out_stride, page_bytes, head_bytes, position, dim, pad, group, window};
   const int64_t rows = count * group;
   for (int g = 0; g < kv_heads; g++) {
     for (int64_t r0 = 0; r0 < rows; r0 += PI_ATTENTION_ROWS) kernels->attention[type](&a, g, r0, std::min<int64_t>(r0 + PI_ATTENTION_ROWS, rows), scratch.data());
@@ -750,6 +583,7 @@ void test_program(const PiKernels* kernels) {
 }  // namespace
 
 int main() {
+  watch_fences();
   for (int h = 0; h < 65536; h++) {  // the reference's own halves
     const double v = half_value((uint16_t)h);
     if (isfinite(v) && to_half(v) != v) { result(false, "to_half"); break; }

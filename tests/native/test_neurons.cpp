@@ -1,0 +1,780 @@
+// The kernels over single neurons at every level that runs here, and the sparse FFN made of them, against plain loops in double
+// precision (checks.h says how).
+#include "bundles.h"
+#include "checks.h"
+#include "sparse.h"
+
+namespace {
+
+const int PART_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
+const char* const KINDS[] = {"dot", "add"};
+const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096}, BLOCK_WIDTHS = {32, 64, 96, 160, 512, 544, 1056};
+
+const std::vector<int64_t>& widths(int type) { return is_quantised(type) ? BLOCK_WIDTHS : FLOAT_WIDTHS; }
+
+using List = std::vector<int32_t>;
+
+// Empty, whole, single, odd, every other, and in no order.
+std::vector<List> lists(int32_t n) {
+  List all, odd, back;
+  for (int32_t i = 0; i < n; i++) all.push_back(i);
+  for (int32_t i = 1; i < n; i += 2) odd.push_back(i);
+  for (int32_t i = 0; i < n - 1; i++) back.push_back((i * 7 + 3) % n);
+  std::sort(back.begin(), back.end());
+  back.erase(std::unique(back.begin(), back.end()), back.end());
+  std::reverse(back.begin() + 1, back.end());
+  return {{}, all, {n - 1}, {0, n - 1}, {n - 1, 0, n / 2}, odd, back};
+}
+
+// ---- Parts -----------------------------------------------------------------------------------------------------------
+
+// A part as table.h describes it, from a stored row.
+std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k) {
+  if (!is_quantised(type)) {
+    std::vector<uint8_t> part((size_t)pi_round_up(2 * k, 64));
+    memcpy(part.data(), row, (size_t)(2 * k));
+    return part;
+  }
+  const int64_t codes = type == PI_Q8_0 ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2, size = type == PI_Q8_0 ? 34 : 18;
+  std::vector<uint8_t> part((size_t)pi_round_up(codes + 2 * pi_round_up(k / 32, 16), 64));
+  for (int64_t i = 0; i < k; i++) {
+    const uint8_t* block = row + i / 32 * size;
+    memcpy(&part[(size_t)(codes + i / 32 * 2)], block, 2);
+    if (type == PI_Q8_0) {
+      part[(size_t)i] = block[2 + i % 32];
+      continue;
+    }
+    const int code = i % 32 < 16 ? block[2 + i % 16] & 15 : block[2 + i % 16] >> 4;
+    const int64_t base = i / 128 * 64, e = i % 128, s = e / 16, l = e % 16;
+    const int64_t at = base + (kind == PI_DOT ? e % 64 : 4 * l + s / 2);
+    const bool high = kind == PI_DOT ? e >= 64 : s % 2;
+    part[(size_t)at] = (uint8_t)(part[(size_t)at] | (high ? code << 4 : code));
+  }
+  return part;
+}
+
+void test_parts() {
+  for (int type : PART_TYPES) {
+    for (int kind : {PI_DOT, PI_ADD}) {
+      Check check(std::string("parts ") + TYPES[type] + " " + KINDS[kind]);
+      for (int64_t k : widths(type)) {
+        Random r((uint64_t)(type * 1000 + kind * 100000 + k));
+        const int64_t rows = 5, bytes = pi_part_bytes(type, k), at = 64, stride = at + bytes, row_bytes = stored_row_bytes(type, k);
+        check.yes(bytes % 64 == 0, k);
+        const std::vector<uint8_t> random = random_rows(r, type, rows, k);
+        const Exact<uint8_t> stored(random.begin(), random.end());
+        Exact<uint8_t> data((size_t)(rows * stride), 0xaa);
+        pack_part(type, kind, rows, k, stored.data(), data.data() + at, stride);
+        for (int64_t i = 0; i < rows; i++) {
+          const uint8_t* bundle = data.data() + i * stride;
+          const std::vector<uint8_t> part = described(type, kind, stored.data() + i * row_bytes, k);
+          check.yes((int64_t)part.size() == bytes && memcmp(bundle + at, part.data(), (size_t)bytes) == 0, k);
+          for (int64_t j = 0; j < at; j++) check.yes(bundle[j] == 0xaa, k);
+          Exact<float> back((size_t)k, NOT), values((size_t)k, NOT);
+          unpack_part(type, kind, k, bundle + at, back.data());
+          unpack_row(type, stored.data() + i * row_bytes, k, values.data());
+          for (int64_t j = 0; j < k; j++) check.same(back[(size_t)j], values[(size_t)j], j);
+        }
+      }
+    }
+  }
+}
+
+// ---- Single kernels --------------------------------------------------------------------------------------------------
+
+// One part of some neurons, behind 64 bytes that belong to nobody; the last ends where the memory does.
+struct Part {
+  static constexpr int64_t AT = 64;
+  int64_t rows, k;
+  int type;
+  std::vector<float> values;  // [rows][k]
+  Exact<uint8_t> data;
+  PiPart part;
+
+  Part(Random& r, int type, int kind, int64_t rows, int64_t k) : rows(rows), k(k), type(type), values((size_t)(rows * k)) {
+    const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
+    for (int64_t i = 0; i < rows; i++) unpack_row(type, stored.data() + i * stored_row_bytes(type, k), k, &values[(size_t)(i * k)]);
+    const int64_t stride = AT + pi_part_bytes(type, k);
+    data.assign((size_t)(rows * stride), 0xff);
+    pack_part(type, kind, rows, k, stored.data(), data.data() + AT, stride);
+    part = {data.data() + AT, stride, k, type};
+  }
+  const float* row(int64_t i) const { return &values[(size_t)(i * k)]; }
+};
+
+// Roundings on the longest path of a term to a dot product, two for a step that is not fused: lanes of 16 elements; pairs of
+// them; 64 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
+double dot_chain(int type, int64_t k) {
+  switch (type) {
+    case PI_F16: return 2.0 * (double)((k + 15) / 16) + 4;
+    case PI_BF16: return 4.0 * (double)((k + 31) / 32) + 4;
+    case PI_Q8_0: return 2.0 * (double)((k + 63) / 64) + 5;
+    default: return 4.0 * (double)((k + 127) / 128) + 5;
+  }
+}
+
+void test_dots(const PiKernels* kernels) {
+  for (int type : PART_TYPES) {
+    for (int64_t k : widths(type)) {
+      const std::string name = std::string(kernels->name) + " dots " + TYPES[type] + " k=" + std::to_string(k);
+      Random r((uint64_t)(type * 100000 + k));
+      const int64_t rows = k > 2000 ? 13 : 23, most = PI_NEURON_TOKENS;
+      const Part part(r, type, PI_DOT, rows, k);
+      const Acts acts(kernels, pi_form(type), most, k, r.normals(most * k));
+      Check values(name), bits(name + " bits for any tokens and rows"), outside(name + " writes its part only");
+      std::vector<float> alone((size_t)(most * rows), NOT);
+      for (int64_t t = 0; t < most; t++) {
+        const PiActs x = acts.from(t);
+        for (int32_t i = 0; i < rows; i++) kernels->neurons->dots(&part.part, &i, 1, &x, 1, &alone[(size_t)(t * rows + i)], 1);
+      }
+      for (int64_t t = 0; t < most; t++) {
+        for (int64_t i = 0; i < rows; i++) {
+          double sum = 0, size = 0;
+          for (int64_t j = 0; j < k; j++) {
+            const double term = part.row(i)[j] * acts.value(type, t, j);
+            sum += term;
+            size += fabs(term);
+          }
+          values.near(alone[(size_t)(t * rows + i)], sum, gamma_of(dot_chain(type, k)) * size, t * rows + i);
+        }
+      }
+      for (int64_t tokens = 1; tokens <= most; tokens++) {
+        const PiActs x = acts.from(most - tokens);
+        for (const List& list : lists((int32_t)rows)) {
+          const Exact<int32_t> index(list.begin(), list.end());
+          const int64_t n = (int64_t)index.size(), ldo = n + tokens % 3;
+          Exact<float> out((size_t)((tokens - 1) * ldo + n), NOT);
+          kernels->neurons->dots(&part.part, index.data(), n, &x, tokens, out.data(), ldo);
+          for (int64_t i = 0; i < (int64_t)out.size(); i++) {
+            if (i % ldo < n) bits.same(out[(size_t)i], alone[(size_t)((most - tokens + i / ldo) * rows + index[(size_t)(i % ldo)])], i);
+            else outside.yes(isnan(out[(size_t)i]), i);
+          }
+        }
+      }
+    }
+  }
+}
+
+void test_add(const PiKernels* kernels) {
+  for (int type : PART_TYPES) {
+    for (int64_t k : widths(type)) {
+      const std::string name = std::string(kernels->name) + " add " + TYPES[type] + " k=" + std::to_string(k);
+      Random r((uint64_t)(type * 100000 + k + 7));
+      const int64_t rows = k > 2000 ? 13 : 23, most = PI_NEURON_TOKENS;
+      const Part part(r, type, PI_ADD, rows, k);
+      const std::vector<float> before = r.normals(most * k), factors = r.normals(most * rows);
+      Check values(name), bits(name + " bits for any tokens, in two parts, without zeros"), outside(name + " writes its part only");
+      for (int64_t tokens = 1; tokens <= most; tokens++) {
+        for (const List& list : lists((int32_t)rows)) {
+          const Exact<int32_t> index(list.begin(), list.end());
+          const int64_t n = (int64_t)index.size(), ldh = n + tokens % 2, ldo = k + tokens % 3, size = (tokens - 1) * ldo + k;
+          Exact<float> h(n ? (size_t)((tokens - 1) * ldh + n) : 0, NOT), start((size_t)size, NOT);
+          for (int64_t t = 0; t < tokens; t++) {
+            for (int64_t j = 0; j < n; j++) {
+              const int64_t i = index[(size_t)j];
+              h[(size_t)(t * ldh + j)] = i % 3 == 0 || (i + t) % 5 == 0 ? 0.0f : factors[(size_t)(t * rows + i)];
+            }
+            std::copy_n(&before[(size_t)(t * k)], k, &start[(size_t)(t * ldo)]);
+          }
+          Exact<float> out = start, parts = start, dropped = start;
+          kernels->neurons->add(&part.part, index.data(), n, h.data(), ldh, tokens, out.data(), ldo);
+          const int64_t cut = n / 3;
+          kernels->neurons->add(&part.part, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
+          kernels->neurons->add(&part.part, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(), ldo);
+          Exact<int32_t> fewer;
+          Exact<float> few_h;
+          for (int64_t j = 0; j < n; j++) if (index[(size_t)j] % 3) fewer.push_back(index[(size_t)j]);
+          for (int64_t t = 0; t < tokens; t++) for (int64_t j = 0; j < n; j++) if (index[(size_t)j] % 3) few_h.push_back(h[(size_t)(t * ldh + j)]);
+          fewer.shrink_to_fit();
+          few_h.shrink_to_fit();
+          kernels->neurons->add(&part.part, fewer.data(), (int64_t)fewer.size(), few_h.data(), (int64_t)fewer.size(), tokens, dropped.data(), ldo);
+          for (int64_t i = 0; i < size; i++) {
+            if (i % ldo >= k) {
+              outside.yes(isnan(out[(size_t)i]), i);
+              continue;
+            }
+            bits.same(parts[(size_t)i], out[(size_t)i], i);
+            bits.same(dropped[(size_t)i], out[(size_t)i], i);
+          }
+          for (int64_t t = 0; t < tokens; t++) {
+            Exact<float> alone(before.begin() + t * k, before.begin() + (t + 1) * k);
+            kernels->neurons->add(&part.part, index.data(), n, h.data() + t * ldh, ldh, 1, alone.data(), k);
+            for (int64_t c = 0; c < k; c++) bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
+          }
+          if (tokens > 1 && tokens < most) continue;  // their bits are known by now
+          // A factor is a product first where the row has scales; then two roundings a row that is not fused.
+          const double g = gamma_of(2.0 * (double)n + 1);
+          for (int64_t t = 0; t < tokens; t++) {
+            for (int64_t c = 0; c < k; c++) {
+              double sum = start[(size_t)(t * ldo + c)], all = fabs(sum);
+              for (int64_t j = 0; j < n; j++) {
+                const double term = (double)h[(size_t)(t * ldh + j)] * part.row(index[(size_t)j])[c];
+                sum += term;
+                all += fabs(term);
+              }
+              values.near(out[(size_t)(t * ldo + c)], sum, g * all, t * k + c);
+            }
+          }
+        }
+      }
+      if (outside.all == 0) outside.yes(true, 0);
+    }
+  }
+}
+
+void test_keep(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " keep");
+  const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 0.5f, -0.5f, 1e-45f, -1e-45f, 0.50000006f, -0.50000006f};
+  Random r(5);
+  for (int64_t tokens = 1; tokens <= PI_NEURON_TOKENS; tokens++) {
+    for (int64_t n : {0, 1, 7, 15, 16, 17, 31, 32, 33, 64, 100}) {
+      for (int absolute : {0, 1}) {
+        for (float most : {0.0f, 0.5f, -0.5f, INFINITY}) {
+          const int64_t ldx = n + 5, size = n ? (tokens - 1) * ldx + n : 0;
+          const int32_t first = (int32_t)(r.next() % 1000);
+          Exact<float> x((size_t)size, NOT);
+          for (float& v : x) v = r.next() % 4 == 0 ? odd[r.next() % (sizeof odd / sizeof *odd)] : r.next() % 3 ? -fabsf(r.normal()) / 8 : r.normal();
+          List kept;
+          Exact<int64_t> counts((size_t)tokens, 100), wanted((size_t)tokens, 100);
+          for (int64_t j = 0; j < n; j++) {
+            bool any = false;
+            for (int64_t t = 0; t < tokens; t++) {
+              const float v = x[(size_t)(t * ldx + j)];
+              const bool counts_here = !((absolute ? fabsf(v) : v) <= most);
+              wanted[(size_t)t] += counts_here;
+              any |= counts_here;
+            }
+            if (any) kept.push_back(first + (int32_t)j);
+          }
+          Exact<int32_t> out(kept.size() + 16, -1);
+          check.yes(kernels->neurons->keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(), counts.data()) == (int64_t)kept.size(), n);
+          check.yes(std::equal(kept.begin(), kept.end(), out.begin()), n);
+          check.yes(counts == wanted, n);
+        }
+      }
+    }
+  }
+}
+
+// ---- What neurons add --------------------------------------------------------------------------------------------------
+
+// A number, and how far from it a kernel's may lie.
+struct Near { double value, off; };
+
+enum Sure { NO, MAYBE, YES };
+
+Sure above(Near x, double limit) { return x.value - x.off > limit ? YES : x.value + x.off > limit ? MAYBE : NO; }
+
+// x, or nothing: what is not sure may be either.
+Near where(Sure sure, Near x) { return sure == NO ? Near{0, 0} : sure == YES ? x : Near{x.value, fabs(x.value) + x.off}; }
+
+Near times(Near a, Near b) {
+  const double product = a.value * b.value, off = a.off * fabs(b.value) + fabs(a.value) * b.off + a.off * b.off;
+  return {product, off + U * (fabs(product) + off)};
+}
+
+// How many of some there are.
+struct Range {
+  int64_t least = 0, most = 0;
+  void add(Sure s) {
+    least += s == YES;
+    most += s != NO;
+  }
+  bool holds(int64_t n) const { return least <= n && n <= most; }
+};
+
+// The weights of one layer, as bundles and as numbers.
+struct Layer {
+  int64_t k, neurons;
+  int type, down_type, act;
+  float threshold;
+  bool gated;
+  std::vector<uint8_t> gate_rows, up_rows, down_rows;  // stored, [neurons][k]
+  std::vector<float> gate, up, down, gate_bias, up_bias;
+  Exact<uint8_t> data;
+  std::shared_ptr<Bundles> bundles;  // over `data`
+
+  Layer(const Layer&) = delete;
+  Layer(Random& r, int64_t k, int64_t neurons, int type, int down_type, int act, bool gated, bool biases)
+      : k(k), neurons(neurons), type(type), down_type(down_type), act(act), threshold(act == PI_FATRELU ? 0.125f : 0.0f), gated(gated) {
+    const int64_t part = pi_part_bytes(type, k), down_at = gated ? 2 * part : part, stride = down_at + pi_part_bytes(down_type, k);
+    data.assign((size_t)(neurons * stride), 0xff);
+    const auto make = [&](int t, int kind, std::vector<uint8_t>& rows, std::vector<float>& values, int64_t at) {
+      rows = random_rows(r, t, neurons, k);
+      values.resize((size_t)(neurons * k));
+      for (int64_t i = 0; i < neurons; i++) unpack_row(t, rows.data() + i * stored_row_bytes(t, k), k, &values[(size_t)(i * k)]);
+      pack_part(t, kind, neurons, k, rows.data(), data.data() + at, stride);
+    };
+    if (gated) make(type, PI_DOT, gate_rows, gate, 0);
+    make(type, PI_DOT, up_rows, up, gated ? part : 0);
+    make(down_type, PI_ADD, down_rows, down, down_at);
+    if (biases && gated) gate_bias = r.normals(neurons, 0.1f);
+    if (biases) up_bias = r.normals(neurons, 0.1f);
+    const PiPart none{nullptr, 0, k, 0};
+    bundles = std::make_shared<Bundles>(Bundles{gated ? PiPart{data.data(), stride, k, type} : none, PiPart{data.data() + (gated ? part : 0), stride, k, type},
+                                                PiPart{data.data() + down_at, stride, k, down_type}, neurons, act, threshold, gate_bias, up_bias});
+  }
+};
+
+// What every neuron of a layer makes of some tokens.
+struct Activity {
+  const Layer& layer;
+  std::vector<Near> first, up;  // [token][neuron], with biases
+
+  // roundings: on the way of a term to a dot product, the bias apart.
+  Activity(const Layer& l, const Acts& x, double roundings) : layer(l) {
+    for (int64_t t = 0; t < x.tokens; t++) {
+      for (int64_t i = 0; i < l.neurons; i++) {
+        first.push_back(dot(l.gated ? l.gate : l.up, l.gated ? l.gate_bias : l.up_bias, x, t, i, roundings));
+        if (l.gated) up.push_back(dot(l.up, l.up_bias, x, t, i, roundings));
+      }
+    }
+  }
+
+  struct Neuron {
+    Near h;
+    Sure fires, active;  // the first activation, and h, are not zero
+  };
+  // counts: whether the neuron counts for the token; activations up to `most` are nothing.
+  Neuron neuron(int64_t t, int64_t i, Sure counts, double most) const {
+    const size_t at = (size_t)(t * layer.neurons + i);
+    Sure fires;
+    const Near a = activated(first[at], &fires);
+    return finish(at, a, fires, counts, most);
+  }
+  // The same from an activation that is known.
+  Neuron neuron_of(int64_t t, int64_t i, float activation, Sure counts, double most) const {
+    return finish((size_t)(t * layer.neurons + i), {activation, 0}, activation != 0 ? YES : NO, counts, most);
+  }
+
+ private:
+  Near dot(const std::vector<float>& w, const std::vector<float>& bias, const Acts& x, int64_t t, int64_t i, double roundings) const {
+    double sum = 0, size = 0;
+    for (int64_t j = 0; j < layer.k; j++) {
+      const double term = w[(size_t)(i * layer.k + j)] * x.value(layer.type, t, j);
+      sum += term;
+      size += fabs(term);
+    }
+    const double more = bias.empty() ? 0 : bias[(size_t)i];
+    return {sum + more, gamma_of(roundings + 1) * (size + fabs(more))};
+  }
+
+  Near activated(Near x, Sure* fires) const {
+    *fires = YES;
+    if (layer.act == PI_SILU) {  // its slope is 1.1 at most, and it is made by 8 operations
+      const double a = x.value / (1 + exp(-x.value));
+      return {a, 1.1 * x.off + gamma_of(8) * (fabs(a) + 1.1 * x.off)};
+    }
+    *fires = above(x, layer.act == PI_FATRELU ? layer.threshold : 0);
+    const Near kept = where(*fires, x);
+    return layer.act == PI_RELU2 ? times(kept, kept) : kept;
+  }
+
+  Neuron finish(size_t at, Near a, Sure fires, Sure counts, double most) const {
+    fires = std::min(fires, counts);
+    if (most > 0) fires = std::min(fires, above({fabs(a.value), a.off}, most));
+    a = where(fires, a);
+    if (!layer.gated) return {a, fires, fires};
+    Near u = up[at];
+    Sure some = above({fabs(u.value), u.off}, 0);
+    if (layer.act == PI_DRELU) u = where(some = above(u, 0), u);
+    return {where(std::min(fires, some), times(a, u)), fires, std::min(fires, some)};
+  }
+};
+
+// The sum over listed neurons; `of` gives the Neuron of (token, neuron).
+struct Wanted {
+  std::vector<double> sum, size, off;  // [token][column]; size: of the absolute terms
+  Range up, down, active;
+
+  template <class F> Wanted(const Layer& l, int64_t tokens, const List& list, const F& of) : sum((size_t)(tokens * l.k)), size(sum), off(sum) {
+    for (int32_t i : list) {
+      Sure fires = NO, some = NO;
+      for (int64_t t = 0; t < tokens; t++) {
+        const Activity::Neuron n = of(t, i);
+        fires = std::max(fires, n.fires);
+        some = std::max(some, n.active);
+        active.add(n.active);
+        if (n.h.value == 0 && n.h.off == 0) continue;
+        for (int64_t c = 0; c < l.k; c++) {
+          const double w = l.down[(size_t)(i * l.k + c)];
+          sum[(size_t)(t * l.k + c)] += n.h.value * w;
+          size[(size_t)(t * l.k + c)] += (fabs(n.h.value) + n.h.off) * fabs(w);
+          off[(size_t)(t * l.k + c)] += n.h.off * fabs(w);
+        }
+      }
+      if (l.gated) up.add(fires);
+      down.add(some);
+    }
+  }
+  // That out is before + sum + more, by so many roundings.
+  void check(Check& check, const float* out, int64_t ldo, int64_t k, const std::vector<float>& before, const std::vector<float>& more, double roundings) const {
+    for (size_t i = 0; i < sum.size(); i++) {
+      const int64_t t = (int64_t)i / k, c = (int64_t)i % k;
+      const double was = before[i], plus = more.empty() ? 0 : more[(size_t)c];
+      check.near(out[t * ldo + c], was + sum[i] + plus, off[i] + gamma_of(roundings) * (fabs(was) + size[i] + fabs(plus)), (int64_t)i);
+    }
+  }
+};
+
+void add_case(const PiKernels* kernels, int type, int down_type, int act, bool gated, bool biases) {
+  const std::string name = std::string(kernels->name) + " add_neurons " + TYPES[type] + " " + TYPES[down_type] + " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") + (biases ? " with biases" : "");
+  Random r((uint64_t)(type * 1000 + down_type * 100 + act * 4 + gated * 2 + biases));
+  const int64_t k = 96, neurons = 150, most_tokens = PI_NEURON_TOKENS;  // three blocks, the last of them odd
+  const Layer layer(r, k, neurons, type, down_type, act, gated, biases);
+  const Acts acts(kernels, layer.bundles->forms(), most_tokens, k, r.normals(most_tokens * k));
+  const Activity activity(layer, acts, dot_chain(type, k));
+  const std::vector<float> before = r.normals(most_tokens * k);
+  // Activations and guesses of the last tokens; of other neurons nothing may be read.
+  std::vector<float> known = r.normals(most_tokens * neurons), guess = r.normals(most_tokens * neurons);
+  for (float& a : known) if (r.next() % 2) a = 0;
+  Check sums(name), counted(name + " counts"), bits(name + " bits of a token alone");
+  const auto block = std::make_unique<NeuronBlock>();
+  enum { PLAIN, KNOWN, GUESS, KNOWN_GUESS, MOST, N_VARIANTS };
+  for (int variant = 0; variant < N_VARIANTS; variant++) {
+    const bool is_known = variant == KNOWN || variant == KNOWN_GUESS, guessed = variant == GUESS || variant == KNOWN_GUESS;
+    const float most = variant == MOST ? 0.3f : 0.0f, limit = 0.25f;
+    for (int64_t tokens : {1, 2, 3, 5, 8}) {
+      const int64_t first = most_tokens - tokens, ld = neurons + 2;
+      const PiActs x = acts.from(first);
+      Exact<float> given((size_t)((tokens - 1) * ld + neurons), NOT), guesses = given;
+      for (int64_t t = 0; t < tokens; t++) {
+        std::copy_n(&known[(size_t)((first + t) * neurons)], neurons, &given[(size_t)(t * ld)]);
+        std::copy_n(&guess[(size_t)((first + t) * neurons)], neurons, &guesses[(size_t)(t * ld)]);
+      }
+      const auto of = [&](int64_t t, int64_t i) {
+        const size_t at = (size_t)(t * ld + i);
+        const Sure counts = !guessed || guesses[at] > limit ? YES : NO;
+        return is_known ? activity.neuron_of(first + t, i, given[at], counts, most) : activity.neuron(first + t, i, counts, most);
+      };
+      const Firing firing{is_known ? given.data() : nullptr, guessed ? guesses.data() : nullptr, ld, limit, most};
+      for (const List& list : lists((int32_t)neurons)) {
+        const Exact<int32_t> index(list.begin(), list.end());
+        const Wanted wanted(layer, tokens, list, of);
+        const std::vector<float> was(before.begin() + first * k, before.end());
+        Exact<float> out(was.begin(), was.end());
+        NeuronCounts counts = {5, 6, 7, 8};
+        add_neurons(kernels, *layer.bundles, &x, tokens, index.data(), (int64_t)index.size(), firing, *block, out.data(), k, counts);
+        wanted.check(sums, out.data(), k, k, was, {}, 2.0 * (double)list.size() + 1);
+        counted.yes(counts.first == 5 + (is_known ? 0 : (int64_t)list.size()), 1);
+        counted.yes(wanted.up.holds(counts.up - 6), 2);
+        counted.yes(wanted.down.holds(counts.down - 7), 3);
+        counted.yes(wanted.active.holds(counts.active - 8), 4);
+        if (variant != PLAIN || tokens == 1) continue;
+        for (int64_t t = 0; t < tokens; t++) {
+          const PiActs one = acts.from(first + t);
+          Exact<float> alone(was.begin() + t * k, was.begin() + (t + 1) * k);
+          add_neurons(kernels, *layer.bundles, &one, 1, index.data(), (int64_t)index.size(), firing, *block, alone.data(), k, counts);
+          for (int64_t c = 0; c < k; c++) bits.same(alone[(size_t)c], out[(size_t)(t * k + c)], t * k + c);
+        }
+      }
+    }
+  }
+}
+
+void test_add_neurons(const PiKernels* kernels) {
+  const int types[][2] = {{PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}};
+  for (int act = 0; act < PI_N_ACTS; act++) {
+    for (bool gated : {false, true}) {
+      if (act == PI_DRELU && !gated) continue;  // it is on gate and up
+      for (const auto& t : types) for (bool biases : {false, true}) add_case(kernels, t[0], t[1], act, gated, biases);
+    }
+  }
+}
+
+// Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined, nothing
+// else is touched, and a token's results do not depend on what is beside it.
+void test_hostile(const PiKernels* kernels) {
+  for (int type : PART_TYPES) {
+    for (int act = 0; act < PI_N_ACTS; act++) {
+      Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + ACTIVATIONS[act]);
+      Random r((uint64_t)(type * 10 + act));
+      const int64_t k = 96, neurons = 70, tokens = PI_NEURON_TOKENS;
+      Layer layer(r, k, neurons, type, type, act, true, false);
+      for (uint8_t& b : layer.data) b = (uint8_t)r.next();
+      std::vector<float> x = r.normals(tokens * k);
+      const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f};
+      for (int i = 0; i < 6; i++) x[(size_t)(i * k + 40)] = odd[i];
+      const Acts acts(kernels, layer.bundles->forms(), tokens, k, x);
+      const List list = lists((int32_t)neurons)[1];
+      const Exact<int32_t> index(list.begin(), list.end());
+      const auto block = std::make_unique<NeuronBlock>();
+      NeuronCounts counts = {};
+      Exact<float> out((size_t)(tokens * k), 1.0f);
+      const PiActs all = acts.from(0);
+      add_neurons(kernels, *layer.bundles, &all, tokens, index.data(), neurons, {nullptr, nullptr, 0, 0, 0}, *block, out.data(), k, counts);
+      for (int64_t t = 0; t < tokens; t++) {
+        const PiActs one = acts.from(t);
+        Exact<float> alone((size_t)k, 1.0f);
+        add_neurons(kernels, *layer.bundles, &one, 1, index.data(), neurons, {nullptr, nullptr, 0, 0, 0}, *block, alone.data(), k, counts);
+        for (int64_t c = 0; c < k; c++) {
+          // Beside a token whose number is none, rows of zeros are no longer left out: zero times infinity.
+          const float a = alone[(size_t)c], b = out[(size_t)(t * k + c)];
+          check.yes(a == b || isnan(b), t * k + c);
+        }
+      }
+    }
+  }
+}
+
+// ---- The sparse FFN --------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Matrix> matrix_of(const std::shared_ptr<Arena>& arena, int type, int64_t rows, int64_t k, const std::vector<uint8_t>& stored) {
+  auto m = std::make_shared<Matrix>(Matrix{type, rows, k, (rows + 15) / 16, nullptr, arena});
+  uint8_t* data = arena->allocate(m->bytes());
+  pack_panels(type, stored.data(), rows, k, nullptr, 0, data, 0, m->panels);
+  m->data = data;
+  return m;
+}
+
+struct FfnCase {
+  int64_t k, neurons;
+  int type, act;
+  bool gated, biases, norm;
+  float most;
+};
+
+// One FFN as a program, its down in F16.
+struct FfnModel {
+  static constexpr int64_t RANK = 8;
+  Random r;
+  FfnCase what;
+  Layer layer;
+  Norm norm;
+  std::vector<float> down_bias, x;
+  std::vector<uint8_t> predictor_in, predictor_out;
+
+  explicit FfnModel(const FfnCase& c) : r((uint64_t)(c.k * 31 + c.neurons * 7 + c.type * 3 + c.act)), what(c), layer(r, c.k, c.neurons, c.type, PI_F16, c.act, c.gated, c.biases) {
+    if (c.norm) norm = {r.normals(c.k), {}, 1e-5f, false};
+    if (c.biases) down_bias = r.normals(c.k);
+    x = r.normals(PI_NEURON_TOKENS * c.k);
+    predictor_in = random_rows(r, PI_F16, RANK, c.k);
+    predictor_out = random_rows(r, PI_F16, c.neurons, RANK);
+  }
+
+  // The dense operator; its bundles are there, and its predictor where one is described.
+  std::unique_ptr<Program> program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
+    auto pool = std::make_shared<Pool>(threads);
+    auto arena = std::make_shared<Arena>();
+    auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
+    auto p = std::make_unique<Program>(pool, cache, kernels, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16}, Vector(), 1.0f);
+    std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
+    for (int64_t i = 0; i < what.neurons; i++) for (int64_t c = 0; c < what.k; c++) memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
+    p->ffn({norm, what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr, matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
+            matrix_of(arena, PI_F16, what.k, what.neurons, columns), layer.gate_bias, layer.up_bias, down_bias, what.act, layer.threshold});
+    std::unique_ptr<Predictor> predictor;
+    if (about) {
+      predictor = std::make_unique<Predictor>(Predictor{matrix_of(arena, PI_F16, RANK, what.k, predictor_in), matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out), about->threshold, about->floor});
+    }
+    auto bundles = std::make_shared<Bundles>(*layer.bundles);
+    bundles->gate_bias.clear();  // the program has them
+    bundles->up_bias.clear();
+    p->sparsify(0, bundles, std::move(predictor), what.most, recall_every);
+    return p;
+  }
+
+  // x of the last tokens after one step.
+  std::vector<float> run(Program& p, int64_t tokens, Way way) const {
+    p.sparse(0).ways[tokens] = way;
+    const int64_t first = PI_NEURON_TOKENS - tokens;
+    for (int64_t t = 0; t < tokens; t++) std::copy_n(&x[(size_t)((first + t) * what.k)], what.k, p.x + t * p.ldx);
+    const std::vector<int32_t> zeros((size_t)tokens, 0);
+    Step step;
+    step.tokens = tokens;
+    step.token = step.position = zeros.data();
+    p.run(step, 0, 1);
+    std::vector<float> out;
+    for (int64_t t = 0; t < tokens; t++) out.insert(out.end(), p.x + t * p.ldx, p.x + t * p.ldx + what.k);
+    return out;
+  }
+
+  // What the predictor guesses, [token][neuron].
+  std::vector<Near> guesses() const {
+    std::vector<float> in((size_t)(RANK * what.k)), out((size_t)(what.neurons * RANK));
+    unpack_row(PI_F16, predictor_in.data(), (int64_t)in.size(), in.data());
+    unpack_row(PI_F16, predictor_out.data(), (int64_t)out.size(), out.data());
+    std::vector<Near> z;
+    for (int64_t t = 0; t < PI_NEURON_TOKENS; t++) {
+      Near hidden[RANK];
+      for (int64_t j = 0; j < RANK; j++) {
+        double sum = 0, size = 0;
+        for (int64_t c = 0; c < what.k; c++) {
+          const double term = (double)in[(size_t)(j * what.k + c)] * x[(size_t)(t * what.k + c)];
+          sum += term;
+          size += fabs(term);
+        }
+        const Near s{sum, gamma_of(2.0 * (double)what.k) * size};
+        hidden[j] = where(above(s, 0), s);
+      }
+      for (int64_t i = 0; i < what.neurons; i++) {
+        double sum = 0, size = 0, off = 0;
+        for (int64_t j = 0; j < RANK; j++) {
+          const double w = out[(size_t)(i * RANK + j)];
+          sum += w * hidden[j].value;
+          size += fabs(w) * (fabs(hidden[j].value) + hidden[j].off);
+          off += fabs(w) * hidden[j].off;
+        }
+        z.push_back({sum, off + gamma_of(2.0 * (double)RANK) * size});
+      }
+    }
+    return z;
+  }
+};
+
+// Which neurons are candidates, [token][neuron]; clear: whether it is sure that the floor was needed or not.
+std::vector<Sure> candidates(const std::vector<Near>& z, int64_t neurons, const Predictor& about, Check& clear) {
+  std::vector<Sure> sure(z.size());
+  for (int64_t t = 0; t < PI_NEURON_TOKENS; t++) {
+    const Near* own = &z[(size_t)(t * neurons)];
+    Sure* named = &sure[(size_t)(t * neurons)];
+    const int64_t floor = std::min(about.floor, neurons);
+    Range n;
+    for (int64_t i = 0; i < neurons; i++) {
+      named[i] = own[i].value - own[i].off >= about.threshold ? YES : own[i].value + own[i].off >= about.threshold ? MAYBE : NO;
+      n.add(named[i]);
+    }
+    clear.yes(n.least >= floor || n.most < floor, t);
+    if (n.least >= floor) continue;
+    // The largest, and of equals the first.
+    std::vector<int64_t> order;
+    for (int64_t i = 0; i < neurons; i++) order.push_back(i);
+    std::stable_sort(order.begin(), order.end(), [own](int64_t a, int64_t b) { return own[a].value > own[b].value; });
+    for (int64_t at = 0; at < neurons; at++) {
+      const bool taken = at < floor;
+      if (taken && floor == neurons) { named[order[(size_t)at]] = YES; continue; }
+      const Near one = own[order[(size_t)at]], other = own[order[(size_t)(taken ? floor : floor - 1)]];
+      const bool sure_of_it = fabs(one.value - other.value) > one.off + other.off || (one.off == 0 && other.off == 0);
+      named[order[(size_t)at]] = !sure_of_it ? MAYBE : taken ? YES : NO;
+    }
+  }
+  return sure;
+}
+
+void ffn_case(const PiKernels* kernels, const FfnCase& c) {
+  const std::string name = std::string(kernels->name) + " sparse FFN " + TYPES[c.type] + " " + ACTIVATIONS[c.act] + (c.gated ? " gated" : " plain") + (c.biases ? " with biases" : "") +
+                           " k=" + std::to_string(c.k) + " neurons=" + std::to_string(c.neurons);
+  const FfnModel model(c);
+  const Layer& layer = model.layer;
+  std::vector<float> normed = model.x;
+  if (c.norm) for (int64_t t = 0; t < PI_NEURON_TOKENS; t++) kernels->rms_norm(&model.x[(size_t)(t * c.k)], model.norm.w.data(), c.k, model.norm.eps, &normed[(size_t)(t * c.k)]);
+  const Acts acts(kernels, pi_form(c.type), PI_NEURON_TOKENS, c.k, normed);
+  // Panels add up all k one after the other; blocks, as bundles do, two roundings each and one for the factors.
+  const Activity activity(layer, acts, 2.0 * (double)c.k + 12);
+  const std::vector<Near> z = model.guesses();
+  std::vector<double> middle;
+  for (const Near& one : z) middle.push_back(one.value);
+  std::nth_element(middle.begin(), middle.begin() + (int64_t)middle.size() / 2, middle.end());
+  const float median = (float)middle[middle.size() / 2];
+  List all;
+  for (int32_t i = 0; i < c.neurons; i++) all.push_back(i);
+  // A sum over the neurons in parts, then those of the threads, the bias and x.
+  const double roundings = 2.0 * (double)c.neurons + 6;
+  Check dense(name + " dense"), exact(name + " exact"), predicted(name + " predicted"), counted(name + " counts"), again(name + " bits again, sampled or not"), clear(name + " floor is clear");
+  const Predictor plans[] = {{nullptr, nullptr, median, 0}, {nullptr, nullptr, 1e6f, 7}, {nullptr, nullptr, median, c.neurons * 9 / 16}, {nullptr, nullptr, 1e6f, c.neurons}, {nullptr, nullptr, 1e6f, 0}};
+  for (int plan = 0; plan < 5; plan++) {
+    if (c.act == PI_SILU && plan) break;  // no predictor names what is never silent
+    const std::vector<Sure> named = candidates(z, c.neurons, plans[plan], clear);
+    for (int threads : {1, 2, 3}) {
+      const auto program = model.program(kernels, threads, &plans[plan], 2);
+      for (int64_t tokens = 1; tokens <= PI_NEURON_TOKENS; tokens++) {
+        if (plan && tokens != 1 && tokens != 2 && tokens != 8) continue;
+        const int64_t first = PI_NEURON_TOKENS - tokens;
+        const std::vector<float> was(model.x.begin() + first * c.k, model.x.end());
+        NeuronStats& stats = program->sparse(0).stats;
+        stats = {};
+        Range fires, some;
+        for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < c.neurons; i++) fires.add(activity.neuron(first + t, i, YES, c.most).fires);
+        if (plan == 0) {
+          const Wanted every(layer, tokens, all, [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, 0); });
+          every.check(dense, model.run(*program, tokens, WAY_DENSE).data(), c.k, c.k, was, model.down_bias, roundings);
+          const Wanted wanted(layer, tokens, all, [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, c.most); });
+          const std::vector<float> out = model.run(*program, tokens, WAY_EXACT);
+          wanted.check(exact, out.data(), c.k, c.k, was, model.down_bias, roundings);
+          counted.yes(stats.steps == 1 && stats.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 && stats.sampled_tokens == 0, 1);
+          counted.yes(fires.holds(stats.candidates), 2);
+          counted.yes(wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows), 3);
+          const std::vector<float> twice = model.run(*program, tokens, WAY_EXACT);
+          for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
+          stats = {};
+        }
+        if (c.act == PI_SILU) continue;
+        const auto is_named = [&](int64_t t, int64_t i) { return named[(size_t)((first + t) * c.neurons + i)]; };
+        const Wanted wanted(layer, tokens, all, [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, is_named(t, i), c.most); });
+        Range listed, rows, active, found;
+        for (int64_t i = 0; i < c.neurons; i++) {
+          Sure any = NO;
+          for (int64_t t = 0; t < tokens; t++) {
+            const Sure one = is_named(t, i), lives = activity.neuron(first + t, i, YES, 0).active;
+            any = std::max(any, one);
+            listed.add(one);
+            active.add(lives);
+            found.add(std::min(one, lives));
+          }
+          rows.add(any);
+        }
+        const std::vector<float> out = model.run(*program, tokens, WAY_PREDICTED);  // the first step is sampled, the next is not
+        wanted.check(predicted, out.data(), c.k, c.k, was, model.down_bias, roundings);
+        counted.yes(stats.steps == 1 && stats.exact_steps == 0 && stats.tokens == tokens && stats.sampled_tokens == tokens, 4);
+        counted.yes(listed.holds(stats.candidates) && rows.holds(stats.first_rows), 5);
+        counted.yes(wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows), 6);
+        counted.yes(active.holds(stats.sampled_active) && found.holds(stats.sampled_found), 7);
+        const int64_t sampled = stats.sampled_active;
+        const std::vector<float> twice = model.run(*program, tokens, WAY_PREDICTED);
+        for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
+        counted.yes(stats.steps == 2 && stats.sampled_tokens == tokens && stats.sampled_active == sampled, 8);
+      }
+    }
+  }
+  if (predicted.all == 0) predicted.yes(c.act == PI_SILU, 0);
+}
+
+// A predictor of any bytes: its guesses may be no numbers, and there is still an order among them.
+void hostile_predictor(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " any predictor");
+  FfnModel model({100, 150, PI_F16, PI_RELU, true, false, true, 0});
+  for (uint8_t& b : model.predictor_out) b = (uint8_t)model.r.next();
+  for (int64_t floor : {1, 40, 150}) {
+    const Predictor about{nullptr, nullptr, 1e6f, floor};
+    for (int64_t tokens : {1, 8}) {
+      int64_t candidates = 0;
+      for (int threads : {1, 2, 3}) {
+        const auto program = model.program(kernels, threads, &about, 0);
+        model.run(*program, tokens, WAY_PREDICTED);
+        const int64_t now = program->sparse(0).stats.candidates;
+        check.yes(now >= floor * tokens && now <= 150 * tokens && (threads == 1 || now == candidates), floor);
+        candidates = now;
+      }
+    }
+  }
+}
+
+void test_sparse_ffn(const PiKernels* kernels) {
+  const FfnCase cases[] = {
+      {100, 150, PI_F16, PI_RELU, true, false, true, 0},   {576, 333, PI_F16, PI_DRELU, true, true, true, 0}, {17, 5, PI_F16, PI_RELU, false, true, false, 0},
+      {100, 150, PI_F16, PI_FATRELU, true, true, true, 0}, {100, 150, PI_F16, PI_RELU2, false, false, true, 0}, {100, 150, PI_F16, PI_SILU, true, false, true, 0.05f},
+      {576, 150, PI_Q8_0, PI_RELU, true, false, true, 0},  {96, 150, PI_Q4_0, PI_RELU2, false, true, true, 0},  {100, 150, PI_BF16, PI_FATRELU, true, false, false, 0},
+  };
+  for (const FfnCase& c : cases) ffn_case(kernels, c);
+  hostile_predictor(kernels);
+}
+
+}  // namespace
+
+int main() {
+  watch_fences();
+  test_parts();
+  for (const PiKernels* kernels : supported_levels()) {
+    const int before = passed, wrong = failed;
+    test_dots(kernels);
+    test_add(kernels);
+    test_keep(kernels);
+    test_add_neurons(kernels);
+    test_hostile(kernels);
+    test_sparse_ffn(kernels);
+    printf("%-12s %d passed, %d failed\n", kernels->name, passed - before, failed - wrong);
+    fflush(stdout);
+  }
+  printf("%d passed, %d failed\n", passed, failed);
+  return failed ? 1 : 0;
+}
