@@ -12,6 +12,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 ARGS ?=
+# Kernels take a gigabyte or two of memory each while they are compiled for the sanitisers.
+JOBS ?= 2
 
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
 
@@ -72,20 +74,20 @@ fuzz: $(VENV)/stamp-test
 	@$(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
 
 test-native:
-	@$(MAKE) --no-print-directory -C tests/native TARGET=native
+	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=native
 
 test-neon:
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || { \
 		echo "$$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
-	@$(MAKE) --no-print-directory -C tests/native TARGET=neon
+	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=neon
 
 test-asan:
-	@$(MAKE) --no-print-directory -C tests/native TARGET=asan
+	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=asan
 
 # Beside the package, so that the module under .venv stays fast. Python itself is not sanitised: the runtime comes in by LD_PRELOAD.
 fuzz-asan: $(VENV)/stamp-test
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/asan -G Ninja -DPOWERINFER_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(BIN)/python)" >/dev/null
-	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan
+	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan --parallel $(JOBS)
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)

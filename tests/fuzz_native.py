@@ -1,4 +1,6 @@
-"""Damaged GGUF files through the native module: those that still load run a forward pass. Not collected by pytest.
+"""Damaged model files through the native module: those that still load run a forward pass. Not collected by pytest.
+
+Damaged are GGUF files of every family, and bundles and predictors beside whole ones, which are then decoded sparsely.
 
 `make fuzz-asan` runs it with a module built under AddressSanitizer and UndefinedBehaviorSanitizer. A case is made from
 its number alone (`--first N --cases 1` repeats it), and the cases take the instruction-set levels in turn. A process
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +28,18 @@ from test_fuzz import GGUF_BASES, damage, damaged_gguf
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.predictor_file import write_predictor
+from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, prepared_folder
 from powerinfer.formats.quant import BLOCK_TYPES
+from powerinfer.neurons import Predictor
 
+RESULTS = ("dense worked", "dense refused", "sparse worked", "sparse refused")
 NATIVE_IDS = [0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14]
 CHUNK = 500  # cases of one process
 TOKENS = 37  # more than a page of the cache
+RANK = 32  # of the predictors
+RELU_BASES = [base for base in GGUF_BASES if base.magic == b"PWRI"]  # as PowerInfer published them
+PART_TYPES = [("Q4_0", "Q8_0"), ("F16", "F16"), ("BF16", "Q4_0"), ("Q8_0", "BF16")]  # of gate and up, and of down
 
 
 def use_module(folder: Path) -> None:
@@ -61,6 +70,75 @@ def hostile_weights(rng: random.Random) -> bytes:
     return builder.encode()
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A whole model, and the file of each kind that is prepared for it."""
+
+    model: bytes
+    files: dict[Kind, bytes]
+
+
+def prepare(folder: Path) -> list[Prepared]:
+    """Each model of `RELU_BASES` with bundles of each of `PART_TYPES` and predictors."""
+    from powerinfer.sparsity.packing import choose_types, pack
+
+    path = folder / "whole.gguf"
+    found = []
+    for base in RELU_BASES:
+        model = base.encode()
+        path.write_bytes(model)
+        checkpoint = open_checkpoint(path)
+        d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.d_ff, checkpoint.config.n_layers
+        rng = np.random.default_rng(len(found))
+        for gate, down in PART_TYPES:
+            bundles = pack(checkpoint, None, choose_types(checkpoint, gate, down)).bundles.path
+            weights = [(rng.standard_normal((RANK, d_model)), rng.standard_normal((d_ff, RANK))) for _ in range(layers)]
+            predictor = write_predictor(
+                checkpoint,
+                None,
+                "Q8_0" if len(found) % 2 else "F16",
+                [Predictor(RANK, 0.0, int(rng.integers(d_ff)))] * layers,
+                [(inner.astype(np.float32), outer.astype(np.float32)) for inner, outer in weights],
+            )
+            found.append(Prepared(model, {BUNDLES: bundles.read_bytes(), PREDICTOR: predictor.read_bytes()}))
+    return found
+
+
+def damaged_prepared(raw: bytes, rng: random.Random) -> bytes:
+    """A prepared file with its header or its data changed, or all of its data any bytes."""
+    start = 8 + int.from_bytes(raw[:8], "little")
+    what = rng.random()
+    if what < 0.35:
+        return damage(raw, rng, len(raw[:start].rstrip()))
+    if what < 0.6:
+        return raw[:start] + rng.randbytes(len(raw) - start)
+    data = bytearray(raw)
+    for _ in range(rng.choice([1, 30, 1000])):
+        data[rng.randrange(start, len(data))] = rng.choice([0, 0x7C, 0x7F, 0x80, 0xFF, rng.randrange(256)])
+    return bytes(data)
+
+
+def write_case(path: Path, rng: random.Random, whole: list[Prepared]) -> str | None:
+    """Write a model, and what is prepared for it or None; the selector that it is to be used with."""
+    path.unlink(missing_ok=True)
+    folder = prepared_folder(path)
+    folder.mkdir(exist_ok=True)
+    for kind in (BUNDLES, PREDICTOR):
+        (folder / f"{kind.name}.safetensors").unlink(missing_ok=True)
+    if rng.random() < 0.6:
+        path.write_bytes(make(rng))
+        return None
+    prepared = rng.choice(whole)
+    path.write_bytes(prepared.model)
+    chosen = rng.choice(list(prepared.files))
+    for kind, raw in prepared.files.items():
+        if kind != chosen and kind == PREDICTOR and rng.random() < 0.3:
+            continue  # then the model's own is used
+        damaged = damaged_prepared(raw, rng) if kind == chosen else raw
+        (folder / f"{kind.name}.safetensors").write_bytes(damaged)
+    return "predicted" if chosen == PREDICTOR else rng.choice(["exact", "predicted", "threshold"])
+
+
 def make(rng: random.Random) -> bytes:
     what = rng.random()
     if what < 0.5:
@@ -71,28 +149,35 @@ def make(rng: random.Random) -> bytes:
     return damage(base.encode(), rng, len(base.header()[0]))
 
 
-def use(path: Path, isa: str, rng: random.Random) -> None:
-    """Load, and run a prompt and one more token of each of two sequences."""
+def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
+    """Load, and run a prompt and two more tokens of some sequences, sparsely where a selector is named."""
     from powerinfer.devices.batch import Batch
     from powerinfer.models import load
+    from powerinfer.sparsity.attach import attach
 
-    kv_type = rng.choice(["f16", "q8_0", "f32"])
+    several = 2 if selector is None else rng.choice([1, 2, 3, 8])
     engine = EngineConfig(
-        threads=rng.choice([1, 2]), context=64, prefill_chunk=2 * TOKENS, max_batch=2, isa=isa, kv_type=kv_type
-    )
-    executor = load(open_checkpoint(path), engine)
-    table = np.array([[1, 3], [0, 2]], np.int32)
-    for start, count in ((0, TOKENS), (TOKENS, 1)):
-        positions = np.tile(np.arange(start, start + count, dtype=np.int32), 2)
+        threads=rng.choice([1, 2]), context=64, prefill_chunk=several * TOKENS, max_batch=8, isa=isa,
+        kv_type=rng.choice(["f16", "q8_0", "f32"]), selector=selector or "all", trial=False, recall_every=2,
+        threshold=0.1 if selector == "threshold" else None,
+    )  # fmt: skip
+    checkpoint = open_checkpoint(path)
+    executor = load(checkpoint, engine)
+    sparsity = attach(executor, checkpoint, engine, lambda: [1])
+    table = np.random.default_rng(several).permutation(2 * several).astype(np.int32).reshape(several, 2)
+    for start, count in ((0, TOKENS), (TOKENS, 1), (TOKENS + 1, 1)):
+        positions = np.tile(np.arange(start, start + count, dtype=np.int32), several)
         tokens = np.array([rng.randrange(executor.vocab_size) for _ in positions], np.int32)
-        rows = np.repeat(np.arange(2, dtype=np.int32), count)
+        rows = np.repeat(np.arange(several, dtype=np.int32), count)
         wanted = np.arange(len(tokens), dtype=np.int32)[count - 1 :: count]
         logits = executor.forward(Batch(tokens, positions, rows, table, wanted))
-        assert logits.shape == (2, executor.vocab_size)
+        assert logits.shape == (several, executor.vocab_size)
+    if sparsity is not None:
+        assert all(layer["tokens"] == 2 * several for layer in sparsity.report()["layers"])
     executor.close()
 
 
-def run(cases: range, note: int, folder: Path) -> Counter[str]:
+def run(cases: range, note: int, folder: Path, whole: list[Prepared]) -> Counter[str]:
     """Run cases one after the other; the number of the one that runs is kept in the file `note`."""
     from powerinfer import _native
 
@@ -102,13 +187,13 @@ def run(cases: range, note: int, folder: Path) -> Counter[str]:
     for case in cases:
         os.pwrite(note, case.to_bytes(8, "little"), 0)
         rng = random.Random(case)
-        path.unlink(missing_ok=True)
-        path.write_bytes(make(rng))
+        selector = write_case(path, rng, whole)
+        kind = "dense" if selector is None else "sparse"
         try:
-            use(path, levels[case % len(levels)], rng)
-            results["worked"] += 1
+            use(path, levels[case % len(levels)], rng, selector)
+            results[f"{kind} worked"] += 1
         except (ModelError, RequestError) as error:
-            results["refused"] += 1
+            results[f"{kind} refused"] += 1
             assert str(error).isprintable(), f"case {case}: {error!r}"
         except BaseException as error:
             raise AssertionError(f"case {case}: {type(error).__name__}: {error}") from error
@@ -132,30 +217,32 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         note = os.open(folder / "case", os.O_RDWR | os.O_CREAT)
+        whole = prepare(folder)
         first = options.first
         while first < last and bad < 10:
             cases = range(first, min(first + CHUNK, last))
             child = os.fork()
             if child == 0:
                 try:
-                    results = run(cases, note, folder)
-                    os.pwrite(note, b"".join(results[key].to_bytes(8, "little") for key in ("worked", "refused")), 8)
+                    results = run(cases, note, folder, whole)
+                    os.pwrite(note, b"".join(results[key].to_bytes(8, "little") for key in RESULTS), 8)
                 except BaseException as error:
                     print(error, file=sys.stderr, flush=True)
                     os._exit(1)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             if status == 0:
-                raw = os.pread(note, 16, 8)
-                totals["worked"] += int.from_bytes(raw[:8], "little")
-                totals["refused"] += int.from_bytes(raw[8:], "little")
+                raw = os.pread(note, 8 * len(RESULTS), 8)
+                for at, key in enumerate(RESULTS):
+                    totals[key] += int.from_bytes(raw[8 * at : 8 * at + 8], "little")
                 first = cases.stop
             else:
                 bad += 1
                 first = int.from_bytes(os.pread(note, 8, 0), "little") + 1
                 print(f"case {first - 1} failed, status {os.waitstatus_to_exitcode(status)}", flush=True)
-    print(f"{totals['worked']} worked, {totals['refused']} refused, {bad} failed, {time.monotonic() - start:.0f} s")
-    return 1 if bad or not totals["worked"] or not totals["refused"] else 0
+    counted = ", ".join(f"{totals[key]} {key}" for key in RESULTS)
+    print(f"{counted}, {bad} failed, {time.monotonic() - start:.0f} s")
+    return 1 if bad or not all(totals[key] for key in RESULTS) else 0
 
 
 if __name__ == "__main__":
