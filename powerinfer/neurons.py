@@ -1,4 +1,4 @@
-"""The nouns of sparse computation as small types: tier, bundle layout, predictor, placement.
+"""The nouns of sparse computation as small types: tier, bundle layout, predictor, profile, placement.
 
 A neuron is row i of gate and up with column i of down, of one layer. Nothing here reads files or computes an FFN; the
 asserts state what every user of a type may rely on. What comes out of a file is checked by its reader before.
@@ -6,6 +6,7 @@ asserts state what every user of a type may rely on. What comes out of a file is
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int32]
+Counts = NDArray[np.int64]
 
 PART_ALIGNMENT = 64
 """Bytes of a bundle's parts are multiples of this: a cache line."""
@@ -83,6 +85,104 @@ class Predictor:
 
     def __post_init__(self) -> None:
         assert self.rank > 0 and self.floor >= 0 and math.isfinite(self.threshold)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """How often each neuron fires over texts.
+
+    A neuron fires for a token when its product h is not zero; of a model whose activations are never exactly zero,
+    when |act(gate . n)| (plain FFN: |act(up . n)|) exceeds the layer's threshold (CATS, arXiv 2404.08763).
+
+    tokens: of all corpora together. counts: for each layer int64 [d_ff], the tokens that the neuron fired for.
+    corpora, corpus_tokens, corpus_counts: the same for each corpus alone, counts int64 [corpora, d_ff] for each layer;
+    a profile that no text was read for has none. active: for each layer int64 [101], the tokens by the share of the
+    layer's neurons that fired for them, in whole per cent, rounded down. reuse: for each layer, of the neurons that
+    fire for a token, the share that also fired for the token before it. thresholds: for each layer, or None.
+    """
+
+    tokens: int
+    d_ff: int
+    counts: tuple[Counts, ...]
+    corpora: tuple[str, ...]
+    corpus_tokens: tuple[int, ...]
+    corpus_counts: tuple[Counts, ...]
+    active: tuple[Counts, ...]
+    reuse: tuple[float, ...]
+    thresholds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.tokens > 0 and self.d_ff > 0 and self.counts
+        layers = len(self.counts)
+        assert len(self.corpus_counts) == len(self.active) == len(self.reuse) == layers
+        assert self.thresholds is None or len(self.thresholds) == layers
+        assert len(self.corpora) == len(self.corpus_tokens)
+        assert not self.corpora or sum(self.corpus_tokens) == self.tokens
+        for counts, each, active in zip(self.counts, self.corpus_counts, self.active, strict=True):
+            assert counts.dtype == each.dtype == active.dtype == np.int64
+            assert counts.shape == (self.d_ff,) and counts.min() >= 0 and counts.max() <= self.tokens
+            assert each.shape == (len(self.corpora), self.d_ff) and active.shape == (101,)
+            assert not self.corpora or (each.sum(axis=0) == counts).all()
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.counts)
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the tokens and the counts: what a placement hangs on."""
+        digest = hashlib.sha256(f"{self.tokens} {self.d_ff}".encode())
+        for counts in self.counts:
+            digest.update(counts.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def fraction(self, layer: int) -> NDArray[np.float64]:
+        """Of the tokens, the share that each neuron fires for: float64 [d_ff]."""
+        return self.counts[layer] / self.tokens
+
+    def active_fraction(self, layer: int | None = None) -> float:
+        """Share of a layer's neurons that fire for a token, mean over the tokens; None: of all layers."""
+        layers = self.counts if layer is None else (self.counts[layer],)
+        return sum(int(counts.sum()) for counts in layers) / (len(layers) * self.d_ff * self.tokens)
+
+    def order(self, layer: int) -> Indices:
+        """The neurons of a layer, those that fire most often first, ties by index: int32 [d_ff]."""
+        return _order(self.counts[layer])
+
+    def hot_share(self, layer: int, mass: float = 0.8) -> float:
+        """Share of a layer's neurons, the most frequent ones, that carry `mass` of its activations; 0: none fires."""
+        return _hot_share(self.counts[layer], mass)
+
+    def model_hot_share(self, mass: float = 0.8) -> float:
+        """The same of all the model's neurons together."""
+        return _hot_share(np.concatenate(self.counts), mass)
+
+    def overlap(self, first: int, second: int, share: float = 0.2) -> float | None:
+        """Of the most frequent neurons of a corpus, those that are so in another too; mean over the layers.
+
+        first, second: which corpora; share: of a layer's neurons, that count as most frequent. Neurons that never
+        fire do not count; the common ones are divided by the larger of the two sets. None: no neuron fires.
+        """
+        most = max(1, round(share * self.d_ff))
+        found = []
+        for each in self.corpus_counts:
+            one, other = (set(_order(counts)[:most][np.sort(-counts)[:most] < 0]) for counts in each[[first, second]])
+            if one or other:
+                found.append(len(one & other) / max(len(one), len(other)))
+        return sum(found) / len(found) if found else None
+
+
+def _order(counts: Counts) -> Indices:
+    return np.argsort(-counts, kind="stable").astype(np.int32)
+
+
+def _hot_share(counts: Counts, mass: float) -> float:
+    assert 0 < mass <= 1
+    carried = np.cumsum(-np.sort(-counts))
+    if not carried[-1]:
+        return 0.0
+    return float(np.searchsorted(carried, mass * carried[-1]) + 1) / len(counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerinfer.neurons import BundleLayout, Placement, Predictor, Tier
+from powerinfer.neurons import BundleLayout, Placement, Predictor, Profile, Tier
 
 
 def test_a_gated_bundle() -> None:
@@ -67,3 +67,67 @@ def test_placements_that_cannot_be(tiers: np.ndarray) -> None:
     Placement(100, 32, (np.zeros(4, np.int8),))
     with pytest.raises(AssertionError):
         Placement(100, 32, (np.zeros(4, np.int8), tiers))
+
+
+def profile(each: list[list[list[int]]], tokens: tuple[int, ...]) -> Profile:
+    """A profile from counts[layer][corpus][neuron]."""
+    counts = tuple(np.array(layer, np.int64) for layer in each)
+    whole = tuple(layer.sum(axis=0) for layer in counts)
+    names = tuple("abcdef"[: len(tokens)])
+    active = (np.bincount([0] * sum(tokens), minlength=101),) * len(counts)
+    return Profile(sum(tokens), len(whole[0]), whole, names, tokens, counts, active, (0.5,) * len(counts))
+
+
+def test_a_profile_in_figures() -> None:
+    one = profile([[[5, 0, 9, 1, 5]], [[0, 0, 0, 0, 0]]], (10,))
+    assert one.n_layers == 2 and one.fraction(0).tolist() == [0.5, 0.0, 0.9, 0.1, 0.5]
+    assert one.active_fraction(0) == 20 / 50 and one.active_fraction(1) == 0 and one.active_fraction() == 20 / 100
+    assert one.order(0).tolist() == [2, 0, 4, 3, 1] and one.order(0).dtype == np.int32
+    assert one.hot_share(0, 0.8) == 3 / 5, "9 + 5 of 20 are not 16, 9 + 5 + 5 are"
+    assert (one.hot_share(0, 0.45), one.hot_share(0, 0.46)) == (1 / 5, 2 / 5)
+    assert one.hot_share(1) == 0 and one.model_hot_share() == 3 / 10
+
+
+def test_the_overlap_of_corpora() -> None:
+    first, second = [9, 8, 7, 0, 0, 0, 0, 0, 0, 0], [0, 8, 9, 0, 0, 0, 0, 0, 0, 1]
+    one = profile([[first, second]], (10, 10))
+    assert one.overlap(0, 1) == 1 / 2, "{0, 1} and {2, 1}"
+    assert one.overlap(0, 1, 1.0) == 2 / 3, "those that never fire are in no set"
+    assert one.overlap(0, 0) == 1.0
+    assert profile([[[0] * 10, [0] * 10]], (10, 10)).overlap(0, 1) is None
+
+
+@given(st.data(), st.integers(1, 40))
+def test_order_and_hot_share_by_brute_force(data: st.DataObject, d_ff: int) -> None:
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=d_ff, max_size=d_ff))
+    one = profile([[counts]], (9,))
+    assert one.order(0).tolist() == sorted(range(d_ff), key=lambda neuron: (-counts[neuron], neuron))
+    enough = [n for n in range(d_ff + 1) if sum(sorted(counts, reverse=True)[:n]) >= 0.8 * sum(counts)]
+    assert one.hot_share(0) == enough[0] / d_ff
+
+
+def test_the_digest_hangs_on_counts_and_tokens_alone() -> None:
+    one = profile([[[5, 0, 9]]], (10,))
+    assert len(one.digest) == 64 and one.digest == dataclasses.replace(one, reuse=(0.1,), thresholds=(1.0,)).digest
+    each = [([[[5, 0, 9]]], 11), ([[[5, 1, 9]]], 10), ([[[5, 0, 9]], [[0, 0, 0]]], 10)]
+    others = [profile(counts, (tokens,)) for counts, tokens in each]
+    assert len({one.digest, *(other.digest for other in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": 11},
+        {"d_ff": 4},
+        {"corpora": ("a", "b")},
+        {"reuse": ()},
+        {"thresholds": (1.0, 2.0)},
+        {"counts": (np.array([5, 0, 8]),)},
+        {"counts": (np.array([5, 0, 9], np.int32),)},
+        {"active": (np.zeros(100, np.int64),)},
+    ],
+    ids=str,
+)
+def test_profiles_that_cannot_be(wrong: dict[str, object]) -> None:
+    with pytest.raises(AssertionError):
+        dataclasses.replace(profile([[[5, 0, 9]]], (10,)), **wrong)  # type: ignore[arg-type]

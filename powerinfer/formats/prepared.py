@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,13 +41,27 @@ LINE = 64  # where every tensor begins
 
 _METADATA = "powerinfer"
 _PADDING = "padding."
-_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ELEMENT = {"I64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """(name, dtype of safetensors, shape) of a tensor that will be written."""
 
 Write = Callable[[str, Bytes], None]
 """write(name, data): the bytes of a tensor, uint8; in the announced order, in as many pieces as one likes."""
+
+
+class Filling(Protocol):
+    """A file whose bytes are put where they belong, in any order."""
+
+    resumed: bool  # it goes on with what an earlier process put
+
+    def put(self, name: str, at: int, data: Bytes) -> None:
+        """The bytes of a tensor from byte `at` on, uint8, contiguous; they may be put again."""
+        ...
+
+    def sync(self) -> None:
+        """Bring to the disk what was put so far."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +75,8 @@ class Kind:
 
 BUNDLES = Kind("neurons", "bundles", "pack")
 PREDICTOR = Kind("predictor", "predictor", "train")
+PROFILE = Kind("profile", "profile", "profile")
+SAMPLES = Kind("samples", "samples", "profile")
 
 
 def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
@@ -132,6 +149,39 @@ class PreparedFile:
         PowerInferError, one line, when the folder cannot be written or the disk is full; then, and on any other error
         or Ctrl-C, nothing is left behind and a former file stays as it was.
         """
+        writer = _Writer(self.path, self._header(description, tensors))
+        try:
+            writer.open()
+            yield writer.write
+            writer.finish()
+        finally:
+            writer.close()
+
+    @contextmanager
+    def fill(self, description: dict[str, Any], tensors: Sequence[Tensor], resume: bool = False) -> Iterator[Filling]:
+        """Write the file in any order while the block runs; it takes its place at the block's end, unless that raised.
+
+        Its bytes are zero where none are put. Unlike with `write`, NAME.part stays behind when the block ends early,
+        and `resume` goes on with it where one of the same description and tensors lies: `resumed` tells. The space is
+        taken at the beginning: PowerInferError, with nothing left behind, when the disk is too small.
+        """
+        filler = _Filler(self.path, self._header(description, tensors))
+        try:
+            filler.open(resume)
+            yield filler
+            filler.finish()
+        finally:
+            filler.close()
+
+    def remove(self) -> None:
+        """Remove the file and what a process that ended early left of it; PowerInferError where that cannot be done."""
+        for path in (self.path, self.path.with_name(self.path.name + ".part")):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise PowerInferError(f"cannot remove {path} ({error.strerror or error})") from None
+
+    def _header(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> _Header:
         whole = {
             "format": FORMAT,
             "kind": self.kind.name,
@@ -140,13 +190,7 @@ class PreparedFile:
             "made_with": __version__,
             **description,
         }
-        writer = _Writer(self.path, _header(json.dumps(whole, allow_nan=False), tensors))
-        try:
-            writer.open()
-            yield writer.write
-            writer.finish()
-        finally:
-            writer.close()
+        return _header(json.dumps(whole, allow_nan=False), tensors)
 
 
 def _with(quantize: object) -> str:
@@ -218,17 +262,126 @@ def write_small(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-class _Writer:
-    """A file being written as NAME.part. `close` may be called whatever happened before."""
+class _Part:
+    """A file that comes to be as NAME.part."""
 
     def __init__(self, path: Path, header: _Header) -> None:
         self._path = path
         self._part = path.with_name(path.name + ".part")
         self._header = header
+        self._fd = -1
+
+    def _take_place(self) -> None:
+        with self._file_errors():
+            os.fsync(self._fd)
+            os.replace(self._part, self._path)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            _sync_folder(self._path.parent)
+
+    def _check_space(self) -> None:
+        """Fail before the work, not after, where the disk is known to be too small."""
+        from shutil import disk_usage
+
+        usage = disk_usage(self._path.parent)
+        if usage.total and usage.free < self._header.file_bytes:  # some file systems know nothing and say 0 of 0
+            why = f"{self._header.file_bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
+            raise OSError(errno.ENOSPC, why)
+
+    @contextmanager
+    def _file_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PowerInferError(
+                f"cannot write {self._path} ({error.strerror or error}); --prepared PATH chooses another folder"
+            ) from error
+
+
+class _Filler(_Part):
+    """A file that is written in any order, by one process after another. `close` may be called at any time."""
+
+    def __init__(self, path: Path, header: _Header) -> None:
+        super().__init__(path, header)
+        self.resumed = False
+        self._failed = False
+        sizes = list(header.sizes)
+        starts = accumulate((nbytes for _, nbytes in sizes), initial=len(header.raw))
+        self._places = {name: (start, nbytes) for (name, nbytes), start in zip(sizes, starts, strict=False)}
+
+    def open(self, resume: bool) -> None:
+        with self._file_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = _open_alone(self._part, empty=False)
+            self.resumed = resume and self._is_ours()
+            if not self.resumed:
+                os.ftruncate(self._fd, 0)
+                self._check_space()
+                self._reserve()
+                self._put(self._header.raw, 0)
+
+    def put(self, name: str, at: int, data: Bytes) -> None:
+        start, nbytes = self._places[name]
+        assert data.dtype == np.uint8 and data.flags.c_contiguous and 0 <= at <= at + data.nbytes <= nbytes, name
+        with self._file_errors():
+            self._put(data.reshape(-1).data, start + at)
+
+    def sync(self) -> None:
+        with self._file_errors():
+            os.fsync(self._fd)
+
+    def finish(self) -> None:
+        self._take_place()
+
+    @contextmanager
+    def _file_errors(self) -> Iterator[None]:
+        try:
+            with super()._file_errors():
+                yield
+        except PowerInferError:
+            self._failed = True
+            raise
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            if self._failed:
+                with suppress(OSError):
+                    self._part.unlink()  # as `_Writer.close`
+            os.close(fd)
+
+    def _is_ours(self) -> bool:
+        """Whether the part is one of this very file."""
+        if os.fstat(self._fd).st_size != self._header.file_bytes:
+            return False
+        with open(self._part, "rb") as file:
+            return file.read(len(self._header.raw)) == self._header.raw
+
+    def _reserve(self) -> None:
+        """Give the file its length, and its blocks where the system can: later no `put` finds the disk full."""
+        os.ftruncate(self._fd, self._header.file_bytes)
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._fd, 0, self._header.file_bytes)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise  # else: a file system that cannot reserve
+
+    def _put(self, data: bytes | memoryview, at: int) -> None:
+        view = memoryview(data)
+        os.lseek(self._fd, at, os.SEEK_SET)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+
+class _Writer(_Part):
+    """A file that is written from beginning to end. `close` may be called whatever happened before."""
+
+    def __init__(self, path: Path, header: _Header) -> None:
+        super().__init__(path, header)
         self._rest = deque(header.sizes)
         self._name = ""  # the tensor whose turn it is
         self._left = 0  # bytes that it lacks
-        self._fd = -1
 
     def open(self) -> None:
         with self._file_errors():
@@ -247,12 +400,7 @@ class _Writer:
 
     def finish(self) -> None:
         assert not self._left and not self._rest, f"{self._name} is not the last tensor, or not complete"
-        with self._file_errors():
-            os.fsync(self._fd)
-            os.replace(self._part, self._path)
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-            _sync_folder(self._path.parent)
+        self._take_place()
 
     def close(self) -> None:
         """Remove what was not finished."""
@@ -276,27 +424,9 @@ class _Writer:
             while view:
                 view = view[os.write(self._fd, view) :]
 
-    def _check_space(self) -> None:
-        """Fail before the work, not after, where the disk is known to be too small."""
-        from shutil import disk_usage
 
-        usage = disk_usage(self._path.parent)
-        if usage.total and usage.free < self._header.file_bytes:  # some file systems know nothing and say 0 of 0
-            why = f"{self._header.file_bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
-            raise OSError(errno.ENOSPC, why)
-
-    @contextmanager
-    def _file_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PowerInferError(
-                f"cannot write {self._path} ({error.strerror or error}); --prepared PATH chooses another folder"
-            ) from error
-
-
-def _open_alone(part: Path) -> int:
-    """A descriptor of the file, emptied and locked; what a killed process left of it is gone. The lock dies with us.
+def _open_alone(part: Path, empty: bool = True) -> int:
+    """A descriptor of the file, locked, and emptied of what a killed process left. The lock dies with us.
 
     PowerInferError if another process is writing it. A link that came with a model's folder is not followed.
     """
@@ -310,7 +440,8 @@ def _open_alone(part: Path) -> int:
             with suppress(FileNotFoundError):
                 # A process that finished in between has given the name away: then this is its file, not ours.
                 if os.path.samestat(os.fstat(fd), os.stat(part)):
-                    os.ftruncate(fd, 0)
+                    if empty:
+                        os.ftruncate(fd, 0)
                     return fd
         except BaseException:
             os.close(fd)

@@ -1,0 +1,146 @@
+"""Profiles on disk: how often each neuron of a model fires.
+
+For each layer `layers.N.counts` I64 [corpora, d_ff], tokens that the neuron fired for, and `layers.N.active` I64 [101],
+tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds stand in the file's
+description, and under "about" what made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.prepared import PROFILE, PreparedFile
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.neurons import Counts, Profile
+
+BINS = 101
+"""Of the histogram of active neurons: 0 to 100 per cent."""
+
+_MAX_TOKENS = 1 << 50  # sums of counts stay below 2**63
+_MAX_CORPORA = 1 << 12
+_MAX_NAME = 1 << 12
+
+
+@dataclass(frozen=True)
+class ProfileFile:
+    """A profile, where it lies, and how it was made."""
+
+    profile: Profile
+    about: dict[str, Any]
+    path: Path
+
+
+def open_profile(checkpoint: Checkpoint, prepared: str | None = None) -> Profile:
+    """The profile of a model, from the folder `prepared` (None: beside the model).
+
+    ModelError, naming the command that makes it, if there is none or it does not suit the model as it is opened.
+    """
+    return open_profile_file(checkpoint, prepared).profile
+
+
+def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> ProfileFile:
+    """The same with its path and what was said about it."""
+    place = PreparedFile(PROFILE, checkpoint, prepared)
+    description, tensors, file = place.read()
+    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.d_ff
+    for name, size in (("d_ff", d_ff), ("n_layers", layers)):
+        if description.get(name) != size:
+            raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
+    corpora = _corpora(description.get("corpora"))
+    if corpora is None:
+        raise place.bad("does not name its corpora and their tokens")
+    names, tokens = corpora
+    reuse = _numbers(description.get("reuse"), layers, 1.0)
+    stated = description.get("thresholds")
+    thresholds = None if stated is None else _numbers(stated, layers, 1e30)
+    if reuse is None or (stated is not None and thresholds is None):
+        raise place.bad(f"does not state reuse and thresholds of {layers} layers")
+    about = description.get("about")
+    if type(about) is not dict:
+        raise place.bad("does not say how it was made")
+    each: list[Counts] = []
+    active: list[Counts] = []
+    file.check()
+    for layer in range(layers):
+        counts = _taken(place, tensors, f"layers.{layer}.counts", (len(names), d_ff))
+        if (counts < 0).any() or (counts > np.array(tokens)[:, None]).any():
+            raise place.bad(f"counts more or less tokens in layer {layer} than there were")
+        histogram = _taken(place, tensors, f"layers.{layer}.active", (BINS,))
+        if (histogram < 0).any() or (histogram > sum(tokens)).any() or histogram.sum() != sum(tokens):
+            raise place.bad(f"does not count each token once in the histogram of layer {layer}")
+        each.append(counts)
+        active.append(histogram)
+    if tensors:
+        raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
+    total = tuple(counts.sum(axis=0) for counts in each)
+    profile = Profile(sum(tokens), d_ff, total, names, tokens, tuple(each), tuple(active), reuse, thresholds)
+    return ProfileFile(profile, about, place.path)
+
+
+def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile, about: Mapping[str, Any]) -> Path:
+    """Write the profile of a model; the path of the file.
+
+    about: how it was made, values of JSON. PowerInferError if it cannot be written.
+    """
+    config = checkpoint.config
+    assert (profile.n_layers, profile.d_ff) == (config.n_layers, config.d_ff) and profile.corpora
+    description = {
+        "n_layers": config.n_layers,
+        "d_ff": config.d_ff,
+        "corpora": [
+            {"name": name, "tokens": tokens}
+            for name, tokens in zip(profile.corpora, profile.corpus_tokens, strict=True)
+        ],
+        "reuse": [float(value) for value in profile.reuse],
+        "thresholds": None if profile.thresholds is None else [float(value) for value in profile.thresholds],
+        "about": dict(about),
+    }
+    arrays = [
+        (f"layers.{layer}.{name}", values)
+        for layer, pair in enumerate(zip(profile.corpus_counts, profile.active, strict=True))
+        for name, values in zip(("counts", "active"), pair, strict=True)
+    ]
+    place = PreparedFile(PROFILE, checkpoint, prepared)
+    with place.write(description, [(name, "I64", values.shape) for name, values in arrays]) as write:
+        for name, values in arrays:
+            write(name, np.ascontiguousarray(values, "<i8").reshape(-1).view(np.uint8))
+    return place.path
+
+
+def _taken(place: PreparedFile, tensors: dict[str, RawTensor], name: str, shape: tuple[int, ...]) -> Counts:
+    """A tensor of whole numbers, copied: profiles are small, and the file may go."""
+    tensor = tensors.pop(name, None)
+    if tensor is None or (tensor.type, tensor.shape) != ("I64", shape):
+        raise place.bad(f"does not hold {name} as {list(shape)} of type I64")
+    return np.frombuffer(tensor.data.tobytes(), "<i8").reshape(shape).astype(np.int64)
+
+
+def _corpora(described: Any) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """(names, tokens) as they are described, None where they cannot be."""
+    if type(described) is not list or not 0 < len(described) <= _MAX_CORPORA:
+        return None
+    names, tokens = [], []
+    for one in described:
+        name, count = (one.get("name"), one.get("tokens")) if type(one) is dict else (None, None)
+        if type(name) is not str or len(name) > _MAX_NAME or type(count) is not int or not 0 < count <= _MAX_TOKENS:
+            return None
+        names.append(name)
+        tokens.append(count)
+    return (tuple(names), tuple(tokens)) if sum(tokens) <= _MAX_TOKENS else None
+
+
+def _numbers(stated: Any, length: int, most: float) -> tuple[float, ...] | None:
+    """So many numbers from 0 to `most`, None where they are not."""
+    if type(stated) is not list or len(stated) != length:
+        return None
+    if not all(type(value) in (int, float) and math.isfinite(value) and 0 <= value <= most for value in stated):
+        return None
+    return tuple(map(float, stated))

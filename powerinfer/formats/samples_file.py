@@ -1,0 +1,140 @@
+"""Samples on disk: what a layer's predictor reads for a token, and the neurons that fire for it.
+
+For each layer `layers.N.x` F16 [rows, d_model], the residual stream before the FFN's norm (where attention and FFN read
+the same, the layer's input), clipped to what F16 holds, and `layers.N.active` U8 [rows, ceil(d_ff / 8)]: bit i % 8 of
+byte i // 8 is neuron i. Rows are in the order of the text, and row r of every layer is the same token. `windows` I64
+[number] holds the first row of each window of text, so that whole windows can be held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.prepared import SAMPLES, Filling, PreparedFile
+from powerinfer.formats.quant import Bytes, Floats
+
+_F16_MAX = 65504.0
+_MAX_ROWS = 1 << 40
+
+
+@dataclass(frozen=True)
+class SamplesFile:
+    """The samples of a model, mapped; `file.check()` is to be asked before they are read.
+
+    layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(d_ff / 8)]), read-only views; windows:
+    int64, the first row of each window, ascending from 0; about: how they were made.
+    """
+
+    rows: int
+    layers: tuple[tuple[NDArray[np.float16], Bytes], ...]
+    windows: NDArray[np.int64]
+    about: dict[str, Any]
+    file: MappedFile
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.file.path
+
+
+def row_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes that one row takes, of all layers together."""
+    config = checkpoint.config
+    return config.n_layers * (2 * config.d_model + -(-config.d_ff // 8))
+
+
+def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> SamplesFile:
+    """The samples of a model, from the folder `prepared` (None: beside the model).
+
+    ModelError, naming the command that makes them, if there are none or they do not suit the model as it is opened.
+    """
+    place = PreparedFile(SAMPLES, checkpoint, prepared)
+    description, tensors, file = place.read()
+    rows, about = description.get("rows"), description.get("about")
+    if type(rows) is not int or not 0 < rows <= _MAX_ROWS or type(about) is not dict:
+        raise place.bad("does not say how many samples it holds, or how they were made")
+    layers = []
+    for layer in range(checkpoint.config.n_layers):
+        views = []
+        for name, dtype, shape in _of_layer(checkpoint, layer, rows):
+            tensor = tensors.pop(name, None)
+            if tensor is None or (tensor.type, tensor.shape) != (dtype, shape):
+                raise place.bad(f"does not hold {name} as {list(shape)} of type {dtype}")
+            if tensor.data.ctypes.data % 2:
+                raise place.bad(f"holds {name} at an odd place")
+            views.append(tensor.data)
+        layers.append((views[0].view("<f2").reshape(rows, -1), views[1].reshape(rows, -1)))
+    windows = tensors.pop("windows", None)
+    if windows is None or windows.type != "I64" or len(windows.shape) != 1 or not windows.size:
+        raise place.bad("does not say where its windows begin")
+    file.check()
+    starts = np.frombuffer(windows.data.tobytes(), "<i8").astype(np.int64)
+    if starts[0] != 0 or starts.max() >= rows or (starts[1:] <= starts[:-1]).any():
+        raise place.bad("has windows that do not follow one another")
+    if tensors:
+        raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
+    return SamplesFile(rows, tuple(layers), starts, about, file)
+
+
+class SamplesWriter:
+    """Where `write_samples` takes rows. resumed: it goes on with what an earlier process put."""
+
+    def __init__(self, checkpoint: Checkpoint, filling: Filling) -> None:
+        self._checkpoint = checkpoint
+        self._filling = filling
+        self.resumed = filling.resumed
+
+    def put(self, layer: int, first: int, x: Floats, active: Bytes) -> None:
+        """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 [n, ceil(d_ff / 8)]."""
+        shapes = [(name, shape[1]) for name, _, shape in _of_layer(self._checkpoint, layer, 1)]
+        halves = np.ascontiguousarray(np.clip(x, -_F16_MAX, _F16_MAX), "<f2")
+        for (name, width), values in zip(shapes, (halves, np.ascontiguousarray(active)), strict=True):
+            assert values.shape == (len(x), width), (name, values.shape)
+            data = values.reshape(-1).view(np.uint8)
+            self._filling.put(name, first * width * values.itemsize, data)
+
+    def sync(self) -> None:
+        """Bring to the disk what was put so far."""
+        self._filling.sync()
+
+
+@contextmanager
+def write_samples(
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    rows: int,
+    windows: NDArray[np.int64],
+    about: Mapping[str, Any],
+    resume: bool = False,
+) -> Iterator[SamplesWriter]:
+    """Write the samples of a model: the block puts the rows of every layer, in any order.
+
+    windows: first rows, int64, ascending from 0; about: values of JSON. The file appears under its name when the block
+    has ended well; when it ends early, `resume` goes on with what was put by a call with the same arguments.
+    PowerInferError if it cannot be written.
+    """
+    assert rows > 0 and len(windows) and windows[0] == 0
+    tensors = [one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, rows)]
+    place = PreparedFile(SAMPLES, checkpoint, prepared)
+    description = {"rows": rows, "about": dict(about)}
+    with place.fill(description, [*tensors, ("windows", "I64", windows.shape)], resume) as filling:
+        filling.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
+        yield SamplesWriter(checkpoint, filling)
+
+
+def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:
+    """(name, dtype, shape) of the tensors of a layer."""
+    config = checkpoint.config
+    return [
+        (f"layers.{layer}.x", "F16", (rows, config.d_model)),
+        (f"layers.{layer}.active", "U8", (rows, -(-config.d_ff // 8))),
+    ]
