@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ def test_unknown_machine() -> None:
         ("cpu/op_us", -1, "op_us"),
         ("cpu/op_us", 1e300, "op_us"),
         ("cpu/kv_gb_s", 0, "kv_gb_s"),
+        ("cpu/cache_gain", 0.5, "cache_gain"),
+        ("cpu/cache_bytes", -1, "cache_bytes"),
         ("cpu/turbo", 1, "turbo"),
         ("cpu/dense_gb_s/other", ..., "lacks other"),
         ("cpu/dense_gb_s/F16", 0, "F16"),
@@ -200,6 +203,23 @@ def test_rates_become_seconds() -> None:
     assert own.dense_seconds("Q5_K", 10**9) == pytest.approx(0.2)
     assert own.rows_seconds("Q4_0", 1000, 2 * 10**6) == pytest.approx(1e-3 + 1e-4)
     assert set(own.bundle_gb_s) == set(PART_TYPES)
+
+
+def test_small_steps_come_from_the_cache() -> None:
+    """Time per byte: a third up to the cache's size, whole from twice of it, halfway in the middle."""
+    cold = dataclasses.replace(load("pc-low").cpu, cache_bytes=100, cache_gain=3.0)
+    assert cold.warm(200) is cold and cold.warm(10**9) is cold
+    full = cold.warm(100)
+    assert full == cold.warm(1)
+    for before, after in ((cold.dense_gb_s, full.dense_gb_s), (cold.bundle_gb_s, full.bundle_gb_s)):
+        assert dict(after) == pytest.approx({name: 3 * rate for name, rate in before.items()})
+    assert full.kv_gb_s == pytest.approx(3 * cold.kv_gb_s) and full.op_us == cold.op_us and full.row_ns == cold.row_ns
+    middle = cold.warm(150)
+    assert middle.dense_seconds("F16", 1) == pytest.approx(
+        (full.dense_seconds("F16", 1) + cold.dense_seconds("F16", 1)) / 2
+    )
+    unknown = load("pc-low").cpu
+    assert unknown.warm(1) is unknown
 
 
 def test_disk_reads_between_the_known_sizes() -> None:

@@ -48,10 +48,13 @@ class Device:
     bundle_gb_s, row_ns: by the type of gate and up, the rate at which the rows of bundles are read that lie anywhere,
         and the time that one row takes besides its bytes. A row is one part of one bundle: gate, up or down. Down has
         the type that `pack` takes to that of gate: the same, and Q8_0 to Q4_0. seconds = bytes / rate + rows * row_ns.
-    op_us: fixed time of an operator: its barriers and norms, on a GPU its launch. Operators are the embedding,
-        attention's input, attention, the projection, the FFN, the head, and a norm that stands alone.
+    op_us: fixed time of an operator: its barriers and norms, on a GPU its launch. A layer has four, attention's input,
+        attention, projection and FFN (and every norm that stands alone); embedding and head are two more.
     sparse_us: fixed time that an FFN takes beyond `op_us` when it goes sparse: its lists and its further barriers.
     kv_gb_s: bytes of keys and values that attention reads.
+    cache_bytes, cache_gain: the rates hold for steps that read more than twice `cache_bytes`, so that every byte comes
+        from memory; what a step reads of up to `cache_bytes` stays in the cache and comes `cache_gain` times as fast
+        (`warm`). 0 and 1 where that is not known.
     """
 
     name: str
@@ -64,6 +67,25 @@ class Device:
     op_us: float
     sparse_us: float
     kv_gb_s: float
+    cache_bytes: int = 0
+    cache_gain: float = 1.0
+
+    def warm(self, step_bytes: float) -> Device:
+        """The device with the rates of steps that read `step_bytes` of weights, keys and values in all.
+
+        From `cache_bytes` to twice as much the gain goes linearly back to none, in time per byte: steps read everything
+        in turn, and of what does not fit less and less is still there when it is read again.
+        """
+        if not self.cache_bytes or step_bytes >= 2 * self.cache_bytes:
+            return self
+        cold = max(0.0, step_bytes / self.cache_bytes - 1)
+        by = 1 / (cold + (1 - cold) / self.cache_gain)
+
+        def faster(rates: Mapping[str, float]) -> dict[str, float]:
+            return {name: by * rate for name, rate in rates.items()}
+
+        dense, bundles = faster(self.dense_gb_s), faster(self.bundle_gb_s)
+        return dataclasses.replace(self, dense_gb_s=dense, bundle_gb_s=bundles, kv_gb_s=by * self.kv_gb_s)
 
     def dense_seconds(self, type_name: str, nbytes: float) -> float:
         """Time of reading `nbytes` of weights of a type in dense products."""
@@ -292,8 +314,12 @@ def _device(fields: _Fields) -> Device:
         op_us=fields.number("op_us", _MOST_TIME),
         sparse_us=fields.number("sparse_us", _MOST_TIME),
         kv_gb_s=fields.number("kv_gb_s", _MOST_RATE, zero=False),
+        cache_bytes=fields.whole("cache_bytes", 0, _MOST_BYTES),
+        cache_gain=fields.number("cache_gain", 1000.0),
     )
     fields.finish()
+    if device.cache_gain < 1:
+        raise fields.bad(f"a cache_gain of {device.cache_gain:g} is below 1")
     return device
 
 
