@@ -56,6 +56,7 @@ class CpuExecutor:
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
+        self.d_model = config.d_model
         self.d_ff = config.d_ff
         self._config = config
         self._ffns: list[_Ffn] = []

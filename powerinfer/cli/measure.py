@@ -1,0 +1,74 @@
+"""Measure how fast this machine decodes: dense products, scattered neurons, fixed costs, the disk.
+
+What `plan` needs to predict the time of a token, through the engine's own operators on random weights; no model is
+needed. It takes about fifteen seconds and two GB of memory, in which other programs should rest, and is kept in the
+user's cache folder: nothing is done again before the engine, the CPU or the number of threads changes, unless --force.
+The file can be given to `plan --hardware` on another machine.
+
+JSON: path, measured (whether it was done now), seconds, hardware (the description, as the file has it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from powerinfer.cli.common import Output, config_flags, config_from
+from powerinfer.config import EngineConfig
+
+if TYPE_CHECKING:
+    from powerinfer.placement.hardware import Hardware
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="measure even if it was done before")
+    config_flags(parser, EngineConfig, "engine", only=("threads", "isa"))
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.placement.measure import kept_at, known, measure_and_keep
+
+    engine = config_from(args, EngineConfig)
+    begin = time.perf_counter()
+    found = None if args.force else known(engine)
+    hardware = found
+    if hardware is None:
+        with Bar() as bar:
+            hardware = measure_and_keep(engine, bar, out.note)
+    path = kept_at(hardware.key)
+    _show(hardware, out)
+    if found is not None:
+        out.line(f"measured earlier ({path}); --force measures anew")
+    out.document(
+        {
+            "path": str(path),
+            "measured": found is None,
+            "seconds": time.perf_counter() - begin,
+            "hardware": dataclasses.asdict(hardware),
+        }
+    )
+    return 0
+
+
+def _show(hardware: Hardware, out: Output) -> None:
+    cpu = hardware.cpu
+    out.line(f"{cpu.name}, {cpu.threads} threads, {hardware.key['isa']}, {cpu.memory_bytes / 1e9:.1f} GB of memory")
+    for what, rates in (("dense weights", cpu.dense_gb_s), ("rows of bundles", cpu.bundle_gb_s)):
+        out.line(f"{what}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
+    out.line("a row besides its bytes: " + ", ".join(f"{name} {ns:.0f}" for name, ns in cpu.row_ns.items()) + " ns")
+    out.line(
+        f"an operator {cpu.op_us:.1f} us, {cpu.sparse_us:.1f} us more for a sparse FFN; "
+        f"keys and values {cpu.kv_gb_s:.1f} GB/s"
+    )
+    if cpu.cache_bytes:
+        out.line(f"steps of up to {cpu.cache_bytes / 1e6:.0f} MB are {cpu.cache_gain:.1f} times as fast")
+    disk = hardware.disk
+    reads = [f"{_size(size)} {rate:.2f}" for size, rate in disk.read_gb_s.items()] if disk is not None else []
+    out.line("disk, random reads: " + (", ".join(reads) + " GB/s" if reads else "could not be measured"))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"

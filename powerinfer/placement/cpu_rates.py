@@ -1,0 +1,410 @@
+"""The rates of this CPU in decoding, from the executor's own operators over random weights that no cache holds.
+
+Dense products and fixed times: transformers of two widths, timed operator by operator. Rows of bundles: FFNs in which
+chosen fractions of the neurons fire, of two widths, so that a row's fixed time and its bytes part. Medians throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import CpuExecutor, available_memory
+from powerinfer.errors import PowerInferError
+from powerinfer.formats.checkpoint import Progress
+from powerinfer.formats.pack import PART_TYPES
+from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BundleLayout, Predictor
+from powerinfer.placement.hardware import OTHER
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is computed and read. The tests take less of everything."""
+
+    sample_bytes: int = 0  # weights of a sample; 0: twice the largest cache, within SAMPLE_BYTES
+    steps: int = 10  # timed, of each sample; two more warm up
+    wide: tuple[int, int] = (2048, 5632)  # d_model, d_ff
+    narrow: tuple[int, int] = (512, 1408)
+    rows: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 2048))  # d_model, d_ff of sparse FFNs
+    context: int = 2048  # tokens that attention reads
+    warm: tuple[int, ...] = (8 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20)  # weights of samples for the caches
+    disk_bytes: int = 64 << 20
+    disk_seconds: float = 0.25  # of each size of read
+
+
+FULL = Effort()
+
+SAMPLE_BYTES = (256 << 20, 384 << 20)
+"""Least and most bytes of a sample's weights: a larger cache, as servers have, is shared, and none gets all of it."""
+
+FRACTIONS = (0.02, 0.06, 0.15, 0.3)
+"""Neurons that fire, layer by layer in turn."""
+
+_HEAD_DIM = 64
+_DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
+_RANK = 128  # of the predictors
+_WARM_UP = 2
+_LEAST_STEPS = 3
+_SAMPLE_SECONDS = 0.6  # after which a sample gets no more steps than the least
+_DOWN = {"Q4_0": "Q8_0"}  # what `pack` takes for down where it is not the type of gate
+_OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
+
+
+def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = None) -> dict[str, Any]:
+    """The fields of a `Device` from `dense_gb_s` on. PowerInferError where memory is short."""
+    nbytes = effort.sample_bytes or min(max(2 * largest_cache(), SAMPLE_BYTES[0]), SAMPLE_BYTES[1])
+    free = available_memory()
+    if free and free < 6 * nbytes:
+        raise PowerInferError(
+            f"measuring this machine takes {6 * nbytes >> 20} MiB of memory and {free >> 20} MiB are free; "
+            "end other programs first"
+        )
+    work = _Work(engine, effort, nbytes, progress)
+    op_us = work.operator_us()
+    dense = {name: work.dense_gb_s(name, op_us) for name in sorted(NATIVE_TYPES)}
+    dense[OTHER] = min(dense.values())
+    bundle, row_ns, extra = {}, {}, []
+    for name in PART_TYPES:
+        fit = fit_rows(work.sparse_times(name), max(dense.values()))
+        bundle[name], row_ns[name] = fit.gb_s, fit.row_ns
+        for group, seconds in fit.fixed.items():
+            extra.append(1e6 * seconds - group.dense_bytes / (1e3 * dense[group.dense_type]) - op_us)
+    size, gain = work.cache()
+    return {
+        "dense_gb_s": {name: _figure(rate) for name, rate in dense.items()},
+        "bundle_gb_s": {name: _figure(rate) for name, rate in bundle.items()},
+        "row_ns": {name: _figure(value) for name, value in row_ns.items()},
+        "op_us": _figure(op_us),
+        "sparse_us": _figure(max(0.0, median(extra))),
+        "kv_gb_s": _figure(work.kv_gb_s(op_us)),
+        "cache_bytes": size,
+        "cache_gain": _figure(gain),
+    }
+
+
+def _figure(value: float) -> float:
+    """Four digits: a measurement has no more."""
+    return float(f"{value:.4g}")
+
+
+def largest_cache() -> int:
+    """Bytes of the largest cache of the first core; 32 MiB where the system does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=32 << 20)
+
+
+# ---------------------------------------------------------------- what the times say
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that differ only in how many neurons fire: one width, one way."""
+
+    d_model: int
+    way: str
+    dense_type: str
+    dense_bytes: int  # of the product that names the neurons: the gate's, the predictor's
+
+
+@dataclass(frozen=True)
+class RowFit:
+    """seconds = fixed[group] + bytes / (1e9 gb_s) + 1e-9 row_ns * rows."""
+
+    gb_s: float
+    row_ns: float
+    fixed: dict[Group, float]
+
+
+def fit_rows(times: Sequence[tuple[Group, float, float, float]], peak_gb_s: float) -> RowFit:
+    """The least squares of (group, rows, bytes, seconds): a rate within (0, peak_gb_s], a row's time from 0 on.
+
+    Residuals count relative to the seconds. At least two rows of one group are needed.
+    """
+    groups = list(dict.fromkeys(group for group, *_ in times))
+    member = np.array([[group == one for one in groups] for group, *_ in times], np.float64)
+    rows, nbytes, seconds = (np.array([entry[at] for entry in times], np.float64) for at in (1, 2, 3))
+
+    def solve(columns: list[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:
+        matrix = np.column_stack([member, *columns]) / seconds[:, None]
+        return [float(value) for value in np.linalg.lstsq(matrix, target / seconds, rcond=None)[0]]
+
+    *fixed, per_byte, per_row = solve([1e-9 * nbytes, 1e-9 * rows], seconds)
+    least = 1 / peak_gb_s  # ns a byte: nothing is read faster than straight through
+    if per_row < 0:
+        per_row = 0.0
+        *fixed, per_byte = solve([1e-9 * nbytes], seconds)
+    if per_byte < least:
+        per_byte = least
+        *fixed, per_row = solve([1e-9 * rows], seconds - 1e-9 * per_byte * nbytes)
+        per_row = max(0.0, per_row)
+    return RowFit(1 / per_byte, per_row, dict(zip(groups, fixed, strict=True)))
+
+
+def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]:
+    """(bytes, gain) of `Device.warm` that come nearest to the gains of samples of these sizes; (0, 1.0) for no gain."""
+    gain = max(gains)
+    if gain < 1.05:
+        return 0, 1.0
+
+    def miss(size: float) -> float:
+        colds = [min(1.0, max(0.0, nbytes / size - 1)) for nbytes in sizes]
+        told = [1 / (cold + (1 - cold) / gain) for cold in colds]
+        return sum(math.log(own / one) ** 2 for own, one in zip(gains, told, strict=True))
+
+    least, most = min(sizes), max(sizes)
+    tried: list[float] = [least / 2 * (most / least) ** (step / 100) for step in range(101)]
+    best = min(tried, key=miss)
+    return round(best), gain
+
+
+# ---------------------------------------------------------------- what is timed
+
+
+class _Work:
+    """The samples, one after another; each is gone before the next is made."""
+
+    def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress | None) -> None:
+        self._effort = effort
+        self._nbytes = nbytes
+        self._engine = replace(EngineConfig(), threads=engine.threads, isa=engine.isa, max_batch=1)
+        self._random = np.random.default_rng(1)
+        self._progress = progress
+        self._done = 0
+        self._all = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm)
+
+    def _tick(self) -> None:
+        if self._progress is not None:
+            self._progress("measuring the CPU", self._done, self._all)
+        self._done += 1
+
+    def operator_us(self) -> float:
+        """Fixed time of an operator: what layers of two widths take, parted into bytes and operators."""
+        (wide, many), (narrow, few) = (self._dense("Q8_0", shape) for shape in (self._effort.wide, self._effort.narrow))
+        fixed = narrow - few * (wide - narrow) / (many - few)
+        return min(max(0.0, fixed), narrow) * 1e6 / len(_OPERATORS)
+
+    def dense_gb_s(self, type_name: str, op_us: float) -> float:
+        return self._rate(*self._dense(type_name, self._effort.wide), op_us)
+
+    def _rate(self, seconds: float, nbytes: float, op_us: float) -> float:
+        """GB/s of a layer's weights; the fixed times are no more than half of it."""
+        return nbytes / max(seconds - 1e-6 * op_us * len(_OPERATORS), 0.5 * seconds) / 1e9
+
+    def cache(self) -> tuple[int, float]:
+        """(cache_bytes, cache_gain): smaller and smaller samples of layers that are small themselves."""
+        shape = self._effort.narrow
+        cold = self._dense("Q8_0", shape)[0]
+        gains = [cold / self._dense("Q8_0", shape, nbytes)[0] for nbytes in self._effort.warm]
+        return fit_cache(self._effort.warm, gains)
+
+    def _dense(self, type_name: str, shape: tuple[int, int], nbytes: int = 0) -> tuple[float, float]:
+        """(seconds, bytes) of one layer of a transformer."""
+        self._tick()
+        d_model, d_ff = shape
+        layer_bytes = (4 * d_model + 3 * d_ff) * block_type(type_name).row_bytes(d_model)
+        layers = max(1, round((nbytes or self._nbytes) / layer_bytes))
+        heads = d_model // _HEAD_DIM
+        with self._transformer(layers, d_model, d_ff, heads, heads) as executor:
+            square, up, down = (
+                self._matrix(type_name, rows, cols)
+                for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
+            )
+            for layer in range(layers):
+                executor.attention(layer, self._norm(executor), [executor.matrix(square) for _ in range(3)])
+                executor.project(executor.matrix(square))
+                executor.ffn(self._norm(executor), executor.matrix(up), executor.matrix(up), executor.matrix(down))
+            seconds = self._operators(executor)
+            return sum(seconds[name] for name in _OPERATORS) / layers, layer_bytes
+
+    def kv_gb_s(self, op_us: float) -> float:
+        """Attention over keys and values of the usual type, four heads of queries to one of keys."""
+        self._tick()
+        heads, kv_heads, d_model = 32, 8, 128
+        tokens = self._effort.context // cpu.PAGE * cpu.PAGE
+        each = 2 * 2 * kv_heads * _HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
+        layers = max(1, round(self._nbytes / (tokens * each)))
+        with self._transformer(layers, d_model, d_model, heads, kv_heads) as executor:
+            q, kv = (self._matrix("F16", rows * _HEAD_DIM, d_model) for rows in (heads, kv_heads))
+            out, square = (self._matrix("F16", d_model, cols) for cols in (heads * _HEAD_DIM, d_model))
+            for layer in range(layers):
+                executor.attention(layer, self._norm(executor), [executor.matrix(part) for part in (q, kv, kv)])
+                executor.project(executor.matrix(out))
+                gate, up, down = (executor.matrix(square) for _ in range(3))
+                executor.ffn(self._norm(executor), gate, up, down)
+            self._fill(executor, tokens)
+            seconds = self._operators(executor, tokens)["attention"] / layers
+        return tokens * each / max(seconds - 1e-6 * op_us, 0.5 * seconds) / 1e9
+
+    def _fill(self, executor: CpuExecutor, tokens: int) -> None:
+        """Write keys and values into all pages; cheaply, since every page is the beginning of a text of its own."""
+        nothing = np.empty(0, np.int32)
+        texts = executor.max_tokens // cpu.PAGE
+        for first in range(0, tokens // cpu.PAGE, texts):
+            pages = np.arange(first, min(first + texts, tokens // cpu.PAGE), dtype=np.int32)[:, None]
+            rows = np.repeat(np.arange(len(pages), dtype=np.int32), cpu.PAGE)
+            positions = np.tile(np.arange(cpu.PAGE, dtype=np.int32), len(pages))
+            executor.forward(Batch(rows % executor.vocab_size, positions, rows, pages, nothing))
+
+    def sparse_times(self, type_name: str) -> list[tuple[Group, float, float, float]]:
+        """(group, rows, bytes, seconds) of sparse FFNs, both ways, every fraction, both widths."""
+        self._tick()
+        return [entry for shape in self._effort.rows for entry in self._sparse(type_name, shape)]
+
+    def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[Group, float, float, float]]:
+        d_model, d_ff = shape
+        down_type = _DOWN.get(type_name, type_name)
+        layout = BundleLayout(
+            d_model, True, type_name, down_type, cpu.part_bytes(type_name, d_model), cpu.part_bytes(down_type, d_model)
+        )
+        layers = -(-round(self._nbytes / (d_ff * layout.stride)) // len(FRACTIONS)) * len(FRACTIONS) or len(FRACTIONS)
+        gate = self._normal(type_name, d_ff, d_model)
+        down, down_rows = self._matrix(type_name, d_model, d_ff), self._matrix(down_type, d_ff, d_model)
+        inner, outer = self._normal("Q8_0", _RANK, d_model), self._normal("Q8_0", d_ff, _RANK)
+        bundle = np.zeros((d_ff, layout.stride), np.uint8)
+        threads = cpu.choose_threads(self._engine.threads)[0]
+        for kind, part, at in (
+            ("dot", gate, layout.gate_at),
+            ("dot", gate, layout.up_at),
+            ("add", down_rows, layout.down_at),
+        ):
+            cpu.pack_part(part.type, kind, d_ff, d_model, part.data, bundle, at, threads)
+        tiny = self._matrix("F16", _HEAD_DIM, d_model), self._matrix("F16", d_model, _HEAD_DIM)
+        with self._transformer(layers, d_model, d_ff, 1, 1) as executor:
+            up, down_matrix = executor.matrix(gate), executor.matrix(down)  # never used: shared by all layers
+            for layer in range(layers):
+                executor.attention(layer, self._norm(executor), [executor.matrix(tiny[0]) for _ in range(3)])
+                executor.project(executor.matrix(tiny[1]))
+                executor.ffn(self._norm(executor), executor.matrix(gate), up, down_matrix)
+                # Gates are normal, of variance 1: the quantile is the threshold that lets the fraction pass. The
+                # predictor's guesses are about normal, of variance 1/2.
+                quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
+                predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
+                executor.sparsify(layer, _as_mapped(bundle), layout, most=quantile, predictor=predictor)
+            ways = {
+                "exact": Group(d_model, "exact", type_name, gate.data.nbytes),
+                "predicted": Group(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
+            }
+            for way, group in ways.items():
+                for layer in range(layers):
+                    executor.set_ways(layer, {1: way})
+                yield from self._fractions(executor, layers, group)
+
+    def _fractions(
+        self, executor: CpuExecutor, layers: int, group: Group
+    ) -> Iterator[tuple[Group, float, float, float]]:
+        """(group, rows, bytes, seconds) of each fraction: means over its layers of medians over the steps."""
+        table: list[list[tuple[float, float, float]]] = []
+        with executor.timed():
+            for step in self._paced():
+                self._step(executor, 0, step)
+                table.append([])
+                for layer, seconds in enumerate(executor.ffn_seconds()):
+                    counts = executor.neuron_counts(layer)
+                    executor.clear_neuron_counts(layer)
+                    table[-1].append((counts["rows"], counts["bytes"] - group.dense_bytes, seconds))
+        medians = np.median(np.array(table[_WARM_UP:]), axis=0)
+        for at in range(len(FRACTIONS)):
+            rows, nbytes, seconds = medians[at :: len(FRACTIONS)].mean(axis=0)
+            yield group, float(rows), float(nbytes), float(seconds)
+
+    # ------------------------------------------------------------ samples
+
+    @contextmanager
+    def _transformer(self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int) -> Iterator[CpuExecutor]:
+        """An executor with an embedding; the caller wires the layers, and steps ask for no logits."""
+        vocab = 256
+        config = ModelConfig(
+            architecture="sample",
+            n_layers=layers,
+            d_model=d_model,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            head_dim=_HEAD_DIM,
+            d_ff=d_ff,
+            vocab_size=vocab,
+            context_length=self._effort.context,
+            norm_eps=1e-5,
+            rope=RopeConfig(dim=_HEAD_DIM),
+            activation="relu",
+        )
+        executor = CpuExecutor(config, self._engine, np.ones(_HEAD_DIM // 2, np.float32), 1.0)
+        try:
+            executor.embed(self._normal("F16", vocab, d_model))
+            yield executor
+        finally:
+            executor.close()
+
+    def _norm(self, executor: CpuExecutor) -> Any:
+        return executor.norm(np.ones(executor.d_model, np.float32))
+
+    def _matrix(self, type_name: str, rows: int, cols: int) -> RawTensor:
+        """A matrix whose values do not matter, as long as they are neither infinite nor tiny, which would be slow."""
+        if type_name in FLOAT_TYPES:
+            return self._normal(type_name, rows, cols)
+        nbytes = rows * block_type(type_name).row_bytes(cols)  # no half precision scale of bytes below 64 exceeds 2
+        piece = self._random.integers(0, 64, min(nbytes, 1 << 20), np.uint8)
+        return RawTensor(type_name, (rows, cols), np.resize(piece, nbytes))
+
+    def _normal(self, type_name: str, rows: int, cols: int) -> RawTensor:
+        """Normal values of variance 1/cols, so that the product with a row that a norm left has variance 1."""
+        values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / math.sqrt(cols)
+        data = quantize(values.astype(np.float32), type_name).reshape(-1)
+        return RawTensor(type_name, (rows, cols), np.resize(data, rows * block_type(type_name).row_bytes(cols)))
+
+    # ------------------------------------------------------------ steps
+
+    def _paced(self) -> Iterator[int]:
+        """The numbers of a sample's steps, those that warm up included; a slow machine takes fewer."""
+        begin = time.perf_counter()
+        for step in range(_WARM_UP + self._effort.steps):
+            if step >= _WARM_UP + _LEAST_STEPS and time.perf_counter() - begin > _SAMPLE_SECONDS:
+                return
+            yield step
+
+    def _operators(self, executor: CpuExecutor, tokens: int = 0) -> dict[str, float]:
+        """Seconds of each kind of operator in a step after `tokens` others, medians."""
+        taken: dict[str, list[float]] = {}
+        with executor.timed():
+            for step in self._paced():
+                executor.time_operators(True)
+                self._step(executor, max(0, tokens - 1), step)
+                for name, seconds in executor.time_operators(True).items():
+                    taken.setdefault(name, []).append(seconds)
+        return {name: median(values[_WARM_UP:]) for name, values in taken.items()}
+
+    def _step(self, executor: CpuExecutor, position: int, token: int) -> None:
+        pages = np.arange(position // cpu.PAGE + 1, dtype=np.int32)[None]
+        one = np.full(1, token % executor.vocab_size, np.int32)
+        zero = np.zeros(1, np.int32)
+        executor.forward(Batch(one, np.full(1, position, np.int32), zero, pages, np.empty(0, np.int32)))
+
+
+def _as_mapped(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A copy in pages of the size that a mapped file has."""
+    memory = mmap.mmap(-1, rows.nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    copy = np.frombuffer(memory, np.uint8).reshape(rows.shape)
+    copy[:] = rows
+    return copy

@@ -1,0 +1,112 @@
+"""How fast the disk gives what is read at random from it, past the system's cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from powerinfer.formats.checkpoint import Progress
+from powerinfer.placement.hardware import READERS, Disk
+
+SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+"""Bytes of the reads that are timed."""
+
+_LEAST = 4 * SIZES[-1]  # bytes of a file below which nothing is said about a disk
+_WRITE_SECONDS = 2.0
+_SLAB = 1 << 20
+
+
+def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress | None = None) -> Disk | None:
+    """Random reads of a file in `folder` of up to `nbytes`, for `seconds` each size; the file is gone afterwards.
+
+    None where that cannot be measured: the folder cannot be written, the disk has no room or is too slow to write the
+    file in a few seconds, or the system has no way past its cache.
+    """
+    try:
+        with _scratch_file(folder, nbytes) as (fd, size, direct):
+            rates = {}
+            for done, each in enumerate(SIZES):
+                if progress is not None:
+                    progress("measuring the disk", done, len(SIZES))
+                rates[each] = _random_reads(fd, size, each, seconds, direct)
+    except OSError:
+        return None
+    return Disk(rates)
+
+
+@contextmanager
+def _scratch_file(folder: Path, nbytes: int) -> Iterator[tuple[int, int, bool]]:
+    """(descriptor, bytes, whether reads go past the cache by themselves) of a file that no name leads to any more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    space = os.statvfs(folder)
+    if space.f_bavail * space.f_frsize < 4 * nbytes:
+        raise OSError("the disk has no room")
+    fd, name = tempfile.mkstemp(prefix="measure-", suffix=".part", dir=folder)
+    try:
+        try:
+            reader, direct = _open_past_cache(name)
+        finally:
+            os.unlink(name)
+        try:
+            yield reader, _fill(fd, nbytes), direct
+        finally:
+            os.close(reader)
+    finally:
+        os.close(fd)
+
+
+def _open_past_cache(name: str) -> tuple[int, bool]:
+    if hasattr(os, "O_DIRECT"):
+        with suppress(OSError):
+            return os.open(name, os.O_RDONLY | os.O_DIRECT), True
+    if not hasattr(os, "posix_fadvise"):
+        raise OSError("this system reads through its cache only")
+    return os.open(name, os.O_RDONLY), False
+
+
+def _fill(fd: int, nbytes: int) -> int:
+    """Write random bytes, as many as a few seconds allow; returns how many."""
+    slab = random.Random(1).randbytes(_SLAB)
+    end, written = time.monotonic() + _WRITE_SECONDS, 0
+    while written < nbytes and time.monotonic() < end:
+        written += os.write(fd, slab)
+        if written % (16 * _SLAB) == 0:
+            os.fsync(fd)
+    os.fsync(fd)
+    written -= written % _SLAB
+    if written < min(_LEAST, nbytes):
+        raise OSError("the disk is too slow to be measured")
+    return written
+
+
+def _random_reads(fd: int, size: int, each: int, seconds: float, direct: bool) -> float:
+    """GB/s of reads of `each` bytes at random places, READERS at a time; every place is read once at most."""
+    if not direct:
+        os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    places = list(range(0, size - each + 1, each))
+    random.Random(each).shuffle(places)
+    begin = time.perf_counter()
+    end = begin + seconds
+
+    def reader(number: int) -> int:
+        done = 0
+        with mmap.mmap(-1, each) as buffer:  # a page's alignment, which reads past the cache want
+            for place in places[number::READERS]:
+                if time.perf_counter() > end:
+                    break
+                done += os.preadv(fd, [buffer], place)
+        return done
+
+    with ThreadPoolExecutor(READERS) as pool:
+        done = sum(pool.map(reader, range(READERS)))
+    if done == 0:
+        raise OSError("nothing was read")
+    return float(f"{done / (time.perf_counter() - begin) / 1e9:.4g}")
