@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from firing import hot_share
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
@@ -20,6 +19,7 @@ from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.kernels.reference import rope, rotations
 from powerinfer.models.rope import rope_frequencies
+from powerinfer.placement.power_law import hot_share
 
 Float32 = NDArray[np.float32]
 

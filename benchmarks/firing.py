@@ -1,4 +1,4 @@
-"""How often neurons fire: probabilities from a power law, and the thresholds that give them under Gaussian noise.
+"""The thresholds that make neurons fire as often as wanted under Gaussian noise.
 
 A neuron's gate sees its noise, a Gaussian of variance 1 of which a share is `rest` (full-rank, nobody predicts it) and
 the remainder comes from a few directions that a predictor knows. The neuron fires where that noise exceeds the
@@ -16,11 +16,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-TOP = 0.9999
-"""The largest probability that is asked for: a neuron that always fires has no threshold."""
-HOT = 0.8
-"""Hot neurons are the fewest that carry this share of the activations, as in the paper."""
-
 _KNOWN = np.linspace(-8, 8, 1601)
 _DENSITY = np.exp(-_KNOWN * _KNOWN / 2) / math.sqrt(2 * math.pi) * (_KNOWN[1] - _KNOWN[0])  # sums to 1
 _THRESHOLDS = np.linspace(-6, 6, 241)
@@ -31,43 +26,6 @@ _TABLE_CDF = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in _TABLE_X])
 def normal_cdf(x: Floats) -> Floats:
     """The standard normal's distribution function, by table, to 1e-9."""
     return np.interp(x, _TABLE_X, _TABLE_CDF)
-
-
-def power_law(mean: float, skew: float, n: int) -> Floats:
-    """n probabilities with that mean, largest first: p(q) = min(TOP, a * q ** -skew) at ranks q = (i + 0.5) / n.
-
-    mean: from 0, exclusive, to 1; TOP and above gives TOP for all. skew: not negative; 0: all alike.
-    """
-    shape = -skew * np.log((np.arange(n) + 0.5) / n)
-    low, high = math.log(mean) - shape.max(), math.log(mean)  # a lies between: shape >= 0, and cut values need more
-    while np.minimum(TOP, np.exp(high + shape)).mean() < min(mean, TOP):
-        high += 1.0
-        if high > 1:
-            return np.full(n, TOP)
-    for _ in range(60):
-        middle = (low + high) / 2
-        enough = np.minimum(TOP, np.exp(middle + shape)).mean() >= mean
-        low, high = (low, middle) if enough else (middle, high)
-    return np.minimum(TOP, np.exp(high + shape))
-
-
-def layer_means(mean: float, ratio: float, n_layers: int) -> list[float]:
-    """Mean fraction of every layer: growing geometrically, the last `ratio` times the first, `mean` on average.
-
-    ValueError if a layer would have to fire more than always.
-    """
-    growth = ratio ** (np.arange(n_layers) / max(1, n_layers - 1))
-    means = mean * growth / growth.mean()
-    if means.max() > 1:
-        raise ValueError(f"a mean of {mean} with a ratio of {ratio} between layers asks for {means.max():.2f} in one")
-    return means.tolist()
-
-
-def hot_share(activations: NDArray[np.floating] | NDArray[np.integer]) -> float:
-    """Share of neurons, the busiest first, that carry HOT of all activations (counts or probabilities)."""
-    descending = np.sort(np.asarray(activations, np.float64).ravel())[::-1]
-    carried = np.cumsum(descending)
-    return float((np.searchsorted(carried, HOT * carried[-1]) + 1) / len(descending))
 
 
 @dataclass(frozen=True)

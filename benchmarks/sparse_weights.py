@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from firing import Firing, layer_means, power_law
+from firing import Firing
 from numpy.typing import NDArray
+
+from powerinfer.placement.power_law import layer_means, power_law
 
 Float32 = NDArray[np.float32]
 Floats = NDArray[np.float64]

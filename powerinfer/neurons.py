@@ -187,14 +187,17 @@ def _hot_share(counts: Counts, mass: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Which tier every neuron rests in: group g of a layer is its neurons from g * group_size up to the next group.
+    """Which tier every neuron rests in: group g of a layer is what its order names from g * group_size up to the next.
 
     tiers: for each layer int8 [ceil(d_ff / group_size)], values of `Tier`. A layer's last group may be smaller.
+    order: for each layer int32 [d_ff], every neuron once, so that the neurons of a group are of similar impact; None:
+    by index.
     """
 
     d_ff: int
     group_size: int
     tiers: tuple[NDArray[np.int8], ...]
+    order: tuple[Indices, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.d_ff > 0 and self.group_size > 0
@@ -202,10 +205,18 @@ class Placement:
         for tiers in self.tiers:
             assert tiers.dtype == np.int8 and tiers.shape == (groups,), (tiers.dtype, tiers.shape)
             assert tiers.min() >= min(Tier) and tiers.max() <= max(Tier), "not a tier"
+        assert self.order is None or len(self.order) == len(self.tiers)
+        for order in self.order or ():
+            assert order.dtype == np.int32 and order.shape == (self.d_ff,), (order.dtype, order.shape)
+            assert (np.bincount(order, minlength=self.d_ff) == 1).all(), "a neuron is missing"
 
     def parts(self, layer: int) -> dict[Tier, Indices]:
         """The neurons of a layer by tier: ascending, disjoint, together all of them. Every tier has an entry."""
         tiers = np.repeat(self.tiers[layer], self.group_size)[: self.d_ff]
+        if self.order is not None:
+            by_index = np.empty_like(tiers)
+            by_index[self.order[layer]] = tiers
+            tiers = by_index
         parts = {tier: np.flatnonzero(tiers == tier).astype(np.int32) for tier in Tier}
         assert sum(map(len, parts.values())) == self.d_ff
         return parts

@@ -12,10 +12,11 @@ import make_model
 import model_writers
 import numpy as np
 import pytest
-from firing import Firing, hot_share, layer_means, power_law
+from firing import Firing
 from sparse_weights import ATTENTION_WRITES, Plan, Weights
 
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.placement.power_law import hot_share, layer_means, power_law
 
 VOCAB = 4096  # every token is seen once: then tokens are independent draws
 TINY = {"d_model": 128, "d_ff": 512, "n_layers": 3, "n_heads": 4, "vocab": VOCAB, "context": 64, "noise_rank": 48}

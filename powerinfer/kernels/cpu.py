@@ -98,6 +98,16 @@ def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def matrix_bytes(type_name: str, rows: int, k: int) -> int:
+    """Bytes of a matrix [rows, k] of one of `NATIVE_TYPES` once it is packed into panels."""
+    return round_up(rows, LANES) // LANES * _native.panel_bytes(type_name, k)
+
+
+def kv_page_bytes(kv_type: str, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes of one page of the KV cache, `PAGE` tokens of so many layers; kv_type: "f16", "q8_0" or "f32"."""
+    return _native.kv_page_bytes(kv_type, layers, kv_heads, head_dim)
+
+
 def part_bytes(type_name: str, k: int) -> int:
     """Bytes of one part of a bundle, k elements of F16, BF16, Q8_0 or Q4_0; a multiple of 64. ValueError for others."""
     return _native.part_bytes(type_name, k)

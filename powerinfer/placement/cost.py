@@ -1,0 +1,201 @@
+"""The predicted time of one decode step, from bytes, rates and how often neurons fire. Pure functions over numpy.
+
+A layer's attention runs on one device. Of its FFN, device d holds a set S_d of neurons and does, in seconds,
+
+    T_d = fixed_d + sum over i in S_d of ( each_d + P(named_i) named_d + P(fired_i) fired_d + P(active_i) active_d )
+
+where `each_d` is spent on every neuron, `named_d` on those whose first row is computed, `fired_d` on those whose first
+row fires, `active_d` on those whose product is not zero. By the way that a layer goes (docs/selectors.md):
+
+    way          every neuron        named        fired        active
+    all          whole bundle        -            -            -
+    exact        first row           -            up row       down row
+    predicted    -                   first row    up row       down row
+
+A dense byte costs 1 / dense_gb_s, a row of a bundle bytes / bundle_gb_s + row_ns (`Device`). A plain FFN's first row is
+up, a gated one's gate; a gated one's up row is read where the gate fires. With both devices at work
+
+    T_layer = T_attention + T_predictor + max(T_gpu, T_cpu + T_sync) + T_disk
+
+and a token takes the sum over the layers, and embedding and head. Every layer goes the fastest of the ways that the
+selector allows, as the engine's trial has it. T_disk is the time of reading what is needed of the neurons on disk;
+the CPU computes them, so they count in T_cpu too.
+
+What is left out: the mean of a maximum is not less than the maximum of the means used here; neurons are taken to fire
+independently of each other (this matters for batches, and for the chance that the CPU has nothing to do); what was
+read from disk for the last token counts as gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import ModelConfig
+from powerinfer.neurons import BundleLayout, Indices, Profile
+from powerinfer.placement.hardware import Device, Disk
+from powerinfer.placement.shapes import Matrix, Model
+
+Floats = NDArray[np.float64]
+
+WAYS = {
+    "all": ("all",),
+    "exact": ("exact", "all"),
+    "threshold": ("exact", "all"),
+    "predicted": ("predicted", "exact", "all"),
+}
+"""The ways that a layer may go, by selector; the first is the selector's own."""
+
+_STREAM = 1 << 20  # bytes of a read where neurons follow one another on disk
+
+EACH, NAMED, FIRED, ACTIVE = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Of every layer's groups, from the first: float64 [layers, groups + 1, 4], how many of the neurons so far there
+    are (EACH), and for how many a step needs the first row (NAMED), up (FIRED) and down (ACTIVE).
+
+    idle: float64 [layers, groups + 1], chance that no neuron from there on is named.
+    """
+
+    sums: Floats
+    idle: Floats
+
+    @property
+    def all(self) -> Floats:
+        """Of whole layers, [layers, 4]."""
+        return np.asarray(self.sums[:, -1])
+
+
+def expected(
+    profile: Profile,
+    order: Sequence[Indices],
+    config: ModelConfig,
+    named: Sequence[float],
+    batch: int,
+    group: int,
+) -> Expected:
+    """What a step of `batch` tokens needs of each layer's groups, `group` neurons of its `order` each.
+
+    named: for each layer, neurons that a predictor names by those that fire. A neuron is needed when some token needs
+    it: 1 - (1 - p) ** batch. A dReLU's gate and up are taken to fire independently and equally often: p(gate) is the
+    root of p(active).
+    """
+    groups = -(-profile.d_ff // group)
+    starts = np.arange(groups) * group
+    sums = np.zeros((profile.n_layers, groups + 1, 4))
+    idle = np.ones((profile.n_layers, groups + 1))
+    for layer in range(profile.n_layers):
+        p = profile.fraction(layer)[order[layer]]
+        active = _any(p, batch)
+        fired = _any(np.sqrt(p), batch) if config.activation == "drelu" else active
+        guessed = _any(np.minimum(1.0, named[layer] * p), batch)
+        for kind, values in ((EACH, np.ones_like(p)), (NAMED, guessed), (FIRED, fired), (ACTIVE, active)):
+            sums[layer, 1:, kind] = np.cumsum(np.add.reduceat(values, starts))
+        silent = np.add.reduceat(np.log1p(-np.minimum(guessed, 1 - 1e-15)), starts)
+        idle[layer, :-1] = np.exp(np.cumsum(silent[::-1])[::-1])
+    return Expected(sums, idle)
+
+
+def _any(p: Floats, batch: int) -> Floats:
+    return p if batch == 1 else np.asarray(-np.expm1(batch * np.log1p(-np.minimum(p, 1 - 1e-15))))
+
+
+def neuron_seconds(
+    device: Device, bundles: BundleLayout, way: str, panels: tuple[Matrix, ...] = (), d_ff: int = 1
+) -> Floats:
+    """[EACH, NAMED, FIRED, ACTIVE]: seconds that a device spends on one neuron, for each reason.
+
+    panels: the layer's dense matrices where the device keeps them, from which `all` and the first rows of `exact` are
+    computed; without them both come from the bundles.
+    """
+    seconds = np.zeros(4)
+    first = device.rows_seconds(bundles.gate_type, 1, bundles.gate_bytes)
+    if way == "all":
+        if panels:
+            seconds[EACH] = sum(device.dense_seconds(one.type, one.panels) for one in panels) / d_ff
+        else:
+            seconds[EACH] = device.dense_seconds(bundles.gate_type, bundles.stride)
+        return seconds
+    if way == "predicted":
+        seconds[NAMED] = first
+    else:
+        seconds[EACH] = device.dense_seconds(panels[0].type, panels[0].panels) / d_ff if panels else first
+    if bundles.gated:
+        seconds[FIRED] = first  # up has the size and the type of gate
+    seconds[ACTIVE] = device.rows_seconds(bundles.gate_type, 1, bundles.down_bytes)
+    return seconds
+
+
+def fixed_seconds(device: Device, way: str) -> float:
+    """What an FFN takes on a device whatever its neurons."""
+    return 1e-6 * (device.op_us + (0.0 if way == "all" else device.sparse_us))
+
+
+def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -> float:
+    """Time of dense products with these matrices, which lie in panels (CPU) or as they are stored (GPU)."""
+    return sum(device.dense_seconds(one.type, one.panels if panels else one.stored) for one in matrices)
+
+
+def attention_seconds(
+    device: Device, model: Model, layer: int, kv_type: str, past: int, batch: int, panels: bool
+) -> float:
+    """A layer's attention, `past` tokens of each of `batch` requests in the cache: input, attention, projection."""
+    window = model.config.window(layer)
+    seen = past if window is None else min(past, window)
+    kv = model.kv_bytes(kv_type, max(1, seen), batch)
+    norms = 2 if model.config.norm_order == "post" else 0  # those that stand alone
+    fixed = 1e-6 * (3 + norms) * device.op_us
+    return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
+
+
+def predictor_seconds(device: Device, model: Model, layer: int, panels: bool) -> float:
+    """A layer's predictor: two products."""
+    return matrix_seconds(device, model.predictors[layer], panels)
+
+
+def end_seconds(device: Device, model: Model, batch: int, panels: bool) -> float:
+    """Output head, with what projects its input."""
+    return matrix_seconds(device, (model.head, *model.projections), panels) + 1e-6 * device.op_us
+
+
+def split_seconds(cpu: Device, gpu: Device, expected: Expected, model: Model, way: str, sync: float) -> Floats:
+    """[layers, groups + 1]: max(T_gpu, T_cpu + T_sync) of FFNs whose first k groups are on the GPU, the others not.
+
+    Where nothing on the CPU is needed there is neither a job for it nor a wait; with a predictor that is known before.
+    """
+    whole = expected.all[:, None, :]
+    on_gpu = expected.sums @ neuron_seconds(gpu, model.bundles, way)
+    on_cpu = (whole - expected.sums) @ neuron_seconds(cpu, model.bundles, way)
+    groups = np.arange(expected.sums.shape[1])
+    on_gpu += np.where(groups > 0, fixed_seconds(gpu, way), 0.0)
+    busy = 1 - expected.idle if way == "predicted" else np.where(groups < groups[-1], 1.0, 0.0)
+    return np.maximum(on_gpu, on_cpu + busy * (fixed_seconds(cpu, way) + sync))
+
+
+def cpu_seconds(cpu: Device, expected: Expected, model: Model, way: str, panels: bool) -> Floats:
+    """[layers]: T_cpu of whole FFNs, from the dense matrices where `panels`, else from bundles."""
+    layers = range(model.config.n_layers)
+    kept = model.ffn if panels else ((),) * model.config.n_layers
+    each = [neuron_seconds(cpu, model.bundles, way, kept[layer], model.config.d_ff) for layer in layers]
+    return np.asarray(np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way))
+
+
+def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Floats:
+    """[layers, groups + 1]: time of reading, for one step, what is needed of the neurons from each group on.
+
+    `all` streams them. `predicted` reads the bundles that are named. `exact` needs the first row of each neuron, and
+    the rest of those that fire; or streams them all, where that is faster.
+    """
+    n, named, fired, _ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
+    streamed = n * bundles.stride / disk.rate(_STREAM)
+    if selector == "all":
+        return np.asarray(streamed)
+    if selector == "predicted":
+        return np.asarray(np.minimum(streamed, named * disk.seconds(bundles.stride)))
+    first, rest = bundles.gate_bytes, bundles.stride - bundles.gate_bytes
+    return np.asarray(np.minimum(streamed, n * disk.seconds(first) + fired * disk.seconds(rest)))

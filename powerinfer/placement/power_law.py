@@ -1,0 +1,124 @@
+"""How often neurons fire where nobody has counted: a power law over the ranks of a layer's neurons.
+
+    p(q) = min(TOP, a * q ** -skew),  q = (i + 0.5) / n for the neuron of rank i of n
+
+with `a` such that the mean is the fraction of neurons that fire for a token. Layers differ in their mean, which grows
+geometrically from the first to the last. `FAMILIES` holds what the papers report of whole models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import RequestError
+from powerinfer.neurons import Profile
+
+Floats = NDArray[np.float64]
+
+TOP = 0.9999
+"""The largest probability that is asked for."""
+HOT = 0.8
+"""Hot neurons are the fewest that carry this share of the activations, as in the paper (arXiv 2312.12456, 3.1)."""
+
+_TOKENS = 1_000_000  # of a profile made here: as many as the paper's, fine enough for any neuron that matters
+_MOST_SKEW = 20.0
+_FIT = 2048  # ranks that a skew is fitted on
+
+
+@dataclass(frozen=True)
+class Law:
+    """active: fraction of the neurons that fire for a token, mean over the layers; hot: share of a layer's neurons that
+    carry HOT of its activations, mean over the layers; ratio: mean fraction of the last layer by that of the first."""
+
+    active: float
+    hot: float
+    ratio: float = 1.0
+
+
+FAMILIES: dict[str, Law] = {
+    # arXiv 2312.12456: OPT-30B, 3 %; 26 % of a layer carry 80 %, and 17 % of the model, for which the ratio is solved
+    "opt": Law(0.03, 0.26, 74),
+    # the same: LLaMA2-70B (ReGLU), 18 %, 43 % of a layer and 26 % of the model
+    "reglu-70b": Law(0.18, 0.43, 64),
+    # the same: sparsity of 78 and 70 %; shares of smaller models are not reported, that of a layer is taken over
+    "reglu-13b": Law(0.22, 0.43),
+    "reglu-7b": Law(0.30, 0.43),
+    # the same: Falcon-40B, sparsity of 95 %; share of a layer taken over from OPT, which is a plain ReLU FFN too
+    "falcon": Law(0.05, 0.26),
+    # Bamboo: sparsity of 90 %; share unknown, that of Zipf's law (skew 1), to which the shares above come close
+    "drelu": Law(0.10, 0.38),
+    # arXiv 2312.12456: SwiGLU models leave out 40 to 53 % below a threshold; 69 % of a layer of LLaMA2-70B carry 80 %
+    "swiglu": Law(0.50, 0.69),
+}
+
+
+def power_law(mean: float, skew: float, n: int) -> Floats:
+    """n probabilities with that mean, largest first: p(q) = min(TOP, a * q ** -skew) at ranks q = (i + 0.5) / n.
+
+    mean: from 0, exclusive, to 1; TOP and above gives TOP for all. skew: from 0, all alike, to 20.
+    """
+    assert 0 < mean <= 1 and 0 <= skew <= _MOST_SKEW
+    if mean >= TOP:
+        return np.full(n, TOP)
+    ranks = np.arange(n)
+    shape = (2.0 * ranks + 1) ** -skew  # largest first, from 1
+    # Where the first t are cut to TOP, `a` follows from the mean; t is the first for which no other exceeds TOP.
+    rest = np.cumsum(shape[::-1])[::-1]
+    a = (mean * n - TOP * ranks) / rest
+    cut = int(np.argmax(a * shape <= TOP))
+    return np.asarray(np.minimum(TOP, a[cut] * shape))
+
+
+def layer_means(mean: float, ratio: float, n_layers: int) -> list[float]:
+    """Mean fraction of every layer: growing geometrically, the last `ratio` times the first, `mean` on average.
+
+    ValueError if a layer would have to fire more than always.
+    """
+    growth = ratio ** (np.arange(n_layers) / max(1, n_layers - 1))
+    means = mean * growth / growth.mean()
+    if means.max() > 1:
+        raise ValueError(f"a mean of {mean} with a ratio of {ratio} between layers asks for {means.max():.2f} in one")
+    return [float(one) for one in means]
+
+
+def hot_share(activations: NDArray[np.floating] | NDArray[np.integer]) -> float:
+    """Share of neurons, the busiest first, that carry HOT of all activations (counts or probabilities)."""
+    descending = np.sort(np.asarray(activations, np.float64).ravel())[::-1]
+    carried = np.cumsum(descending)
+    return float((np.searchsorted(carried, HOT * carried[-1]) + 1) / len(descending))
+
+
+def fit_skew(law: Law, n_layers: int) -> float:
+    """The skew for which the layers' mean `hot_share` is `law.hot`. RequestError where no skew gives it."""
+    try:
+        means = layer_means(law.active, law.ratio, n_layers)
+    except ValueError as error:
+        raise RequestError(f"{error}; choose a smaller --active") from None
+
+    def share(skew: float) -> float:
+        return float(np.mean([hot_share(power_law(mean, skew, _FIT)) for mean in means]))
+
+    low, high = 0.0, _MOST_SKEW
+    if not share(high) <= law.hot <= share(low):
+        raise RequestError(
+            f"where {100 * law.active:g} % of the neurons fire, {100 * HOT:g} % of the activations are carried by "
+            f"{100 * share(high):.2g} to {100 * share(low):g} % of a layer's neurons, not by {100 * law.hot:g} % "
+            "(--hot-share)"
+        )
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) > law.hot else (low, middle)
+    return (low + high) / 2
+
+
+def assumed_profile(law: Law, n_layers: int, d_ff: int) -> Profile:
+    """A profile of that skew which no text was read for: neuron i is the i-th most frequent of its layer."""
+    skew = fit_skew(law, n_layers)
+    means = layer_means(law.active, law.ratio, n_layers)
+    counts = tuple(np.rint(_TOKENS * power_law(mean, skew, d_ff)).astype(np.int64) for mean in means)
+    each = (np.zeros((0, d_ff), np.int64),) * n_layers
+    active = tuple(np.bincount([int(100 * mean)], weights=[_TOKENS], minlength=101).astype(np.int64) for mean in means)
+    return Profile(_TOKENS, d_ff, counts, (), (), each, active, (0.0,) * n_layers)

@@ -1,0 +1,316 @@
+"""How many bytes every part of a model takes, from its configuration and types alone: no weight is read.
+
+A model is a checkpoint, whose headers name the types, or only a configuration and one weight type. Bytes are those of
+the engine's own layouts: on the CPU matrices lie in panels, rows padded to 16 and heads to whole lanes; on a GPU as a
+model file stores them; the neurons of an FFN as bundles, wherever they rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.layout import check, shapes
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BundleLayout
+from powerinfer.placement.power_law import FAMILIES, Law
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
+
+DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+"""Weight types of a model that is only described."""
+
+PREDICTOR_SHARE = 0.0709
+"""Weights of the predictors by those of the model: the mean of arXiv 2312.12456."""
+MOST_PREDICTOR = 0.10
+"""Predictors are held under this share of the model's bytes, here as by `train`."""
+NAMED = 1.5
+"""Neurons that a predictor names, by those that fire, where it is not known: ReLU and ProSparse models of 7B and 13B
+have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
+MOST_NEURONS = 1 << 24
+"""Of a model that can be planned for; OPT-175B has 4.7 million."""
+
+_PREDICTOR_TYPE = "Q8_0"
+_CONFIG_LIMIT = 1 << 20  # bytes of a config.json
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix: its type, its bytes in panels (CPU) and as a model file stores them (GPU)."""
+
+    type: str
+    panels: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model consists of, layer by layer.
+
+    attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
+    norms and biases, F32; predictors: of each layer in and out, () without any; named: for each layer the neurons that
+    its predictor names by those that fire; tables: embedding and learned positions, as they are stored;
+    projections: around an embedding of another width. bundles: of the FFNs' neurons.
+    fingerprint: of the weights' origin, "" for a model that is only described.
+    """
+
+    name: str
+    config: ModelConfig
+    bundles: BundleLayout
+    attention: tuple[tuple[Matrix, ...], ...]
+    ffn: tuple[tuple[Matrix, ...], ...]
+    vectors: int
+    predictors: tuple[tuple[Matrix, Matrix], ...]
+    named: tuple[float, ...]
+    tables: int
+    projections: tuple[Matrix, ...]
+    head: Matrix
+    parameters: int
+    fingerprint: str = ""
+
+    @cached_property
+    def weight_type(self) -> str:
+        """The type of most of the FFNs' weights."""
+        return max(self.ffn[0], key=lambda matrix: matrix.stored).type
+
+    def kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
+        """Keys and values of one layer, `batch` requests of `context` tokens each, in whole pages."""
+        config = self.config
+        page = cpu.kv_page_bytes(kv_type, 1, config.n_kv_heads, config.head_dim)
+        return batch * -(-context // cpu.PAGE) * page
+
+    def scratch_bytes(self, chunk: int, batch: int, forms: bool) -> int:
+        """Working memory while `chunk` tokens of a prompt are computed: what passes between a layer's operators.
+
+        The residual stream, q k v, what attention gives, gate and up in F32, rotations, logits of `batch` tokens; with
+        `forms` (CPU) also the forms of activations that kernels want (csrc/program.cpp).
+        """
+        config = self.config
+        pad = cpu.round_up(config.head_dim, cpu.LANES)
+        wide = max(config.d_model, config.n_heads * config.head_dim, config.embed_dim)
+        hidden = max(config.d_ff, config.d_model, config.embed_dim)
+        floats = config.d_model + (config.n_heads + 2 * config.n_kv_heads) * pad + wide + 2 * hidden + config.rope.dim
+        per_token = 4 * floats
+        if forms:  # F32, BF16, Q8 with scales and sums
+            per_token += (wide + config.d_ff) * (4 + 2 + 1) + (wide + config.d_ff) * 12 // 32
+        return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
+
+
+# ---------------------------------------------------------------- from what there is
+
+
+def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, named: float = NAMED) -> Model:
+    """The model of a checkpoint, from its headers; the predictor is the one that was trained for it, if there is one.
+
+    Bundles are those that are packed, else those that `pack` would make.
+    """
+    from powerinfer.formats.pack import bundle_layout, open_bundles
+    from powerinfer.formats.predictor_file import open_predictor
+    from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile
+    from powerinfer.sparsity.packing import choose_types
+
+    config = checkpoint.config
+    if PreparedFile(BUNDLES, checkpoint, prepared).exists():
+        layout = open_bundles(checkpoint, prepared, cpu.part_bytes).layout
+    else:
+        types = choose_types(checkpoint)
+        layout = bundle_layout(checkpoint, types.gate, types.down, cpu.part_bytes)
+    predictors: tuple[tuple[Matrix, Matrix], ...] = ()
+    ratios = (named,) * config.n_layers
+    if PreparedFile(PREDICTOR, checkpoint, prepared).exists():
+        file = open_predictor(checkpoint, prepared)
+        predictors = tuple(
+            (
+                _matrix(one.predictor.rank, config.d_model, file.type),
+                _matrix(config.d_ff, one.predictor.rank, file.type),
+            )
+            for one in file.layers
+        )
+    name = config.name or checkpoint.path.name
+    model = _model(config, name, checkpoint.taken_type, layout, predictors, ratios)
+    return replace(model, parameters=checkpoint.parameters, fingerprint=checkpoint.fingerprint)
+
+
+def described_model(
+    config: ModelConfig, dtype: str = "f16", name: str = "", share: float = PREDICTOR_SHARE, named: float = NAMED
+) -> Model:
+    """A model of which there is only the configuration, all of its matrices of one type (of `DTYPES`).
+
+    share: of the weights, that predictors have, in Q8_0; fewer where they would take more than `MOST_PREDICTOR` of the
+    model's bytes. Types of bundles follow `pack`.
+    """
+    wanted = DTYPES[dtype]
+    _check_size(config)
+    columns = {name: shape[-1] for name, shape in shapes(config)}
+
+    def type_of(tensor: str) -> str:
+        return wanted if columns[tensor] % block_type(wanted).block == 0 else "F16"
+
+    gate = wanted if config.d_model % block_type(wanted).block == 0 else "F16"
+    down = gate if gate in FLOAT_TYPES else "Q8_0"
+    sizes = (cpu.part_bytes(gate, config.d_model), cpu.part_bytes(down, config.d_model))
+    layout = BundleLayout(config.d_model, config.gated, gate, down, *sizes)
+    bare = _model(config, name or config.name, type_of, layout, (), (named,) * config.n_layers)
+    total = sum(matrix.stored for layer in (*bare.attention, *bare.ffn) for matrix in layer) + bare.tables
+    bytes_of_rank = config.n_layers * (config.d_model + config.d_ff) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
+    wanted_rank = share * bare.parameters / (config.n_layers * (config.d_model + config.d_ff))
+    rank = int(min(wanted_rank, MOST_PREDICTOR * total / bytes_of_rank)) // 32 * 32
+    if not rank or config.d_model % 32:
+        return bare
+    pair = (_matrix(rank, config.d_model, _PREDICTOR_TYPE), _matrix(config.d_ff, rank, _PREDICTOR_TYPE))
+    return replace(bare, predictors=(pair,) * config.n_layers)
+
+
+def _model(
+    config: ModelConfig,
+    name: str,
+    type_of: Callable[[str], str],
+    layout: BundleLayout,
+    predictors: tuple[tuple[Matrix, Matrix], ...],
+    named: tuple[float, ...],
+) -> Model:
+    _check_size(config)
+    known = dict(shapes(config))
+    lanes = cpu.round_up(config.head_dim, cpu.LANES)
+    heads = {"q": config.n_heads * lanes, "k": config.n_kv_heads * lanes, "v": config.n_kv_heads * lanes}
+
+    def matrix(tensor: str) -> Matrix:
+        rows, cols = known[tensor]
+        return _matrix(rows, cols, type_of(tensor), heads.get(tensor.rpartition(".")[2]))
+
+    layers = [f"layers.{layer}." for layer in range(config.n_layers)]
+    parts = ("gate", "up", "down") if config.gated else ("up", "down")
+    tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
+    return Model(
+        name=name,
+        config=config,
+        bundles=layout,
+        attention=tuple(tuple(matrix(layer + part) for part in ("q", "k", "v", "o")) for layer in layers),
+        ffn=tuple(tuple(matrix(layer + part) for part in parts) for layer in layers),
+        vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
+        predictors=predictors,
+        named=named,
+        tables=sum(rows * _row_bytes(type_name, cols) for (rows, cols), type_name in tables),
+        projections=tuple(matrix(one) for one in ("project_in", "project_out") if one in known),
+        head=matrix("embed" if config.tied_embeddings else "head"),
+        parameters=sum(map(prod, known.values())),
+    )
+
+
+def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
+    panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
+    return Matrix(type_name, panels, rows * _row_bytes(type_name, cols))
+
+
+def _row_bytes(type_name: str, cols: int) -> int:
+    return block_type(type_name).row_bytes(cols)
+
+
+def _check_size(config: ModelConfig) -> None:
+    if config.n_layers * config.d_ff > MOST_NEURONS:
+        raise RequestError(
+            f"{config.n_layers} layers of {config.d_ff} neurons are more than can be planned for ({MOST_NEURONS})"
+        )
+
+
+# ---------------------------------------------------------------- models known by name
+
+
+def _opt(layers: int, width: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        "opt", layers, width, heads, heads, width // heads, 4 * width, 50272, 2048, 1e-5, RopeConfig(),
+        activation="relu", gated=False, norm="layer", positions="learned", position_offset=2, tied_embeddings=True,
+        qkv_bias=True, o_bias=True, ffn_bias=True,
+    )  # fmt: skip
+
+
+def _falcon(layers: int, width: int, heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        "falcon", layers, width, heads, kv_heads, 64, 4 * width, 65024, 2048, 1e-5, RopeConfig(dim=64),
+        activation="relu", gated=False, norm="layer", parallel=True, shared_norm=kv_heads == 1, tied_embeddings=True,
+    )  # fmt: skip
+
+
+def _llama(
+    layers: int, width: int, heads: int, kv_heads: int, d_ff: int, activation: str = "relu", context: int = 4096
+) -> ModelConfig:
+    return ModelConfig(
+        "llama", layers, width, heads, kv_heads, width // heads, d_ff, 32000, context, 1e-5,
+        RopeConfig(dim=width // heads), activation=activation,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
+
+    config: ModelConfig
+    law: Law
+    predictor: float = PREDICTOR_SHARE
+
+
+SHAPES: dict[str, Shape] = {
+    "opt-6.7b": Shape(_opt(32, 4096, 32), FAMILIES["opt"]),
+    "opt-13b": Shape(_opt(40, 5120, 40), FAMILIES["opt"], 0.0671),
+    "opt-30b": Shape(_opt(48, 7168, 56), FAMILIES["opt"]),
+    "opt-66b": Shape(_opt(64, 9216, 72), FAMILIES["opt"], 0.0488),
+    "opt-175b": Shape(_opt(96, 12288, 96), FAMILIES["opt"]),
+    "falcon-7b": Shape(_falcon(32, 4544, 71, 1), FAMILIES["falcon"]),
+    "falcon-40b": Shape(_falcon(60, 8192, 128, 8), FAMILIES["falcon"], 0.0868),
+    "llama-7b": Shape(_llama(32, 4096, 32, 32, 11008), FAMILIES["reglu-7b"]),
+    "llama-13b": Shape(_llama(40, 5120, 40, 40, 13824), FAMILIES["reglu-13b"]),
+    "llama-70b": Shape(_llama(80, 8192, 64, 8, 28672), FAMILIES["reglu-70b"], 0.0808),
+    "llama-70b-swiglu": Shape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
+    "bamboo-7b": Shape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
+    "mistral-7b": Shape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
+}
+"""Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
+
+Mixtures of experts are missing on purpose: the engine does not run them.
+"""
+
+
+def find_shape(name: str) -> Shape:
+    """A model by its name in `SHAPES`, or by a config.json (or its folder), whose family decides how neurons fire.
+
+    RequestError where there is neither; ModelError for a configuration that the engine does not run.
+    """
+    if name.lower() in SHAPES:
+        found = SHAPES[name.lower()]
+        return replace(found, config=replace(found.config, name=name.lower()))
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise RequestError(f"no shape {shown(name)}: neither a config.json nor one of {', '.join(SHAPES)}")
+    from powerinfer.formats.folder_config import read_config
+    from powerinfer.formats.safetensors_file import parse_json
+
+    with open(path, "rb") as file:
+        raw = file.read(_CONFIG_LIMIT + 1)
+    if len(raw) > _CONFIG_LIMIT:
+        raise ModelError(f"{path}: too large for a config.json")
+    metadata = parse_json(raw, str(path))
+    if type(metadata) is not dict:
+        raise ModelError(f"{path}: not a JSON object")
+    config = read_config(metadata, path.parent)
+    check(config, str(path))
+    _check_size(config)
+    return Shape(config, _law(config))
+
+
+def _law(config: ModelConfig) -> Law:
+    if not config.gated:
+        return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
+    if config.activation == "drelu":
+        return FAMILIES["drelu"]
+    return FAMILIES["swiglu" if config.activation == "silu" else "reglu-7b"]

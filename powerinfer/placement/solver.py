@@ -1,0 +1,365 @@
+"""Which groups of neurons rest on the GPU, which in RAM, which on disk: exact, by HiGHS, for any cost per layer.
+
+The programs
+------------
+The paper's (arXiv 2312.12456, section 6.3) has a binary a_(d,e) for each group e of 64 neurons and device d, and a
+binary y_l for each layer:
+
+    v_e = f_e, how often the group's neurons fire together                                  (Eq. 1)
+    maximise  sum over e of a_(gpu,e) v_e                                                   (Eq. 2)
+    sum over d of a_(d,e) = 1 for every e                                                   (Eq. 3)
+    C_l T_l^gpu + T_sync <= C_l T_l^cpu, with T_l^d = M_l / bandwidth_d                     (Ineq. 4, Eq. 5)
+    sum over e of a_(d,e) M_e <= MCap_d                                                     (Ineq. 6)
+    C_l y_l <= (neurons of layer l on the GPU) <= K y_l                                     (Ineq. 7, 8)
+
+Ours has the same variables and capacities, a third device, the disk, and minimises the predicted time of a token.
+
+The reformulation
+-----------------
+Groups take equal bytes, so capacities count groups. Let a layer's groups be sorted by impact.
+
+*Prefixes.* Take a feasible answer of the paper's program that has group e of a layer on the GPU and a hotter one e' of
+the same layer not. Swapping them changes neither the number of the layer's groups on the GPU nor any capacity, so all
+constraints hold, and the objective grows by v_e' - v_e >= 0. Repeating this, some optimum takes from every layer its
+first k_l groups: 73,728 binaries of OPT-175B become 96 whole numbers k_l, each 0 or from C_l on (the binary y_l is
+whether k_l > 0), with the value F_l(k_l), the sum of the first k_l impacts. For time, a placement is by definition a
+first part of the order on the GPU, the next in RAM and the rest on disk: k_l <= j_l. (T_cpu and T_disk fall with what
+is taken from them, so no other set of that size is faster, unless the GPU is what a layer waits for.)
+
+Both programs are then one: with A_l(k) = -F_l(k), infinite from 1 to C_l - 1, or A_l(k) the time of layer l with k
+groups on the GPU, and B_l(j) what reading the groups from j on takes,
+
+    minimise sum of A_l(k_l) + B_l(j_l)   with   k_l <= j_l,   sum of k_l <= G,   sum of j_l - k_l <= R
+
+for capacities of G and R groups. A and B may be any functions.
+
+*Prices.* For prices x, y >= 0 of a group of GPU and RAM, the sum over the layers of
+
+    m_l = min over k <= j of A_l(k) + B_l(j) + x k + y (j - k)
+
+less x G + y R is a lower bound L of the optimum (Lagrange); the best prices solve a linear program in two unknowns. If
+an answer of cost U is known, then every answer that is better costs a layer at most U - L more than m_l: all pairs
+(k, j) beyond that can be left out, exactly. The few that stay, typically ten numbers of a layer, are binaries of an
+integer program that HiGHS solves to proven optimality. U comes from the same program over fewer numbers; it is repeated
+until no number that was left out could be part of a better answer.
+
+`greedy` and `random_groups` need no program.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import highspy
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+GROUP = 64
+"""Neurons of a group."""
+
+TIME_LIMIT = 60.0
+"""Seconds after which the best answer so far is taken."""
+
+_ROUNDS = 200  # of the search for prices
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """gpu: for each layer how many of its groups are on the GPU, kept: how many are there or in RAM; int64 [layers].
+
+    cost: the objective; bound: no answer costs less; optimal: whether this one is proven to be best, within rounding.
+    seconds: that solving took; binaries: of the largest integer program that HiGHS was given, 0 where prices alone
+    proved the answer.
+    """
+
+    gpu: Numbers
+    kept: Numbers
+    cost: float
+    bound: float
+    optimal: bool
+    seconds: float
+    binaries: int
+
+
+class Infeasible(Exception):
+    """No answer keeps within the capacities, or none was found in time."""
+
+
+def least_groups(gpu_s: float, cpu_s: float, sync_s: float, group: int = GROUP) -> int | None:
+    """C_l in whole groups: the fewest for which n T_gpu + T_sync <= n T_cpu (Ineq. 4), seconds per neuron; None: none.
+
+    At least one group.
+    """
+    if gpu_s >= cpu_s:
+        return None
+    return max(1, math.ceil(sync_s / (cpu_s - gpu_s) / group - 1e-9))
+
+
+def mass_costs(impact: Floats, least: Sequence[int | None]) -> Floats:
+    """A_l(k) of the paper's program, [layers, groups + 1]. impact: v of every group, descending, [layers, groups]."""
+    costs = np.zeros((impact.shape[0], impact.shape[1] + 1))
+    np.cumsum(-impact, axis=1, out=costs[:, 1:])
+    for layer, fewest in enumerate(least):
+        costs[layer, 1 : costs.shape[1] if fewest is None else min(fewest, costs.shape[1])] = np.inf
+    return costs
+
+
+def solve(
+    gpu_costs: Floats,
+    disk_costs: Floats | None,
+    gpu_groups: int,
+    ram_groups: int | None,
+    time_limit: float = TIME_LIMIT,
+) -> Answer:
+    """The best k_l and j_l (see above).
+
+    gpu_costs: A [layers, groups + 1], finite at 0, infinite where a number is forbidden; disk_costs: B of the same
+    shape, None where there is no disk, then all j_l are `groups`. gpu_groups, ram_groups: the capacities; None: RAM has
+    room for all. Infeasible where nothing fits. Deterministic, but for what `time_limit` (seconds) cuts off.
+    """
+    begin = time.perf_counter()
+    program = _Program(gpu_costs, disk_costs, gpu_groups, ram_groups)
+    priced = program.priced()
+    best, bound = priced.found or program.nothing_on_the_gpu(), priced.bound
+    gap, binaries, finished = priced.first_gap, 0, True
+    while best is None or best.cost - bound > program.rounding:
+        if best is not None:
+            gap = min(gap, best.cost - bound)
+        left = time_limit - (time.perf_counter() - begin)
+        found, solved, size = program.restricted(priced, gap, max(left, 0.0))
+        binaries = max(binaries, size)
+        if found is not None and (best is None or found.cost < best.cost):
+            best = found
+        finished = solved
+        if not solved or (best is not None and best.cost - bound <= gap + program.rounding):
+            break  # out of time, or nothing that was left out could be better
+        if gap >= priced.most:  # nothing was left out
+            break
+        gap = 16 * gap if best is None else best.cost - bound
+    if best is None:
+        raise Infeasible
+    seconds = time.perf_counter() - begin
+    return Answer(best.gpu, best.kept, best.cost, best.cost if finished else bound, finished, seconds, binaries)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    gpu: Numbers
+    kept: Numbers
+    cost: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Priced:
+    """The best prices found: x and y; the bound they give; the best feasible answer met on the way.
+
+    gpu_slack, kept_slack: [layers, groups + 1], how much more than the bound an answer with this k or this j costs at
+    least. a, b: the costs of k and of j apart, prices included, against those of the layer's best pair.
+    """
+
+    x: float
+    y: float
+    bound: float
+    found: _Found | None
+    gpu_slack: Floats
+    kept_slack: Floats
+    a: Floats
+    b: Floats
+
+    @property
+    def most(self) -> float:
+        """No slack is larger."""
+        return max(float(slack[np.isfinite(slack)].max()) for slack in (self.gpu_slack, self.kept_slack))
+
+    @property
+    def first_gap(self) -> float:
+        """A gap that leaves a few numbers of every layer."""
+        few = min(6 * len(self.gpu_slack), self.gpu_slack.size) - 1
+        slack = float(np.partition(self.gpu_slack, few, axis=None)[few])
+        return slack if 0 < slack < np.inf else self.most
+
+
+class _Program:
+    def __init__(self, a: Floats, b: Floats | None, gpu_groups: int, ram_groups: int | None) -> None:
+        layers, width = a.shape
+        assert np.isfinite(a[:, 0]).all() and not np.isnan(a).any() and gpu_groups >= 0
+        if b is None:
+            b = np.full(a.shape, np.inf)
+            b[:, -1] = 0.0
+        self.a, self.b = a, b
+        self.capacity = (gpu_groups, layers * width if ram_groups is None else ram_groups)
+        self.ranges = sum(float(np.ptp(row[np.isfinite(row)])) for costs in (a, b) for row in costs)
+        size = sum(float(np.abs(row[np.isfinite(row)]).max()) for costs in (a, b) for row in costs)
+        self.rounding = 1e-13 * max(size, 1e-300)
+
+    def answer(self, gpu: Numbers, kept: Numbers) -> _Found:
+        rows = np.arange(len(gpu))
+        return _Found(gpu, kept, math.fsum(self.a[rows, gpu]) + math.fsum(self.b[rows, kept]))
+
+    def nothing_on_the_gpu(self) -> _Found | None:
+        """An answer that is always there where there is a disk; None where it does not fit."""
+        gpu = np.zeros(len(self.a), np.int64)
+        kept = np.isfinite(self.b).argmax(axis=1)
+        return self.answer(gpu, kept) if self.fits(gpu, kept) else None
+
+    def fits(self, gpu: Numbers, kept: Numbers) -> bool:
+        return int(gpu.sum()) <= self.capacity[0] and int((kept - gpu).sum()) <= self.capacity[1]
+
+    def at(self, x: float, y: float) -> tuple[float, Numbers, Numbers]:
+        """The bound that the prices give, and the k and j that it is found at."""
+        a, b = self._with_prices(x, y)
+        later = _suffix_min(b)
+        whole = a + later
+        gpu = whole.argmin(axis=1)
+        rows = np.arange(len(gpu))
+        kept = np.where(np.arange(a.shape[1]) >= gpu[:, None], b, np.inf).argmin(axis=1)
+        return math.fsum(whole[rows, gpu]) - x * self.capacity[0] - y * self.capacity[1], gpu, kept
+
+    def _with_prices(self, x: float, y: float) -> tuple[Floats, Floats]:
+        numbers = np.arange(self.a.shape[1])
+        return self.a + (x - y) * numbers, self.b + y * numbers
+
+    def priced(self) -> _Priced:
+        """Prices by cutting planes: every answer met bounds, for all prices, what they can give (Kelley)."""
+        scale = self.ranges / self.a.size or 1.0  # costs of a group, about
+        master = _Master(most=1e3 * self.ranges / scale)
+        best, found = (-np.inf, 0.0, 0.0), None
+        x = y = 0.0
+        for _ in range(_ROUNDS):
+            bound, gpu, kept = self.at(x * scale, y * scale)
+            if bound > best[0]:
+                best = (bound, x * scale, y * scale)
+            one = self.answer(gpu, kept)
+            if self.fits(gpu, kept) and (found is None or one.cost < found.cost):
+                found = one
+            over = (int(gpu.sum()) - self.capacity[0], int((kept - gpu).sum()) - self.capacity[1])
+            most, x, y = master.add(one.cost / scale, over)
+            if most * scale - best[0] <= max(self.rounding, 1e-9 * scale):
+                break
+        bound, x, y = best
+        a, b = self._with_prices(x, y)
+        later, earlier = _suffix_min(b), np.minimum.accumulate(a, axis=1)
+        gpu = (a + later).argmin(axis=1)[:, None]
+        kept = np.where(np.arange(a.shape[1]) >= gpu, b, np.inf).argmin(axis=1)[:, None]
+        a0, b0 = np.take_along_axis(a, gpu, 1), np.take_along_axis(b, kept, 1)
+        return _Priced(x, y, bound, found, a + later - a0 - b0, b + earlier - a0 - b0, a - a0, b - b0)
+
+    def restricted(self, priced: _Priced, gap: float, seconds: float) -> tuple[_Found | None, bool, int]:
+        """The best answer of numbers whose slack is at most `gap`; whether HiGHS is done with it; its binaries."""
+        import highspy
+
+        reach = gap + self.rounding
+        gpu_layer, gpu_number = np.nonzero(priced.gpu_slack <= reach)
+        kept_layer, kept_number = np.nonzero(priced.kept_slack <= reach)
+        m, n, layers = len(gpu_layer), len(kept_layer), len(self.a)
+        # Columns: a binary for each number, and what is left of either capacity, at its price.
+        prices = [priced.x, priced.y]
+        cost = np.concatenate([priced.a[gpu_layer, gpu_number], priced.b[kept_layer, kept_number], prices])
+        left = np.array([2 * layers, 2 * layers + 1])
+        entries = [  # (rows, columns, values)
+            (gpu_layer, np.arange(m), np.ones(m)),  # one k of each layer
+            (layers + kept_layer, m + np.arange(n), np.ones(n)),  # one j
+            (np.full(m, left[0]), np.arange(m), gpu_number),
+            (np.full(m, left[1]), np.arange(m), -gpu_number),
+            (np.full(n, left[1]), m + np.arange(n), kept_number),
+            (left, m + n + np.arange(2), np.ones(2)),
+            (left[1] + 1 + gpu_layer, np.arange(m), -gpu_number),  # k <= j
+            (left[1] + 1 + kept_layer, m + np.arange(n), kept_number),
+        ]
+        rows, columns, values = (np.concatenate(each) for each in zip(*entries, strict=True))
+        by_column = np.lexsort((rows, columns))
+        equal = np.concatenate([np.ones(2 * layers), self.capacity])
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = m + n + 2, 3 * layers + 2
+        lp.col_cost_ = cost / (gap or max(prices) or 1.0)  # then a difference that matters is not small
+        lp.col_lower_ = np.zeros(m + n + 2)
+        lp.col_upper_ = np.concatenate([np.ones(m + n), [highspy.kHighsInf] * 2])
+        lp.row_lower_ = np.concatenate([equal, np.zeros(layers)])
+        lp.row_upper_ = np.concatenate([equal, np.full(layers, highspy.kHighsInf)])
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * (m + n) + [highspy.HighsVarType.kContinuous] * 2
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=m + n + 2))])
+        lp.a_matrix_.index_ = rows[by_column]
+        lp.a_matrix_.value_ = values[by_column].astype(np.float64)
+        highs = _highs(time_limit=seconds)
+        highs.passModel(lp)
+        highs.run()
+        solved = highs.getModelStatus() in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
+        if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None, solved, m + n
+        chosen = np.array(highs.getSolution().col_value)
+        gpu, kept = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
+        np.add.at(gpu, gpu_layer, gpu_number * (chosen[:m] > 0.5))
+        np.add.at(kept, kept_layer, kept_number * (chosen[m : m + n] > 0.5))
+        assert self.fits(gpu, kept) and (gpu <= kept).all(), "HiGHS left the capacities"
+        return self.answer(gpu, kept), solved, m + n
+
+
+class _Master:
+    """max t, t <= cost + x over_gpu + y over_ram for every answer met, 0 <= x, y <= most."""
+
+    def __init__(self, most: float) -> None:
+        import highspy
+
+        self._infinity = highspy.kHighsInf
+        self._highs = _highs()
+        for cost, low, high in ((-1.0, -self._infinity, self._infinity), (0.0, 0.0, most), (0.0, 0.0, most)):
+            self._highs.addCol(cost, low, high, 0, np.array([], np.int32), np.array([]))
+
+    def add(self, cost: float, over: tuple[int, int]) -> tuple[float, float, float]:
+        """Take an answer in; (t, x, y)."""
+        values = np.array([1.0, -over[0], -over[1]])
+        self._highs.addRow(-self._infinity, cost, 3, np.arange(3, dtype=np.int32), values)
+        self._highs.run()
+        t, x, y = self._highs.getSolution().col_value
+        return t, max(0.0, x), max(0.0, y)
+
+
+def _highs(**options: Any) -> highspy.Highs:
+    import highspy
+
+    highs = highspy.Highs()
+    fixed = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0, "mip_abs_gap": 1e-7}
+    for name, value in (fixed | options).items():
+        highs.setOptionValue(name, value)
+    return highs
+
+
+def _suffix_min(values: Floats) -> Floats:
+    return np.asarray(np.minimum.accumulate(values[:, ::-1], axis=1)[:, ::-1])
+
+
+# ---------------------------------------------------------------- without a program
+
+
+def greedy(impact: Floats, least: Sequence[int | None], gpu_groups: int) -> Numbers:
+    """The groups of largest impact, whatever their layer, as far as they go; int64 [layers].
+
+    Layers that would get fewer than `least` are given up, the worst first, and the rest is dealt out again.
+    impact: [layers, groups], descending.
+    """
+    layers, groups = impact.shape
+    allowed = np.array([fewest is not None and fewest <= groups for fewest in least])
+    while True:
+        order = np.argsort(np.where(allowed[:, None], -impact, np.inf), axis=None, kind="stable")
+        taken = np.bincount(order[: min(gpu_groups, groups * int(allowed.sum()))] // groups, minlength=layers)
+        short = [n for n in range(layers) if allowed[n] and 0 < taken[n] < (least[n] or 0)]
+        if not short:
+            return taken.astype(np.int64)
+        allowed[min(short, key=lambda n: float(impact[n, : least[n]].sum()))] = False
+
+
+def random_groups(layers: int, groups: int, gpu_groups: int, allowed: NDArray[np.bool_], seed: int) -> Numbers:
+    """How many groups of each layer a random choice of `gpu_groups` of all allowed layers' takes; int64 [layers]."""
+    which = np.flatnonzero(allowed)
+    chosen = np.random.default_rng(seed).permutation(len(which) * groups)[:gpu_groups]
+    return np.bincount(which[chosen // groups] if len(chosen) else chosen, minlength=layers).astype(np.int64)
