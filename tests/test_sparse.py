@@ -110,10 +110,39 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
 def residual_of(case: families.Case, layer: Any) -> Any:
     """The module whose input is what the layer's predictor reads."""
     if case.base == "opt":
-        return layer.final_layer_norm
+        return layer.final_layer_norm if layer.do_layer_norm_before else layer.fc1
     if case.base == "falcon":
-        return layer.ln_mlp
+        if hasattr(layer, "ln_mlp"):
+            return layer.ln_mlp
+        return layer.input_layernorm if layer.config.parallel_attn else layer.post_attention_layernorm
     return layer.post_attention_layernorm
+
+
+@pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
+def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: Path) -> None:
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    blocks = {"falcon": lambda: model.transformer.h, "opt": lambda: model.model.decoder.layers}
+    expected: list[Any] = []
+    for layer in blocks.get(case.base, lambda: model.model.layers)():
+        keep = lambda module, args: expected.append(args[0].detach().numpy().reshape(len(tokens), -1).copy())  # noqa: E731
+        residual_of(case, layer).register_forward_pre_hook(keep)
+    families.logits(model, tokens)
+    read: list[np.ndarray] = []
+
+    class Reader:
+        def reads(self, layer: int, x: np.ndarray) -> None:
+            read.append(x.copy())
+
+        def fires(self, layer: int, fired: Any) -> None:
+            pass
+
+    with opened(families.save(case, config, model, "folder", tmp_path), selector="all") as (executor, _):
+        pages = families.scattered_pages(executor, 1)[0]
+        with executor.observed(Reader()):
+            families.run_chunks(executor, tokens, [len(tokens)], pages)
+    for ours, theirs in zip(read, expected, strict=True):
+        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
 def masked_ffn(case: families.Case, mlp: Any, mask: Callable[[], Any]) -> Callable[[Any], Any]:

@@ -340,6 +340,30 @@ NB_MODULE(_native, m) {
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
 
+  nb::class_<Watch>(m, "Watch")
+      .def("__init__", [](Watch* watch, const Program& p) { new (watch) Watch(p.sizes.d_ff, p.sizes.max_tokens, p.pool->threads()); }, "program"_a)
+      .def_rw("gate", &Watch::gate)
+      .def_rw("silence", &Watch::silence)
+      .def_rw("measure", &Watch::measure)
+      .def_prop_rw("most", [](const Watch& w) { return w.most; }, [](Watch& w, float most) {
+        require(most >= 0, "a threshold is negative or no number");
+        w.most = most;
+      })
+      .def("clear", &Watch::clear)
+      .def_prop_ro("damaged", [](const Watch& w) { return std::any_of(w.damaged.begin(), w.damaged.end(), [](char one) { return one != 0; }); })
+      .def_prop_ro("counts", [](Watch& w) {
+        return nb::ndarray<nb::numpy, const int64_t, nb::ndim<1>>(w.counts.data(), {(size_t)w.d_ff}, nb::find(w));
+      })
+      .def_prop_ro("magnitudes", [](Watch& w) {
+        return nb::ndarray<nb::numpy, const int64_t, nb::ndim<2>>(w.magnitudes.data(), {w.damaged.size(), (size_t)Watch::BINS}, nb::find(w));
+      })
+      .def("active", [](Watch& w, int64_t tokens) {
+        require(tokens > 0 && tokens <= w.max_tokens, "a step takes between 1 and max_tokens tokens");
+        return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>(w.bits.data(), {(size_t)tokens, (size_t)((w.d_ff + 7) / 8)}, nb::find(w), {2 * w.words, 1});
+      }, "tokens"_a)
+      .def_prop_ro_static("BINS_PER_OCTAVE", [](nb::handle) { return (int)Watch::PER_OCTAVE; })
+      .def_prop_ro_static("LOWEST_OCTAVE", [](nb::handle) { return (int)Watch::LOW; });
+
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* p, std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const std::string& level, int64_t max_tokens, int64_t d_model,
                           int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim, Floats frequencies, float rope_factor,
@@ -377,6 +401,14 @@ NB_MODULE(_native, m) {
       .def("head", [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
         p.head(norm_of(norm), std::move(project), std::move(w));
       }, "norm"_a.none(), "w"_a, "project"_a = nb::none())
+      .def("set_watch", [](Program& p, std::shared_ptr<Watch> watch) {
+        require(!watch || (watch->d_ff == p.sizes.d_ff && watch->max_tokens == p.sizes.max_tokens && (int)watch->damaged.size() == p.pool->threads()), "a watch for another program");
+        p.watch = std::move(watch);
+      }, "watch"_a.none())
+      .def("inputs", [](Program& p, int64_t tokens) {
+        require(tokens > 0 && tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
+        return nb::ndarray<nb::numpy, const float, nb::ndim<2>>(p.x, {(size_t)tokens, (size_t)p.sizes.d_model}, nb::find(p), {p.ldx, 1});
+      }, "tokens"_a)
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)
       .def("take_times", &Program::take_times)

@@ -356,6 +356,17 @@ int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolut
   return kept;
 }
 
+int fires(const float* x, int64_t n, float most, uint16_t* bits) {
+  const f32x16 limit = f_set(most);
+  uint32_t any = 0;
+  for (int64_t j = 0; j < n; j += 16) {
+    const uint32_t mask = f_not_le(f_abs(f_load(x + j)), limit);
+    if (bits) bits[j / 16] = (uint16_t)mask;
+    any |= mask;
+  }
+  return any != 0;
+}
+
 #define PI_JOIN_(a, b) a##b
 #define PI_JOIN(a, b) PI_JOIN_(a, b)
 
@@ -363,5 +374,5 @@ int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolut
 
 extern "C" {
 extern const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL);
-const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL) = {dots, add, keep};
+const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL) = {dots, add, keep, fires};
 }

@@ -2,6 +2,7 @@
 
 #include "sparse.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -168,7 +169,7 @@ struct Ffn : Op {
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) const override {
     const Way way = sparse && step.tokens <= PI_NEURON_TOKENS ? sparse->ways[step.tokens] : WAY_DENSE;
-    if (way == WAY_DENSE) dense(t, step);
+    if (way == WAY_DENSE || t.program->watch) dense(t, step);
     else sparse->run(t, step, in, way);
   }
   void dense(Thread& t, const Step& step) const {
@@ -183,19 +184,77 @@ struct Ffn : Op {
     const int64_t c0 = p0 * PI_LANES, c1 = std::min(p1 * PI_LANES, k);
     const auto& m = p.middle;
     if (c0 < c1) {
+      Watch* watch = p.watch.get();
+      if (watch) check_inputs(t, *watch, tokens, c0, (p1 - p0) * PI_LANES);
       for (int64_t i = 0; i < tokens; i++) {
         float* row = p.gate + i * p.ldh + c0;
+        if (watch && watch->gate) look_at_gate(t, *watch, i, c0, (p1 - p0) * PI_LANES);
         p.kernels->activate(in.act, in.threshold, row, in.gate ? p.up + i * p.ldh + c0 : nullptr, (p1 - p0) * PI_LANES);
+        if (watch && !watch->gate) p.kernels->neurons->fires(row, (p1 - p0) * PI_LANES, 0.0f, watch->bits.data() + i * watch->words + c0 / PI_LANES);
+        if (watch && watch->silence) silence(t, *watch, row, c1 - c0);
         if (form == PI_FORM_F32) continue;
         p.kernels->forms(row, c1 - c0, form, m.b + i * pi_round_up(k, 32) + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32,
                          m.s + (i * k + c0) / 16);
       }
     }
+    if (p.watch && c0 < c1) count(*p.watch, tokens, c0 / PI_LANES, p1 - p0);
     p.pool->barrier();
     PiActs hidden{p.gate, m.b, m.q, m.d, m.sd, m.s, k, p.ldh, pi_round_up(k, 32)};
     share(in.down->panels, 1, p.pool->threads(), t.id, &p0, &p1);
     p.linear(t, *in.down, in.down_bias, &hidden, p.x, p.ldx, tokens, true, p0, p1);
     p.pool->barrier();
+  }
+
+  // What the watch sees. Each thread looks at its own columns, n from c0 on, of which the bits are whole words.
+  void check_inputs(Thread& t, Watch& watch, int64_t tokens, int64_t c0, int64_t n) const {
+    Program& p = *t.program;
+    int odd = 0;
+    for (int64_t i = 0; i < tokens; i++) {
+      odd |= p.kernels->neurons->fires(p.gate + i * p.ldh + c0, n, FLT_MAX, nullptr);
+      if (in.gate) odd |= p.kernels->neurons->fires(p.up + i * p.ldh + c0, n, FLT_MAX, nullptr);
+    }
+    if (odd) watch.damaged[(size_t)t.id] = 1;
+  }
+  // The activations of token i, before they meet up; they stay in t.f.
+  void look_at_gate(Thread& t, Watch& watch, int64_t i, int64_t c0, int64_t n) const {
+    Program& p = *t.program;
+    float* a = t.f.data();
+    memcpy(a, p.gate + i * p.ldh + c0, (size_t)n * 4);
+    p.kernels->activate(in.act == PI_DRELU ? PI_RELU : in.act, in.threshold, a, nullptr, n);
+    p.kernels->neurons->fires(a, n, watch.most, watch.bits.data() + i * watch.words + c0 / PI_LANES);
+    if (!watch.measure) return;
+    int64_t* bins = watch.magnitudes.data() + t.id * Watch::BINS;
+    const int64_t real = std::min(n, p.sizes.d_ff - c0);
+    for (int64_t j = 0; j < real; j++) bins[bin_of(a[j])]++;
+  }
+  static int bin_of(float a) {
+    uint32_t raw;
+    memcpy(&raw, &a, 4);
+    const int bin = (int)((raw & 0x7fffffffu) >> 19) - (127 + Watch::LOW) * Watch::PER_OCTAVE;
+    return std::clamp(bin, 0, Watch::BINS - 1);
+  }
+  void silence(Thread& t, const Watch& watch, float* row, int64_t n) const {
+    const float* a = t.f.data();
+    for (int64_t j = 0; j < n; j++) row[j] = fabsf(a[j]) <= watch.most ? 0.0f : row[j];
+  }
+  // Adds up the bits of `words` columns of words: 16 counters at once, bit i of each in planes[i].
+  void count(Watch& watch, int64_t tokens, int64_t first, int64_t words) const {
+    for (int64_t w = first; w < first + words; w++) {
+      uint16_t planes[32] = {};
+      for (int64_t i = 0; i < tokens; i++) {
+        uint16_t carry = watch.bits[(size_t)(i * watch.words + w)];
+        for (int plane = 0; carry; plane++) {
+          const uint16_t both = planes[plane] & carry;
+          planes[plane] ^= carry;
+          carry = both;
+        }
+      }
+      for (int bit = 0; bit < PI_LANES; bit++) {
+        int64_t sum = 0;
+        for (int plane = 0; plane < 32; plane++) sum += (int64_t)(planes[plane] >> bit & 1) << plane;
+        watch.counts[(size_t)(w * PI_LANES + bit)] += sum;
+      }
+    }
   }
 };
 
@@ -328,6 +387,16 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
 }
 
 Program::~Program() = default;
+
+Watch::Watch(int64_t d_ff, int64_t max_tokens, int threads)
+    : d_ff(d_ff), max_tokens(max_tokens), words(pi_round_up(d_ff, 2 * PI_LANES) / PI_LANES), counts((size_t)(words * PI_LANES)),
+      bits((size_t)(max_tokens * words)), magnitudes((size_t)threads * BINS), damaged((size_t)threads) {}
+
+void Watch::clear() {
+  std::fill(counts.begin(), counts.end(), 0);
+  std::fill(magnitudes.begin(), magnitudes.end(), 0);
+  std::fill(damaged.begin(), damaged.end(), 0);
+}
 
 Program::Shared Program::make_shared(int64_t k) {
   const int64_t n = sizes.max_tokens;
@@ -503,12 +572,15 @@ struct RunOps {
   Program* program;
   const Step* step;
   size_t first, last;
+  bool rotate;
   static void job(void* context, int thread) {
     const RunOps& r = *(const RunOps*)context;
     Program& p = *r.program;
     Thread& t = p.threads_[(size_t)thread];
-    p.rotations(t, *r.step);
-    if (r.first > 0) p.pool->barrier();  // else the embedding's barrier comes before any use
+    if (r.rotate) {
+      p.rotations(t, *r.step);
+      if (r.first > 0) p.pool->barrier();  // else the embedding's barrier comes before any use
+    }
     const bool timed = p.timed && thread == 0;
     for (size_t i = r.first; i < r.last; i++) {
       const auto start = timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
@@ -520,7 +592,10 @@ struct RunOps {
 
 void Program::run(const Step& step, size_t first, size_t last) {
   times_.resize(ops_.size(), 0.0);
-  RunOps r{this, &step, first, std::min(last, ops_.size())};
+  // A step that is run in parts keeps its angles.
+  const bool rotate = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
+  if (rotate) rotated_.assign(step.position, step.position + step.tokens);
+  RunOps r{this, &step, first, std::min(last, ops_.size()), rotate};
   pool->run(RunOps::job, &r);
 }
 

@@ -108,6 +108,25 @@ struct FfnInput {
   float threshold;
 };
 
+// What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not zero.
+// By `gate`: those whose activation (of the gate; plain: of up), before it meets up, exceeds `most` in magnitude. It
+// keeps what it saw until it is cleared; the bits are those of the last FFN that ran.
+struct Watch {
+  Watch(int64_t d_ff, int64_t max_tokens, int threads);
+  void clear();
+  bool gate = false;
+  bool silence = false;  // leave out of the sum what does not fire
+  bool measure = false;  // count magnitudes of activations
+  float most = 0;
+  const int64_t d_ff, max_tokens, words;  // words of 16 bits for a token
+  std::vector<int64_t> counts;            // [words * 16] tokens that a neuron fired for
+  std::vector<uint16_t> bits;             // [max_tokens][words]
+  std::vector<int64_t> magnitudes;        // [threads][BINS]
+  std::vector<char> damaged;              // [threads] an input of the activation was NaN or infinite
+  // Bins of equal width within an octave: those from 2^LOW on, the outermost take what lies beyond.
+  static constexpr int PER_OCTAVE = 16, LOW = -30, BINS = 48 * PER_OCTAVE;
+};
+
 struct Bundles;
 struct Predictor;
 class NeuronScratch;
@@ -140,6 +159,7 @@ class Program {
   // Seconds spent in each operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
+  std::shared_ptr<Watch> watch;  // null: nobody looks
   // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is none.
   int64_t table_rows = 0, positions = 0, head_panels = 0;
 
@@ -176,6 +196,7 @@ class Program {
 
   Vector frequencies_;
   float rope_factor_;
+  std::vector<int32_t> rotated_;  // the positions that cos and sin are of
   Arena memory_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Thread> threads_;

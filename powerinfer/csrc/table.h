@@ -134,6 +134,9 @@ struct PiNeuronKernels {
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `most` or is NaN for some token t, ascending, as
   // first + j; how many these are for each token is added to counts. Returns their number; up to 16 more are written.
   int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first, int32_t* out, int64_t* counts);
+  // Whether |x[j]| exceeds `most` or is NaN, for any j in [0, n), n a multiple of 16; for each of them in bit j % 16 of
+  // bits[j / 16], which may be null.
+  int (*fires)(const float* x, int64_t n, float most, uint16_t* bits);
 };
 
 struct PiKernels {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.errors import RequestError
+from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 
@@ -33,6 +33,45 @@ class _Ffn:
     first: int
     predictor: int = 0
     parts: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Fired:
+    """The neurons of an FFN that fired for the tokens of a call: views that hold until the next FFN runs.
+
+    counts: int64 [d_ff], tokens that each fired for; active: uint8 [tokens, ceil(d_ff / 8)], bit i % 8 of byte i // 8
+    is neuron i; magnitudes: int64 [bins], of the activations' magnitudes, zeros unless asked for. Bin b holds those
+    from `magnitude(b)` up to `magnitude(b + 1)`, the outermost also what lies beyond.
+    """
+
+    counts: NDArray[np.int64]
+    active: NDArray[np.uint8]
+    magnitudes: NDArray[np.int64]
+
+
+def magnitude(bins: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Where bins of `Fired.magnitudes` begin."""
+    octave, part = np.divmod(bins, _native.Watch.BINS_PER_OCTAVE)
+    return np.ldexp(1 + part / _native.Watch.BINS_PER_OCTAVE, (octave + _native.Watch.LOWEST_OCTAVE).astype(np.int64))
+
+
+class Observer(Protocol):
+    """Looks on while an executor runs; arrays are views that hold during the call."""
+
+    def reads(self, layer: int, x: NDArray[np.float32]) -> None:
+        """Before an FFN: x float32 [tokens, d_model], what its norm reads, and what a predictor does."""
+        ...
+
+    def fires(self, layer: int, fired: Fired) -> None:
+        """After it."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Observed:
+    by: Observer | None
+    watch: _native.Watch
+    most: Sequence[float] | None  # thresholds of the layers
 
 
 class CpuExecutor:
@@ -83,6 +122,7 @@ class CpuExecutor:
             rope_factor,
             config.embed_dim or config.d_model,
         )
+        self._observed: _Observed | None = None
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
@@ -266,6 +306,14 @@ class CpuExecutor:
         rows = len(batch.logit_rows)
         if rows > len(self._logits):
             self._logits = np.empty((rows, self._logits.shape[1]), np.float32)
+        if self._observed is None:
+            self._run(batch, 0, self._program.size)
+        else:
+            self._run_observed(batch, self._observed)
+        return self._logits[:rows, : self.vocab_size]
+
+    def _run(self, batch: Batch, first: int, last: int) -> None:
+        """Operators `first` up to `last` of a call."""
         self._program.run(
             batch.tokens,
             batch.positions,
@@ -273,11 +321,58 @@ class CpuExecutor:
             batch.page_table,
             batch.logit_rows,
             self._logits,
-            0,
-            self._program.size,
+            first,
+            last,
             self.vocab_size,
         )
-        return self._logits[:rows, : self.vocab_size]
+
+    def _run_observed(self, batch: Batch, observed: _Observed) -> None:
+        """A call in parts, with a look at every FFN."""
+        tokens, at, watch, observer = len(batch.tokens), 0, observed.watch, observed.by
+        for layer, ffn in enumerate(self._ffns):
+            self._run(batch, at, ffn.op)
+            if observer is not None:
+                observer.reads(layer, self._program.inputs(tokens))
+            watch.clear()
+            if observed.most is not None:
+                watch.most = observed.most[layer]
+            at = ffn.op + 1
+            self._run(batch, ffn.op, at)
+            if watch.damaged:
+                raise ModelError(
+                    f"layer {layer} computes numbers that are not finite: the model's weights may be damaged"
+                )
+            if observer is not None:
+                observer.fires(layer, Fired(watch.counts, watch.active(tokens), watch.magnitudes.sum(axis=0)))
+        self._run(batch, at, self._program.size)
+
+    @contextmanager
+    def observed(
+        self,
+        observer: Observer | None,
+        most: Sequence[float] | None = None,
+        *,
+        silence: bool = False,
+        measure: bool = False,
+    ) -> Iterator[None]:
+        """Let `observer` see every FFN meanwhile, if there is one; all of them run densely.
+
+        A neuron fires for a token when its product h is not zero; with `most`, thresholds of the layers, when its
+        activation exceeds its layer's in magnitude, before it is multiplied with what up gives. silence: what does not
+        fire is left out, as selector `threshold` does. measure: count magnitudes, only with `most`. `forward` raises
+        ModelError for activations of numbers that are not finite.
+        """
+        assert most is None or len(most) == len(self._ffns)
+        assert most is not None or not (silence or measure)
+        watch = _native.Watch(self._program)
+        watch.gate, watch.silence, watch.measure = most is not None, silence, measure
+        self._program.set_watch(watch)
+        self._observed = _Observed(observer, watch, most)
+        try:
+            yield
+        finally:
+            self._observed = None
+            self._program.set_watch(None)
 
     def time_operators(self, on: bool) -> dict[str, float]:
         """Switch timing on or off; seconds spent in each kind of operator since the last call."""
@@ -288,7 +383,7 @@ class CpuExecutor:
         return sums
 
     def close(self) -> None:
-        for name in ("_program", "_arena", "_pool"):
+        for name in ("_observed", "_program", "_arena", "_pool"):
             self.__dict__.pop(name, None)
 
 

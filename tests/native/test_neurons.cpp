@@ -1,5 +1,7 @@
 // The kernels over single neurons at every level that runs here, and the sparse FFN made of them, against plain loops in double
 // precision (checks.h says how).
+#include <float.h>
+
 #include "bundles.h"
 #include "checks.h"
 #include "sparse.h"
@@ -252,6 +254,30 @@ void test_keep(const PiKernels* kernels) {
           check.yes(std::equal(kept.begin(), kept.end(), out.begin()), n);
           check.yes(counts == wanted, n);
         }
+      }
+    }
+  }
+}
+
+void test_fires(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " fires");
+  const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 0.5f, -0.5f, 1e-45f, -1e-45f, 0.50000006f, -0.50000006f};
+  Random r(6);
+  for (int64_t n : {0, 16, 32, 48, 160}) {
+    for (float most : {0.0f, 0.5f, FLT_MAX, INFINITY}) {
+      for (int quiet : {0, 1, 16}) {  // one in so many is not zero
+        Exact<float> x((size_t)n, 0.0f);
+        if (quiet) for (float& v : x) if (r.next() % (unsigned)quiet == 0) v = r.next() % 4 == 0 ? odd[r.next() % (sizeof odd / sizeof *odd)] : r.normal();
+        Exact<uint16_t> wanted((size_t)(n / 16), 0), bits((size_t)(n / 16), 0xaaaa);
+        bool any = false;
+        for (int64_t j = 0; j < n; j++) {
+          if (fabsf(x[(size_t)j]) <= most) continue;
+          wanted[(size_t)(j / 16)] = (uint16_t)(wanted[(size_t)(j / 16)] | 1 << j % 16);
+          any = true;
+        }
+        check.yes((kernels->neurons->fires(x.data(), n, most, bits.data()) != 0) == any, n);
+        check.yes((kernels->neurons->fires(x.data(), n, most, nullptr) != 0) == any, n);
+        check.yes(bits == wanted, n);
       }
     }
   }
@@ -769,6 +795,7 @@ int main() {
     test_dots(kernels);
     test_add(kernels);
     test_keep(kernels);
+    test_fires(kernels);
     test_add_neurons(kernels);
     test_hostile(kernels);
     test_sparse_ffn(kernels);
