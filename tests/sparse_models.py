@@ -10,7 +10,8 @@ from model_files import gguf_name, tiny_gguf, weights
 
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
-from powerinfer.neurons import Predictor
+from powerinfer.formats.profile_file import write_profile
+from powerinfer.neurons import Predictor, Profile
 from powerinfer.sparsity.packing import choose_types, pack
 
 TEXT = "a cab back bab abc cad deaf face bead fab cafe gab cab abba dad add fade babe " * 8
@@ -45,4 +46,28 @@ def give_predictor(path: Path, threshold: float = 0.0) -> Path:
     shapes = ((32, config.d_model), (config.d_ff, 32))
     layers = [tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes) for _ in range(config.n_layers)]
     write_predictor(checkpoint, None, "F16", [Predictor(32, threshold, 4)] * config.n_layers, layers)  # type: ignore[arg-type]
+    return path
+
+
+def profile_of(layers: int, d_ff: int, seed: int = 4, most: float = 0.9) -> Profile:
+    """A profile of two texts of 300 and 200 tokens; neurons fire independently, each with a chance of up to `most`."""
+    rng = np.random.default_rng(seed)
+    tokens = (300, 200)
+    each, active = [], []
+    for _ in range(layers):
+        chance = most * rng.random(d_ff) ** 3
+        fires = [rng.random((count, d_ff)) < chance for count in tokens]
+        each.append(np.stack([one.sum(axis=0) for one in fires]).astype(np.int64))
+        share = np.concatenate(fires).mean(axis=1)
+        active.append(np.bincount((100 * share).astype(np.int64), minlength=101))
+    whole = tuple(counts.sum(axis=0) for counts in each)
+    names = ("one.txt", "two.txt")
+    return Profile(sum(tokens), d_ff, whole, names, tokens, tuple(each), tuple(active), (0.5,) * layers)
+
+
+def give_profile(path: Path, seed: int = 4) -> Path:
+    """The same path, with an invented profile beside it."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff, seed), {})
     return path

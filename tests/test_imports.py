@@ -17,7 +17,7 @@ RANK = {
     **{"runtime": 7, "serve": 8, "evaluate": 9, "report": 9, "cli": 10},
 }
 # Imported when they are used: slow to import, or not in the core install.
-LAZY = {"tokenizers", "huggingface_hub", "safetensors", "jinja2", "torch", "triton", "highspy"}
+LAZY = {"tokenizers", "huggingface_hub", "safetensors", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy"}
 NEVER = {"pickle", "transformers", "gguf", "requests"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -20,6 +20,7 @@ VERBS = {
     "eval": "measure quality: eval perplexity, eval agreement",
     "pack": "lay out the neurons of a model for sparse decoding",
     "measure": "measure how fast this machine decodes, for plans",
+    "report": "write a page of what was found out about a model",
     "inspect": "show what a model is and how it would run",
     "pull": "fetch a model, or list those that are here",
     "completion": "print the completion script of a shell",

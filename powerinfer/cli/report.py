@@ -1,0 +1,80 @@
+"""Show what was found out about a model: a page with plots and figures, and the plots as PNG files.
+
+The page needs nothing but itself. It shows what is there, the profile, the predictors, the bundles and the plan, and
+says which command makes what is missing. --plan FILE shows a plan that `powerinfer plan --json > FILE` wrote; without
+-m, that plan alone, as for a --shape. Needs matplotlib: pip install 'powerinfer[report]'.
+
+JSON: path (of the page), images, made (false: it was up to date), shown (profile, predictor, bundles, plan: whether the
+page has it), missing (noun, command, stale: why what is there cannot be used, or null), seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.config import EngineConfig
+
+if TYPE_CHECKING:
+    from powerinfer.report.findings import Findings
+    from powerinfer.report.writing import Report
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    model_flag(parser)
+    parser.add_argument("--plan", metavar="FILE", help="show this plan, the document of `powerinfer plan --json`")
+    parser.add_argument("--out", metavar="FOLDER", help="where to write; default: MODEL.powerinfer/report")
+    parser.add_argument("--force", action="store_true", help="draw it even if it is up to date")
+    config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared"))
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.report.findings import findings, of_plan, with_plan
+    from powerinfer.report.planned import read_plan
+    from powerinfer.report.writing import report_folder, write_report
+
+    begin = time.perf_counter()
+    plan = read_plan(Path(args.plan)) if args.plan else None
+    if plan is not None and args.model is None:
+        found = of_plan(plan, Path(args.plan))
+        folder = Path(args.out or f"{args.plan}.report")
+    else:
+        from powerinfer.formats.checkpoint import open_checkpoint
+        from powerinfer.formats.hub import resolve_model
+
+        engine = config_from(args, EngineConfig)
+        checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+        found = findings(checkpoint, engine.prepared)
+        if plan is not None:
+            found = with_plan(found, plan, Path(args.plan), checkpoint)
+        folder = Path(args.out) if args.out else report_folder(checkpoint.path, engine.prepared)
+    with Bar() as bar:
+        report = write_report(found, folder, args.force, bar)
+    document = describe(found, report) | {"seconds": time.perf_counter() - begin}
+    _show(document, out)
+    out.document(document)
+    return 0
+
+
+def describe(found: Findings, report: Report) -> dict[str, Any]:
+    """The report as a document."""
+    return {
+        "path": str(report.page),
+        "images": [str(path) for path in report.images],
+        "made": report.made,
+        "shown": {one.noun: one.value is not None for one in found},
+        "missing": [{"noun": one.noun, "command": one.command, "stale": one.stale} for one in found.lacking],
+    }
+
+
+def _show(document: dict[str, Any], out: Output) -> None:
+    shown = ", ".join(noun for noun, there in document["shown"].items() if there)
+    out.line(f"{document['path']}: {shown}, {len(document['images'])} plots")
+    if not document["made"]:
+        out.line("up to date; nothing was done (--force draws it anew)")
+    for one in document["missing"]:
+        out.line(f"{'stale' if one['stale'] else 'missing'}: {one['noun']}; `{one['command']}`")

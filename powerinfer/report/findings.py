@@ -1,0 +1,119 @@
+"""What was found out about a model so far: the prepared files that are there, and what is wrong with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile
+from powerinfer.sparsity.selectors import RECTIFIED
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.formats.pack import BundleFile
+    from powerinfer.formats.predictor_file import PredictorFile
+    from powerinfer.neurons import Profile
+    from powerinfer.report.planned import PlanFacts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """One kind of prepared file: `value` is what it holds, None if there is none that can be used.
+
+    path: where it lies, None if there is none at all; stale: why it cannot be used; command: what makes it (anew).
+    wanted: whether the model has a use for it.
+    """
+
+    noun: str
+    value: T | None
+    path: Path | None
+    stale: str | None
+    command: str
+    wanted: bool = True
+
+
+_NONE: Found[Any] = Found("", None, None, None, "", wanted=False)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that is prepared for a model. model: its name; about: what it is, in a line.
+
+    Of a model that is only described there is a plan, and nothing else is wanted.
+    """
+
+    model: str
+    about: str
+    plan: Found[PlanFacts]
+    profile: Found[Profile] = _NONE
+    predictor: Found[PredictorFile] = _NONE
+    bundles: Found[BundleFile] = _NONE
+
+    def __iter__(self) -> Iterator[Found[Any]]:
+        yield from (one for one in (self.profile, self.predictor, self.bundles, self.plan) if one is not _NONE)
+
+    @property
+    def lacking(self) -> list[Found[Any]]:
+        """What the model has a use for and is not there, or cannot be used."""
+        return [one for one in self if one.value is None and one.wanted]
+
+
+def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
+    """What lies in the folder `prepared` (None: beside the model). Never fails for what it finds there."""
+    from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.predictor_file import open_predictor
+    from powerinfer.formats.profile_file import open_profile
+    from powerinfer.kernels.cpu import part_bytes
+
+    config = checkpoint.config
+    return Findings(
+        (config.name or checkpoint.path.name)[:200],
+        f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
+        f"{config.n_layers} layers of {config.d_ff} neurons, {config.activation}",
+        Found("plan", None, None, None, "powerinfer plan"),
+        _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared)),
+        _found(
+            PREDICTOR,
+            checkpoint,
+            prepared,
+            lambda: open_predictor(checkpoint, prepared),
+            config.activation in RECTIFIED and checkpoint.predictor_threshold is None,
+        ),
+        _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, part_bytes)),
+    )
+
+
+def with_plan(found: Findings, plan: PlanFacts, path: Path, checkpoint: Checkpoint) -> Findings:
+    """The same with the plan that lies at `path`. RequestError if it is for a model of other sizes."""
+    config = checkpoint.config
+    if plan.sizes != (config.n_layers, config.d_ff):
+        raise RequestError(
+            f"{path} is a plan for {plan.sizes[0]} layers of {plan.sizes[1]} neurons, and {found.model} has "
+            f"{config.n_layers} of {config.d_ff}"
+        )
+    return replace(found, plan=Found("plan", plan, path, None, ""))
+
+
+def of_plan(plan: PlanFacts, path: Path) -> Findings:
+    """A plan alone, for a model that need not be there."""
+    layers, d_ff = plan.sizes
+    return Findings(
+        (plan.model or path.name)[:200], f"{layers} layers of {d_ff} neurons", Found("plan", plan, path, None, "")
+    )
+
+
+def _found(
+    kind: Kind, checkpoint: Checkpoint, prepared: str | None, read: Callable[[], T], wanted: bool = True
+) -> Found[T]:
+    place = PreparedFile(kind, checkpoint, prepared)
+    if not place.exists():
+        return Found(kind.noun, None, None, None, place.command, wanted)
+    try:
+        return Found(kind.noun, read(), place.path, None, place.command, wanted)
+    except ModelError as error:
+        return Found(kind.noun, None, place.path, str(error), place.command, wanted)

@@ -1,0 +1,347 @@
+"""The plots of a report, as PNG images. matplotlib is imported when the first one is drawn.
+
+Each `draw_...` function takes a figure and what it shows. Colours are those of Okabe and Ito, which most colour-blind
+people tell apart, and cividis where a colour is a quantity; a tier or a part has the same colour in every plot. Text in
+a plot is this package's own: names from files would be read as markup there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import RequestError
+from powerinfer.neurons import Profile
+from powerinfer.report.planned import LayerPlan
+
+MASS = 0.8
+"""The share of activations at which a profile's skew is read off, as in the PowerInfer paper (figure 5)."""
+
+TIER_COLOURS = {"gpu": "#d55e00", "cpu": "#0072b2", "disk": "#8a8a8a"}
+TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
+_GREEN, _PURPLE, _ORANGE, _SKY, _GREY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a"
+
+_SIZE = (7.2, 3.8)  # inches
+_DPI = 144
+_POINTS = 256  # of a curve, and bins of the heat map
+
+
+@dataclass(frozen=True)
+class Look:
+    """The colours of a plot that are not data."""
+
+    ink: str
+    grid: str
+    paper: str
+
+
+LIGHT = Look("#1f2328", "#d1d9e0", "#ffffff")
+DARK = Look("#e6edf3", "#3d444d", "#161b22")
+
+Figure = Any
+Draw = Callable[[Figure], None]
+
+
+def need_matplotlib() -> None:
+    """RequestError, naming the command that installs it, where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` brings it") from None
+
+
+def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> bytes:
+    """The image that `draw` makes on a figure, in the colours of `look`. Nothing global stays changed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as MplFigure
+    from PIL import Image
+
+    with _style(look):
+        figure = MplFigure(figsize=size, dpi=_DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
+        drawn = BytesIO()
+        figure.savefig(drawn, format="png")
+    # A palette is enough for a plot and takes a third of the bytes.
+    image = BytesIO()
+    with Image.open(drawn) as full:
+        full.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(image, "png")
+    return image.getvalue()
+
+
+@contextmanager
+def _style(look: Look) -> Iterator[None]:
+    """matplotlib's own defaults with our colours, whatever the user's matplotlibrc says."""
+    from matplotlib import rc_context, rcParamsDefault
+
+    own = {
+        "figure.facecolor": look.paper,
+        "savefig.facecolor": look.paper,
+        "axes.facecolor": look.paper,
+        "axes.edgecolor": look.grid,
+        "axes.labelcolor": look.ink,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.titlelocation": "left",
+        "axes.titlesize": "medium",
+        "grid.color": look.grid,
+        "grid.linewidth": 0.6,
+        "text.color": look.ink,
+        "xtick.color": look.ink,
+        "ytick.color": look.ink,
+        "legend.frameon": False,
+        "legend.fontsize": "small",
+        "font.size": 10.0,
+    }
+    defaults = {name: value for name, value in rcParamsDefault.items() if not name.startswith("backend")}
+    with rc_context({**defaults, **own}):
+        yield
+
+
+def _ink() -> str:
+    from matplotlib import rcParams
+
+    return str(rcParams["text.color"])
+
+
+def _percent(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+
+
+def _layer_axis(axes: Any, layers: int) -> None:
+    """Whole numbers below, whatever their number."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(-0.6, layers - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    axes.set_xlabel("layer")
+    axes.grid(False, axis="x")
+
+
+def _bar_width(layers: Sized) -> float:
+    """Of a layer; gaps between many bars would only be stripes."""
+    return 0.85 if len(layers) <= 40 else 1.0
+
+
+# ---------------------------------------------------------------- activations
+
+
+def cumulative(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Share of all activations that the k most frequent neurons carry, k = 0 ... n; zeros where nothing ever fired."""
+    sums = np.concatenate([[0], np.cumsum(np.sort(counts)[::-1])]).astype(np.float64)
+    return sums / sums[-1] if sums[-1] else sums
+
+
+def draw_cumulative(figure: Figure, profile: Profile) -> None:
+    """Activations against neurons, the most frequent first: a line a layer, coloured by depth, and the whole model."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    axes, ink = figure.add_subplot(), _ink()
+    depth = Normalize(0, max(1, profile.n_layers - 1))
+    colours = ListedColormap(colormaps["cividis"](np.linspace(0.15, 0.85, 256)))  # the ends vanish on their paper
+    at = 100 * np.linspace(0, 1, _POINTS)
+    for layer, counts in enumerate(profile.counts):
+        share = cumulative(counts)
+        axes.plot(at, 100 * _sampled(share), color=colours(depth(layer)), linewidth=0.9, alpha=0.8)
+        if share[-1]:
+            axes.plot(100 * profile.hot_share(layer, MASS), 100 * MASS, ".", color=colours(depth(layer)), markersize=4)
+    whole = profile.model_hot_share(MASS)
+    share = cumulative(np.concatenate(profile.counts))
+    axes.plot(at, 100 * _sampled(share), color=ink, linewidth=2.2, label="whole model")
+    if share[-1]:
+        axes.plot(100 * whole, 100 * MASS, "o", color=ink, markersize=6)
+        axes.annotate(
+            f"{100 * MASS:.0f} % of activations:\n{100 * whole:.1f} % of the model's neurons",
+            (100 * whole, 100 * MASS), xytext=(14, -34), textcoords="offset points", color=ink, fontsize="small",
+        )  # fmt: skip
+    axes.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons, most frequent first", ylabel="share of activations")
+    _percent(axes.xaxis)
+    _percent(axes.yaxis)
+    axes.legend(loc="lower right")
+    if profile.n_layers > 1:
+        bar = figure.colorbar(ScalarMappable(depth, colours), ax=axes, pad=0.02)
+        bar.set_label("layer")
+        bar.locator = _whole_numbers()
+        bar.outline.set_visible(False)
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=8, integer=True, min_n_ticks=1)
+
+
+def _sampled(share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A curve over 0 ... n at `_POINTS` even places."""
+    return np.interp(np.linspace(0, len(share) - 1, _POINTS), np.arange(len(share)), share)
+
+
+def heat(profile: Profile) -> NDArray[np.float64]:
+    """How often neurons fire, in per cent, [layers, bins]: of each layer the most frequent first, averaged in bins."""
+    bins = min(_POINTS, profile.d_ff)
+    edges = np.linspace(0, profile.d_ff, bins + 1).astype(np.int64)
+    rows = [np.add.reduceat(np.sort(profile.fraction(n))[::-1], edges[:-1]) for n in range(profile.n_layers)]
+    return 100 * np.stack(rows) / np.diff(edges)
+
+
+def draw_heat_map(figure: Figure, profile: Profile) -> None:
+    """Layers against neurons, each layer's most frequent first."""
+    from matplotlib.colors import PowerNorm
+
+    axes, values = figure.add_subplot(), heat(profile)
+    extent = (0, 100, profile.n_layers - 0.5, -0.5)
+    norm = PowerNorm(0.5, 0, max(float(values.max()), 1e-9))  # the root: most neurons fire seldom
+    image = axes.imshow(values, aspect="auto", cmap="cividis", norm=norm, extent=extent, interpolation="nearest")
+    axes.set(xlabel="neurons of a layer, most frequent first", ylabel="layer")
+    axes.yaxis.set_major_locator(_whole_numbers())
+    axes.grid(False)
+    _percent(axes.xaxis)
+    bar = figure.colorbar(image, ax=axes, pad=0.02)
+    bar.set_label("tokens for which it fires")
+    bar.outline.set_visible(False)
+    _percent(bar.ax.yaxis)
+
+
+def spread(histogram: NDArray[np.int64], share: float) -> float:
+    """The active fraction, in per cent, that `share` of the tokens do not exceed; of a histogram by whole per cent."""
+    total = np.cumsum(histogram)
+    return float(np.searchsorted(total, share * total[-1])) if total[-1] else 0.0
+
+
+def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Sequence[float] | None) -> None:
+    """By layer: neurons active for a token with the range of most tokens, and the size of the predictor."""
+    rows = (profile is not None) + (predictor_mb is not None)
+    axes = list(np.atleast_1d(figure.subplots(rows, 1, sharex=True)))
+    layers = profile.n_layers if profile is not None else len(predictor_mb or ())
+    at = np.arange(layers)
+    if profile is not None:
+        mean = [100 * profile.active_fraction(layer) for layer in range(layers)]
+        low, high = ([spread(one, share) for one in profile.active] for share in (0.1, 0.9))
+        axes[0].fill_between(at, low, high, color=_SKY, alpha=0.35, linewidth=0, label="four of five tokens")
+        axes[0].plot(at, mean, color=TIER_COLOURS["cpu"], marker="o", markersize=3.5, label="mean")
+        axes[0].set(ylabel="neurons active\nfor a token", ylim=(0, None))
+        _percent(axes[0].yaxis)
+        axes[0].legend(loc="best", ncols=2)
+    if predictor_mb is not None:
+        axes[-1].bar(at, predictor_mb, color=_GREEN, width=_bar_width(at))
+        axes[-1].set_ylabel("predictor, MB")
+    _layer_axis(axes[-1], layers)
+    for one in axes[:-1]:
+        one.grid(False, axis="x")
+
+
+# ---------------------------------------------------------------- predictors
+
+
+def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
+    """By layer: recall, precision, candidates, and the neurons that really fire; of tokens kept from training."""
+    axes = figure.add_subplot()
+    at = np.arange(len(layers))
+    styles = {
+        "recall": ("recall: named, of those that fire", _GREEN, "o", "-"),
+        "precision": ("precision: firing, of those named", _PURPLE, "s", "-"),
+        "candidate_fraction": ("named, of all neurons", _ORANGE, "^", "-"),
+        "active_fraction": ("firing, of all neurons", TIER_COLOURS["cpu"], "", "--"),
+    }
+    for key, (label, colour, marker, line) in styles.items():
+        values = [100 * one[key] for one in layers]
+        axes.plot(at, values, color=colour, marker=marker, linestyle=line, markersize=4, label=label)
+    axes.set(ylim=(0, 103))
+    _percent(axes.yaxis)
+    _layer_axis(axes, len(layers))
+    figure.legend(loc="outside upper center", ncols=2)
+
+
+# ---------------------------------------------------------------- placements
+
+# What people tell apart, of the parts that a plan counts; what is none of these is "other".
+PARTS = {
+    "neurons": ("neurons", _GREEN),
+    "attention": ("attention", _PURPLE),
+    "ends": ("embedding, output head", _ORANGE),
+    "kv": ("keys and values", _SKY),
+    "predictor": ("predictor", "#f0e442"),
+    "other": ("norms, scratch, runtime", _GREY),
+}
+"""Key -> (name, colour) of the parts of a placement."""
+
+
+def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> None:
+    """Bytes of each tier by part (keys of `PARTS`), as bars on top of one another; budgets as marks."""
+    axes, ink = figure.add_subplot(), _ink()
+    at = np.arange(len(tiers))
+    left = np.zeros(len(tiers))
+    for part, (label, colour) in PARTS.items():
+        values = np.array([one.get(part, 0) / 2**30 for one in tiers.values()])
+        if values.any():
+            axes.barh(at, values, left=left, color=colour, label=label, height=0.6)
+            left += values
+    for row, tier in enumerate(tiers):
+        if budgets.get(tier):
+            label = "" if row else "budget"
+            axes.plot([budgets[tier] / 2**30] * 2, [row - 0.4, row + 0.4], color=ink, linewidth=1.8, label=label)
+    axes.set_yticks(at, [TIER_NAMES[tier] for tier in tiers])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.grid(False, axis="y")
+    figure.legend(loc="outside upper center", ncols=3)
+
+
+def draw_neurons(figure: Figure, layers: Sequence[LayerPlan]) -> None:
+    """By layer: where its neurons rest, and the share of its activations that the GPU holds."""
+    axes = figure.add_subplot()
+    at = np.arange(len(layers))
+    totals = np.array([max(1, one.gpu + one.cpu + one.disk) for one in layers])
+    bottom = np.zeros(len(layers))
+    for tier, name in TIER_NAMES.items():
+        values = np.array([getattr(one, tier) for one in layers]) / totals * 100
+        if values.any():
+            colour, label = TIER_COLOURS[tier], f"neurons on {name}"
+            axes.bar(at, values, bottom=bottom, color=colour, width=_bar_width(layers), label=label)
+            bottom += values
+    mass = [100 * one.mass_on_gpu for one in layers]
+    if any(mass):
+        axes.plot(at, mass, color=_ink(), marker=".", markersize=5, linewidth=1, label="share of activations on GPU")
+    axes.set(ylim=(0, 103), ylabel="neurons of the layer")
+    _percent(axes.yaxis)
+    _layer_axis(axes, len(layers))
+    figure.legend(loc="outside upper center", ncols=2)
+
+
+_TIMES = {
+    "cpu": ("neurons on CPU", TIER_COLOURS["cpu"]),
+    "sync": ("synchronisation", _PURPLE),
+    "disk": ("disk reads", TIER_COLOURS["disk"]),
+    "other": ("attention and the rest", _SKY),
+}
+
+
+def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
+    """By layer: predicted time of a token, what follows one another on top of one another, the GPU beside as a line."""
+    axes = figure.add_subplot()
+    at = np.arange(len(layers))
+    bottom = np.zeros(len(layers))
+    for key, (label, colour) in _TIMES.items():
+        values = 1e6 * np.array([one.seconds.get(key, 0.0) for one in layers])
+        if values.any():
+            axes.bar(at, values, bottom=bottom, color=colour, width=_bar_width(layers), label=label)
+            bottom += values
+    gpu = 1e6 * np.array([one.seconds.get("gpu", 0.0) for one in layers])
+    if gpu.any():
+        steps = {"where": "mid", "color": TIER_COLOURS["gpu"], "linewidth": 1.8}
+        axes.step([-0.5, *at, len(layers) - 0.5], [gpu[0], *gpu, gpu[-1]], label="neurons on GPU, meanwhile", **steps)
+    axes.set(ylabel="predicted, us a token", ylim=(0, None))
+    _layer_axis(axes, len(layers))
+    figure.legend(loc="outside upper center", ncols=3)

@@ -1,0 +1,256 @@
+"""The sections of a report: each says in words, plots and tables what is known of one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.report import plots
+from powerinfer.report.page import Image, Section, Table
+
+if TYPE_CHECKING:
+    from powerinfer.formats.predictor_file import PredictorFile
+    from powerinfer.neurons import Profile
+    from powerinfer.report.planned import PlanFacts
+
+Tile = tuple[str, str]
+Rows = dict[str, list[str]]
+"""Columns of the table of layers: heading -> a cell for each layer."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Plots:
+    """Draws plots for the page, in both looks, and keeps the light ones by name. expected: how many there may be."""
+
+    expected: int
+    progress: Progress | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, section: Section, name: str, caption: str, draw: plots.Draw) -> None:
+        """Put the plot into a section, under a name. The caption stands for it where it is not seen."""
+        if self.progress is not None:
+            self.progress("drawing plots", len(self.files), self.expected)
+        light, dark = (plots.png(draw, look) for look in (plots.LIGHT, plots.DARK))
+        self.files[name] = light
+        section.images.append((Image(light, dark, caption), caption))
+
+
+def percent(share: float | None) -> str:
+    """A share for people: two or three digits."""
+    if share is None:
+        return "–"
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= one:
+            return f"{nbytes / one:.3g} {unit}"
+    return f"{nbytes / 1e3:.3g} kB"
+
+
+# ---------------------------------------------------------------- activations
+
+
+def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
+    """What a profile says."""
+    corpora = len(profile.corpora)
+    section = Section("Activations")
+    section.paragraphs.append(
+        f"Counted over {profile.tokens:,} tokens" + (f" of {corpora} texts" if corpora > 1 else "")
+        + f". A token needs {percent(profile.active_fraction())} of the neurons on average"
+        + (", those whose activation exceeds its layer's threshold" if profile.thresholds else "")
+        + f"; {percent(profile.model_hot_share(plots.MASS))} of them carry {percent(plots.MASS)} of all activations."
+    )  # fmt: skip
+    drawn.add(
+        section,
+        "cumulative",
+        "Share of all activations carried by the most frequent neurons. Each thin line is a layer, the thick one the "
+        f"whole model; dots mark {percent(plots.MASS)} of the activations. The further to the upper left, the more a "
+        "small fast memory is worth.",
+        lambda figure: plots.draw_cumulative(figure, profile),
+    )
+    drawn.add(
+        section,
+        "heat",
+        "How often the neurons of each layer fire, the most frequent ones on the left.",
+        lambda figure: plots.draw_heat_map(figure, profile),
+    )
+    if corpora > 1:
+        section.tables.append(_overlaps(profile))
+    layers = range(profile.n_layers)
+    rows: Rows = {
+        "active": [percent(profile.active_fraction(layer)) for layer in layers],
+        f"neurons for {percent(plots.MASS)}": [percent(profile.hot_share(layer, plots.MASS)) for layer in layers],
+        "never fire": [percent(float((profile.counts[layer] == 0).mean())) for layer in layers],
+        "kept from token to token": [percent(share) for share in profile.reuse],
+    }
+    if profile.thresholds is not None:
+        rows["threshold"] = [f"{threshold:.3g}" for threshold in profile.thresholds]
+    tiles = [
+        (percent(profile.active_fraction()), "of the neurons active for a token"),
+        (percent(profile.model_hot_share(plots.MASS)), f"of the neurons carry {percent(plots.MASS)} of activations"),
+    ]
+    return section, tiles, rows
+
+
+def _overlaps(profile: Profile) -> Table:
+    """How far texts share their most frequent neurons."""
+    corpora = range(len(profile.corpora))
+    rows = [
+        [profile.corpora[one], f"{profile.corpus_tokens[one]:,}"]
+        + [percent(profile.overlap(one, other)) for other in corpora]
+        for one in corpora
+    ]
+    head = ["text", "tokens", *(f"with {other + 1}" for other in corpora)]
+    numbered = [[f"{number}. {row[0]}", *row[1:]] for number, row in enumerate(rows, 1)]
+    return Table(head, numbered, "Shared by the fifth of the neurons that fires most often")
+
+
+# ---------------------------------------------------------------- predictors
+
+_QUALITY = ("recall", "precision", "candidate_fraction", "active_fraction")
+
+
+def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
+    """What is known about the predictors; how good they are only where their training wrote it down."""
+    section = Section("Predictors")
+    layers = predictor.layers
+    ranks = sorted({one.predictor.rank for one in layers})
+    widths = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    rows: Rows = {
+        "hidden size": [str(one.predictor.rank) for one in layers],
+        "predictor": list(map(size, _sizes(predictor))),
+    }
+    tiles = [(size(predictor.nbytes), "of predictors")]
+    said = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
+    training = getattr(predictor, "training", None)
+    if training is None:
+        section.paragraphs.append(said + " How well they guess was not measured when they were made.")
+        return section, tiles, rows
+    measured: list[dict[str, Any]] = training["layers"]
+    recall = sum(one["recall"] for one in measured) / len(measured)
+    named = sum(one["candidate_fraction"] for one in measured) / len(measured)
+    baseline = sum(one["method"] == "svd" for one in measured)
+    section.paragraphs.append(
+        f"{said} They are {percent(training['share_of_model'])} of the model. On {training['held_out_tokens']:,} "
+        f"tokens that training did not see they named {_fine(recall)} of the neurons that fired, where "
+        f"{_fine(training['recall_target'])} was asked for, and {percent(named)} of all neurons."
+        + (f" In {baseline} of {len(measured)} layers the training-free baseline was as good." if baseline else "")
+    )  # fmt: skip
+    drawn.add(
+        section,
+        "recall",
+        "By layer, of held-out tokens: recall, precision, and how many neurons are named against how many fire.",
+        lambda figure: plots.draw_quality(figure, measured),
+    )
+    rows |= {
+        "recall": [_fine(one["recall"]) for one in measured],
+        "precision": [percent(one["precision"]) for one in measured],
+        "named": [percent(one["candidate_fraction"]) for one in measured],
+        "made by": [{"svd": "baseline", "trained": "training"}.get(one["method"], "–") for one in measured],
+    }
+    tiles.append((_fine(recall), "of the firing neurons are predicted"))
+    return section, tiles, rows
+
+
+def _fine(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _sizes(predictor: PredictorFile) -> list[int]:
+    """Bytes of the predictor of each layer."""
+    return [one.inner.data.nbytes + one.outer.data.nbytes for one in predictor.layers]
+
+
+# ---------------------------------------------------------------- placements
+
+_PARTS = {
+    "neurons": "neurons", "ffn": "neurons", "attention": "attention", "embedding": "ends", "head": "ends", "kv": "kv",
+    "predictor": "predictor",
+}  # fmt: skip
+
+
+def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
+    """What a plan decided, and what it expects."""
+    section = Section("Placement")
+    section.paragraphs.append(
+        f"{'It fits.' if plan.fits else 'It does not fit.'} Policy {plan.policy}, on {plan.hardware}: "
+        f"{percent(plan.mass_on_gpu)} of the activations are computed on the GPU, and {plan.decode_tok_s:.3g} tokens a "
+        "second are predicted."
+    )
+    section.paragraphs += plan.reasons
+    tiers: dict[str, dict[str, int]] = {}
+    for tier, parts in plan.bytes.items():
+        known: dict[str, int] = {}
+        for name, nbytes in parts.items():
+            part = _PARTS.get(name, "other")
+            known[part] = known.get(part, 0) + nbytes
+        tiers[tier] = known
+    drawn.add(
+        section,
+        "bytes",
+        "Bytes in each memory, by what they are for.",
+        lambda figure: plots.draw_bytes(figure, tiers, {}),
+    )
+    drawn.add(
+        section,
+        "neurons",
+        "Where the neurons of each layer rest, and how much of the layer's activity the GPU takes with its part.",
+        lambda figure: plots.draw_neurons(figure, plan.layers),
+    )
+    if any(sum(layer.seconds.values()) for layer in plan.layers):
+        drawn.add(
+            section,
+            "time",
+            "Predicted time of each layer for one token; the GPU works while the CPU does.",
+            lambda figure: plots.draw_time(figure, plan.layers),
+        )
+    names = list(dict.fromkeys(name for parts in plan.bytes.values() for name in parts))
+    rows = [
+        [plots.TIER_NAMES[tier], *(size(parts.get(name, 0)) for name in names), size(sum(parts.values()))]
+        for tier, parts in plan.bytes.items()
+    ]
+    section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and part", True))
+    if plan.policies:
+        policies = [[name, f"{rate:.3g}", percent(mass)] for name, (rate, mass) in plan.policies.items()]
+        section.tables.append(Table(["policy", "tokens a second", "activations on GPU"], policies, "Policies compared"))
+    columns: Rows = {
+        f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
+        for tier, name in plots.TIER_NAMES.items()
+    }
+    columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
+    tiles = [
+        (f"{plan.decode_tok_s:.3g}", "tokens a second predicted"),
+        (percent(plan.mass_on_gpu), "of the activations on the GPU"),
+    ]
+    return section, tiles, columns
+
+
+# ---------------------------------------------------------------- layer by layer
+
+
+def by_layer(
+    profile: Profile | None, predictor: PredictorFile | None, columns: Sequence[Rows], drawn: Plots
+) -> Section:
+    """What is known of each layer, side by side: neurons active, what guessing them costs, and every figure."""
+    section = Section("Layer by layer")
+    if profile is not None or predictor is not None:
+        sizes = None if predictor is None else [one / 1e6 for one in _sizes(predictor)]
+        active = "neurons active for a token, their mean and the range of the middle four fifths of the tokens"
+        says = [active] * (profile is not None) + ["the size of its predictor"] * (sizes is not None)
+        caption = f"Of each layer: {'; '.join(says)}."
+        drawn.add(section, "sparsity", caption, lambda figure: plots.draw_sparsity(figure, profile, sizes))
+    together: Rows = {}
+    for rows in columns:
+        together |= rows
+    count = max(map(len, together.values()))
+    cells = zip(*together.values(), strict=True)
+    section.tables.append(
+        Table(["layer", *together], [[str(n), *row] for n, row in enumerate(cells)], f"Figures of {count} layers", True)
+    )
+    return section

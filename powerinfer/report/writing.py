@@ -1,0 +1,120 @@
+"""Writing a report: the page, and the same plots as files beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from powerinfer import __version__
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.prepared import prepared_folder, write_small
+from powerinfer.report import sections
+from powerinfer.report.findings import Findings
+from powerinfer.report.page import Section, mark_of, page
+from powerinfer.report.plots import need_matplotlib
+from powerinfer.report.sections import Plots, Progress, Rows, Tile
+
+PAGE = "index.html"
+IMAGES = ("cumulative", "heat", "sparsity", "recall", "bytes", "neurons", "time")
+"""The plots that a report can have; each lies beside the page as NAME.png too."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written. images: the plots beside the page; made: False where it was up to date."""
+
+    page: Path
+    images: list[Path]
+    made: bool
+
+
+def write_report(found: Findings, folder: Path, force: bool = False, progress: Progress | None = None) -> Report:
+    """Write the report of a model into a folder, unless the one that is there was made from the same.
+
+    RequestError where there is nothing to report on, or matplotlib is missing; PowerInferError where the folder cannot
+    be written. Every file appears whole or not at all, the page last.
+    """
+    need_matplotlib()
+    if all(one.value is None for one in found):
+        raise RequestError(f"nothing is known about {found.model} yet; `{found.profile.command}` begins")
+    key = report_key(found)
+    former = None if force else current(folder, key)
+    if former is not None:
+        return former
+    document, images = compose(found, key, progress)
+    try:
+        for name, image in images.items():
+            write_small(folder / f"{name}.png", image)
+        for name in IMAGES:  # what a former report showed
+            if name not in images:
+                with suppress(FileNotFoundError):
+                    os.unlink(folder / f"{name}.png")
+        write_small(folder / PAGE, document.encode())
+    except OSError as error:
+        raise PowerInferError(
+            f"cannot write the report into {folder} ({error.strerror or error}); --out FOLDER chooses another place"
+        ) from error
+    return Report(folder / PAGE, [folder / f"{name}.png" for name in images], True)
+
+
+def report_folder(model: str | Path, prepared: str | None = None) -> Path:
+    """Where the report of a model lies unless it is asked for elsewhere."""
+    return prepared_folder(model, prepared) / "report"
+
+
+def report_key(found: Findings) -> str:
+    """Changes with all that a report shows."""
+    facts: list[object] = [__version__, found.model, found.about]
+    for one in found:
+        status = os.stat(one.path) if one.path is not None else None
+        facts.append((one.noun, one.stale, one.command, status and (status.st_size, status.st_mtime_ns)))
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def current(folder: Path, key: str) -> Report | None:
+    """The report that is there already, if it was made with this key and no plot is missing."""
+    try:
+        with open(folder / PAGE, encoding="utf-8", errors="replace") as file:
+            made_with, *names = (mark_of(file.read(4096)) or "").split()
+    except (OSError, ValueError):
+        return None
+    images = [folder / f"{name}.png" for name in names if name in IMAGES]
+    return Report(folder / PAGE, images, False) if made_with == key and all(map(Path.is_file, images)) else None
+
+
+def compose(found: Findings, key: str, progress: Progress | None = None) -> tuple[str, dict[str, bytes]]:
+    """The page, and the PNG images by name."""
+    drawn = Plots(len(IMAGES), progress)
+    shown: list[Section] = []
+    tiles: list[Tile] = []
+    columns: list[Rows] = []
+    profile, predictor, plan = found.profile.value, found.predictor.value, found.plan.value
+    if found.lacking:
+        shown.append(_lacking(found))
+    parts = []
+    if profile is not None:
+        parts.append(sections.activations(profile, drawn))
+    if predictor is not None:
+        parts.append(sections.predictors(predictor, drawn))
+    if plan is not None:
+        parts.append(sections.placement(plan, drawn))
+    for section, figures, rows in parts:
+        shown.append(section)
+        tiles += figures
+        columns.append(rows)
+    if columns:
+        by_layer = sections.by_layer(profile, predictor, columns, drawn)
+        shown.append(by_layer)
+    mark = " ".join([key, *drawn.files])
+    return page(f"{found.model}: report", found.about, tiles, shown, mark), drawn.files
+
+
+def _lacking(found: Findings) -> Section:
+    """What is not known, and how to find it out."""
+    section = Section("What is missing")
+    for one in found.lacking:
+        section.steps.append((one.stale or f"There is no {one.noun} yet.", one.command))
+    return section

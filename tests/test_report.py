@@ -1,0 +1,455 @@
+"""The report: a page that stands alone, plots that are pictures, and figures from what is really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from base64 import b64decode
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama
+from test_cli import COMMAND, error_line, powerinfer
+
+from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.report import plots, writing
+from powerinfer.report.findings import findings, of_plan, with_plan
+from powerinfer.report.page import Section, Table, mark_of, page
+from powerinfer.report.planned import plan_facts, read_plan
+from powerinfer.report.writing import write_report
+
+HOSTILE = "<script>alert(1)</script>\"'&</title>\u202egpj.\x1b[2J $\\frac{$ \ud800"
+"""A name that would leave its place in markup, in a terminal, and in a plot; and is no text at the end."""
+
+
+def a_plan(**changes: Any) -> dict[str, Any]:
+    """The document of a plan for two layers of 96 neurons."""
+    layer = {"layer": 0, "gpu": 64, "cpu": 24, "disk": 8, "mass_on_gpu": 0.75}
+    document = {
+        "model": "Tiny",
+        "fits": True,
+        "policy": "time",
+        "hardware": "pc-high",
+        "mass_on_gpu": 0.75,
+        "bytes": {"gpu": {"attention": 4000, "neurons": 9000}, "cpu": {"neurons": 3000}, "disk": {"neurons": 1000}},
+        "layers": [layer | {"layer": n, "seconds": {"gpu": 1e-5, "cpu": 2e-5, "sync": 1e-6}} for n in range(2)],
+        "predicted": {"decode_tok_s": 12.5, "policies": {"greedy": {"decode_tok_s": 11.0, "mass_on_gpu": 0.7}}},
+        "reasons": ["8 neurons a layer rest on the disk"],
+    }
+    return document | changes
+
+
+class Reader(HTMLParser):
+    """What a browser would make of a page."""
+
+    VOID = frozenset({"meta", "img", "source", "br"})
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(document)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def read(path: Path) -> Reader:
+    """A page, after checking that it needs nothing else and can do nothing."""
+    document = path.read_text(encoding="utf-8")
+    reader = Reader(document)
+    allowed = {
+        *(
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "header",
+            "h1",
+            "h2",
+            "h3",
+            "p",
+            "main",
+            "div",
+            "b",
+            "span",
+        ),
+        *("section", "ul", "li", "pre", "figure", "picture", "source", "img", "figcaption", "details", "summary"),
+        *("table", "thead", "tbody", "tr", "th", "td"),
+    }
+    for tag, attributes in reader.tags:
+        assert tag in allowed
+        assert not any(name.startswith("on") or name in ("href", "style", "action") for name in attributes)
+        for name in ("src", "srcset"):
+            assert name not in attributes or str(attributes[name]).startswith("data:image/png;base64,")
+    assert "url(" not in document and "@import" not in document
+    assert not re.search(r"(https?|file)://", document)
+    return reader
+
+
+def pixels(raw: bytes) -> tuple[int, int, bytes]:
+    """Width, height and inflated rows of a PNG image, its checksums checked."""
+    assert raw[:8] == b"\x89PNG\r\n\x1a\n"
+    at, data, size = 8, b"", (0, 0)
+    while at < len(raw):
+        length, kind = struct.unpack(">I4s", raw[at : at + 8])
+        body = raw[at + 8 : at + 8 + length]
+        assert zlib.crc32(kind + body) == struct.unpack(">I", raw[at + 8 + length : at + 12 + length])[0]
+        if kind == b"IHDR":
+            size = struct.unpack(">II", body[:8])
+        data += body if kind == b"IDAT" else b""
+        at += 12 + length
+    assert kind == b"IEND"
+    return *size, zlib.decompress(data)
+
+
+def is_a_plot(raw: bytes) -> None:
+    width, height, rows = pixels(raw)
+    assert 600 <= width <= 2000 and 300 <= height <= 1500 and len(raw) < 200_000
+    assert len(set(rows)) > 20, "nothing is drawn"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for which everything but a plan is prepared."""
+    path = tmp_path_factory.mktemp("report") / "tiny.gguf"
+    return give_profile(give_predictor(give_bundles(tiny_llama(path))))
+
+
+@pytest.fixture
+def opened(model: Path) -> Checkpoint:
+    return open_checkpoint(model)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots that take no time, for tests of what becomes of them."""
+    monkeypatch.setattr(plots, "png", lambda draw, look: f"a plot for {look.paper}".encode())
+
+
+# ---------------------------------------------------------------- the whole report
+
+
+def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
+    found = with_plan(findings(opened), plan_facts(a_plan()), tmp_path / "plan.json", opened)
+    (tmp_path / "plan.json").write_text(json.dumps(a_plan()))
+    report = write_report(found, tmp_path / "out")
+    assert report.made and report.page == tmp_path / "out" / "index.html"
+    names = {path.name for path in report.images}
+    assert names == {f"{name}.png" for name in ("cumulative", "heat", "sparsity", "bytes", "neurons", "time")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"index.html"}
+    for path in report.images:
+        is_a_plot(path.read_bytes())
+    reader = read(report.page)
+    sources = [str(attributes["src"]) for tag, attributes in reader.tags if tag == "img"]
+    assert [b64decode(source.partition(",")[2]) for source in sources] == [path.read_bytes() for path in report.images]
+    dark = [str(attributes["srcset"]) for tag, attributes in reader.tags if tag == "source"]
+    assert len(dark) == len(sources) and not set(dark) & set(sources)
+    assert all(attributes["alt"] for tag, attributes in reader.tags if tag == "img")
+    assert "What is missing" not in reader.text
+    profile = found.profile.value
+    assert profile is not None
+    active = f"{100 * profile.active_fraction():.0f} %"
+    assert f"A token needs {active} of the neurons on average" in reader.text
+    assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer rest on the disk" in reader.text
+    assert "greedy 11 70 %" in reader.text and "hidden sizes 32" in reader.text
+
+
+def test_a_report_is_drawn_once(opened: Checkpoint, tmp_path: Path, undrawn: None) -> None:
+    folder = tmp_path / "out"
+    assert write_report(findings(opened), folder).made
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = write_report(findings(opened), folder)
+    assert not again.made and {again.page, *again.images} == set(before)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert write_report(findings(opened), folder, force=True).made
+    give_profile(opened.path, seed=9)
+    assert write_report(findings(open_checkpoint(opened.path)), folder).made, "the profile is another"
+    os.unlink(folder / "heat.png")
+    assert write_report(findings(opened), folder).made, "a plot was deleted"
+
+
+def test_the_same_findings_give_the_same_bytes(opened: Checkpoint, tmp_path: Path) -> None:
+    one, other = (write_report(findings(opened), tmp_path / name).page for name in "ab")
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_what_is_missing_is_named_with_its_command(tmp_path: Path, undrawn: None) -> None:
+    path = give_profile(tiny_llama(tmp_path / "a b.gguf"))
+    report = write_report(findings(open_checkpoint(path)), tmp_path / "out")
+    assert {one.stem for one in report.images} == {"cumulative", "heat", "sparsity"}
+    reader = read(report.page)
+    assert "What is missing" in reader.text
+    for command in ("train", "pack"):
+        assert f"powerinfer {command} -m '{path}'" in reader.text
+    assert "powerinfer plan" in reader.text
+
+
+def test_what_is_stale_is_not_shown(model: Path, tmp_path: Path, undrawn: None) -> None:
+    path = tiny_llama(tmp_path / "tiny.gguf", "silu")
+    os.symlink(f"{model}.powerinfer", f"{path}.powerinfer")
+    found = findings(open_checkpoint(path))
+    assert all(one.value is None for one in found)
+    with pytest.raises(RequestError, match="nothing is known"):
+        write_report(found, tmp_path / "out")
+    os.unlink(f"{path}.powerinfer")
+    give_profile(path)
+    os.symlink(f"{model}.powerinfer/neurons.safetensors", f"{path}.powerinfer/neurons.safetensors")
+    reader = read(write_report(findings(open_checkpoint(path)), tmp_path / "out").page)
+    assert "was made for another model" in reader.text and f"powerinfer pack -m {path}" in reader.text
+    assert "powerinfer train" not in reader.text, "no predictor can serve a SwiGLU model"
+
+
+def test_nothing_is_known(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "tiny.gguf")
+    line = error_line(powerinfer("report", "-m", str(path)))
+    assert f"`powerinfer profile -m {path}` begins" in line
+    assert [one.name for one in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_plan_of_a_model_that_is_only_described(tmp_path: Path) -> None:
+    file = tmp_path / "opt.json"
+    layers = [
+        {"layer": n, "gpu": 100, "cpu": 2900 - n, "disk": n, "mass_on_gpu": 0.3, "seconds": {}} for n in range(96)
+    ]
+    file.write_text("a line of progress\n" + json.dumps(a_plan(model="OPT-175B", layers=layers)) + "\n")
+    report = write_report(of_plan(read_plan(file), file), tmp_path / "out")
+    assert {one.stem for one in report.images} == {"bytes", "neurons"}, "no times are predicted, no profile is there"
+    reader = read(report.page)
+    assert "OPT-175B" in reader.text and "What is missing" not in reader.text
+    rows = re.findall(r"(\d+) 100 ([\d,]+) (\d+) 30 %", reader.text)
+    assert [(int(n), int(disk)) for n, _, disk in rows] == [(n, n) for n in range(96)]
+
+
+def test_plots_of_a_former_report_go(model: Path, tmp_path: Path, undrawn: None) -> None:
+    opened = open_checkpoint(model)
+    (tmp_path / "plan.json").write_text("")
+    found = with_plan(findings(opened), plan_facts(a_plan()), tmp_path / "plan.json", opened)
+    write_report(found, tmp_path / "out")
+    (tmp_path / "out" / "mine.png").write_bytes(b"not ours")
+    left = {path.name for path in write_report(findings(opened), tmp_path / "out").page.parent.iterdir()}
+    assert left == {"index.html", "cumulative.png", "heat.png", "sparsity.png", "mine.png"}
+
+
+# ---------------------------------------------------------------- names that mean harm
+
+
+def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path) -> None:
+    found = findings(opened)
+    profile = found.profile.value
+    assert profile is not None
+    evil = replace(profile, corpora=(HOSTILE, HOSTILE * 2))
+    plan = plan_facts(
+        a_plan(
+            hardware=HOSTILE,
+            policy=HOSTILE,
+            reasons=[HOSTILE],
+            bytes={tier: {HOSTILE: 5, "neurons": 9} for tier in ("gpu", "cpu", "disk")},
+            predicted={"decode_tok_s": 1.0, "policies": {HOSTILE: {"decode_tok_s": 1.0, "mass_on_gpu": 0.5}}},
+        )
+    )
+    (tmp_path / "plan.json").write_text("")
+    found = with_plan(
+        replace(found, model=HOSTILE, about=HOSTILE, profile=replace(found.profile, value=evil)),
+        plan, tmp_path / "plan.json", opened,
+    )  # fmt: skip
+    report = write_report(found, tmp_path / "out")
+    document = report.page.read_text(encoding="utf-8")
+    reader = read(report.page)
+    assert "<script" not in document and "\x1b" not in document and "\u202e" not in document
+    assert reader.text.count("<script>alert(1)</script>") >= 8, "shown as it is"
+    for path in report.images:
+        is_a_plot(path.read_bytes())
+
+
+def test_a_page_escapes_everything_it_is_given(tmp_path: Path) -> None:
+    table = Table([HOSTILE, HOSTILE], [[HOSTILE, HOSTILE]], HOSTILE, fold=True)
+    section = Section(HOSTILE, [HOSTILE], [(HOSTILE, HOSTILE)], [], [table, replace(table, fold=False)])
+    document = page(HOSTILE, HOSTILE, [(HOSTILE, HOSTILE)], [section], HOSTILE)
+    (tmp_path / "page.html").write_text(document, encoding="utf-8")
+    assert (
+        read(tmp_path / "page.html").text.count("<script>") == 2 + 2 + 1 + 1 + 2 + 2 * 5 + 1
+    )  # the title is there twice
+    assert mark_of(page("a", "b", [], [], 'c"d')) == 'c"d'
+    assert mark_of("<html>") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layers": []}, "no layers"),
+        ({"layers": "x"}, "layers is 'x', not a list"),
+        ({"layers": [{}] * 5000}, "5000 entries"),
+        ({"layers": [{"gpu": -1}]}, r"layers\[0\].seconds"),
+        ({"layers": [{"gpu": -1, "seconds": {}}]}, r"layers\[0\].gpu is '-1'"),
+        ({"layers": [{"gpu": 0, "cpu": 0.5, "seconds": {}}]}, r"layers\[0\].cpu is '0.5', not a whole number"),
+        ({"layers": [{"gpu": 0, "cpu": 0, "disk": 0, "mass_on_gpu": 7, "seconds": {}}]}, "mass_on_gpu is '7'"),
+        ({"fits": "yes"}, "fits is 'yes'"),
+        ({"mass_on_gpu": True}, "mass_on_gpu is 'True'"),
+        ({"mass_on_gpu": float("nan")}, "mass_on_gpu is 'nan'"),
+        ({"predicted": {"decode_tok_s": 1e400, "policies": {}}}, "decode_tok_s is 'inf'"),
+        ({"bytes": {"gpu": {}}}, "bytes.cpu. is not an object"),
+        ({"bytes": {"gpu": {"x": 10**30}, "cpu": {}, "disk": {}}}, "bytes.gpu.x is '1000"),
+        ({"reasons": [1]}, "reasons is '1', not a text"),
+        ({"reasons": ["x" * 3000]}, "not a text"),
+        ({"policy": None}, "policy is 'None', not a text"),
+    ],
+)
+def test_plans_that_are_none(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        plan_facts(a_plan(**change))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"a":' * 50_000, b"7", b"null", b"x" * (17 << 20)]
+)
+def test_files_that_hold_no_plan(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=re.escape(str(file))):
+        read_plan(file)
+
+
+def test_plans_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(RequestError, match=re.escape(str(path))):
+            read_plan(path)
+
+
+def test_a_plan_of_another_model_is_refused(opened: Checkpoint) -> None:
+    other = plan_facts(a_plan(layers=a_plan()["layers"] * 2))
+    with pytest.raises(RequestError, match="4 layers of 96 neurons, and Tiny has 2 of 96"):
+        with_plan(findings(opened), other, Path("other.json"), opened)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_a_folder_that_cannot_be_written(opened: Checkpoint, tmp_path: Path, undrawn: None) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PowerInferError, match=r"cannot write the report into .*--out FOLDER"):
+        write_report(findings(opened), tmp_path / "file" / "out")
+
+
+def test_a_full_disk_leaves_the_former_report(
+    opened: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    page = write_report(findings(opened), tmp_path / "out").page
+    before = page.read_bytes()
+    written: list[Path] = []
+
+    def full(path: Path, data: bytes) -> None:
+        if written:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+
+    monkeypatch.setattr(writing, "write_small", full)
+    with pytest.raises(PowerInferError, match="No space left on device"):
+        write_report(findings(opened), tmp_path / "out", force=True)
+    assert written[0].suffix == ".png" and page.read_bytes() == before
+    assert not list((tmp_path / "out").glob("*.part"))
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(model: Path) -> None:
+    code = "import sys; sys.modules['matplotlib'] = None\nfrom powerinfer.cli.main import entry; entry()"
+    command = [sys.executable, "-c", code, "report", "-m", str(model)]
+    line = error_line(subprocess.run(command, capture_output=True, text=True, timeout=60))
+    assert "pip install 'powerinfer[report]'" in line
+
+
+def test_drawing_leaves_matplotlib_as_it_was(opened: Checkpoint, tmp_path: Path) -> None:
+    import matplotlib
+
+    profile = findings(opened).profile.value
+    draw = lambda figure: plots.draw_cumulative(figure, profile)  # noqa: E731
+    image = plots.png(draw)
+    with matplotlib.rc_context({"lines.linewidth": 7.0, "axes.facecolor": "red"}):
+        before = dict(matplotlib.rcParams)
+        assert plots.png(draw) == image, "the user's taste is not asked"
+        assert dict(matplotlib.rcParams) == before
+
+
+# ---------------------------------------------------------------- the figures
+
+
+def test_cumulative_shares() -> None:
+    assert plots.cumulative(np.array([1, 3, 0, 4])).tolist() == [0, 0.5, 0.875, 1, 1]
+    assert plots.cumulative(np.zeros(3, np.int64)).tolist() == [0, 0, 0, 0]
+
+
+def test_the_heat_map_holds_every_neuron_once() -> None:
+    for d_ff in (1, 5, 256, 1000):
+        profile = profile_of(layers=3, d_ff=d_ff)
+        values = plots.heat(profile)
+        assert values.shape == (3, min(256, d_ff)) and (np.diff(values) <= 1e-9).all()
+        edges = np.linspace(0, d_ff, values.shape[1] + 1).astype(int)
+        means = (values * np.diff(edges)).sum(axis=1) / d_ff
+        assert means == pytest.approx([100 * profile.active_fraction(layer) for layer in range(3)])
+
+
+def test_the_spread_of_tokens() -> None:
+    histogram = np.zeros(101, np.int64)
+    histogram[[3, 10, 90]] = [10, 80, 10]
+    assert [plots.spread(histogram, share) for share in (0.05, 0.1, 0.11, 0.9, 0.91)] == [3, 3, 10, 10, 90]
+    assert plots.spread(np.zeros(101, np.int64), 0.9) == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2000), (70, 3)])
+def test_profiles_of_any_shape_are_drawn(shape: tuple[int, int]) -> None:
+    silent = profile_of(*shape, most=0)
+    for profile in (profile_of(*shape), silent):
+        for draw in (plots.draw_cumulative, plots.draw_heat_map, lambda fig, one: plots.draw_sparsity(fig, one, None)):
+            is_a_plot(plots.png(lambda figure, draw=draw, one=profile: draw(figure, one)))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command(model: Path, tmp_path: Path) -> None:
+    done = powerinfer("report", "-m", str(model), "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["path"] == f"{model}.powerinfer/report/index.html" and document["made"] and document["seconds"] > 0
+    assert document["shown"] == {"profile": True, "predictor": True, "bundles": True, "plan": False}
+    assert [one["noun"] for one in document["missing"]] == ["plan"]
+    read(Path(document["path"]))
+    (tmp_path / "plan.json").write_text(json.dumps(a_plan()))
+    done = powerinfer("report", "--plan", str(tmp_path / "plan.json"))
+    assert done.returncode == 0 and f"{tmp_path}/plan.json.report/index.html: plan, 3 plots" in done.stdout
+    both = ["-m", str(model), "--plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "both")]
+    done = powerinfer("report", *both, "--json")
+    assert all(json.loads(done.stdout)["shown"].values()) and len(list((tmp_path / "both").glob("*.png"))) == 6
+
+
+def test_other_verbs_do_not_import_matplotlib(model: Path) -> None:
+    command = [sys.executable, "-X", "importtime", *COMMAND[1:], "inspect", "-m", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "matplotlib" not in done.stderr
