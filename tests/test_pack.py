@@ -541,7 +541,7 @@ def test_inspect_shows_what_is_prepared(tiny: Path, capsys: pytest.CaptureFixtur
 
     folder = str(tiny.with_name("tiny.gguf.powerinfer"))
     shown = document(capsys, "inspect", "-m", str(tiny))["prepared"]
-    assert shown == {"folder": folder, "bundles": None, "predictor": None}
+    assert shown == {"folder": folder} | dict.fromkeys(("profile", "predictor", "bundles", "plan", "report"))
     assert f"nothing in {folder}" in run(capsys, "inspect", "-m", str(tiny))[1]
 
     made = document(capsys, "pack", "-m", str(tiny), "--down-type", "q8_0")

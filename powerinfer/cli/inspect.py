@@ -2,22 +2,26 @@
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (layers, d_model, heads, ...), rope, activation,
 quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why),
-prepared (folder; bundles and predictor, null where there are none: path, bytes, stale (null, or why they cannot be
-used), and if they can, the types of bundles, the type and layers of a predictor).
+prepared (folder; profile, predictor, bundles, null where there are none: path, bytes, stale (null, or why they cannot
+be used), and if they can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 % of activations)
+and thresholds of a profile, the type and layers of a predictor, the types of bundles; report: path of its page).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig
-from powerinfer.errors import ModelError
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.formats.pack import BundleFile
+    from powerinfer.formats.predictor_file import PredictorFile
+    from powerinfer.neurons import Profile
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "context_length")
 SWITCHES = ("tied_embeddings", "qkv_bias", "o_bias", "ffn_bias", "qk_norm", "sliding_window")
@@ -71,31 +75,43 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
     """What lies in the folder of prepared files, and whether it can be used."""
-    from powerinfer.formats.pack import open_bundles
-    from powerinfer.formats.predictor_file import open_predictor
-    from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile, prepared_folder
-    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.formats.prepared import prepared_folder
+    from powerinfer.report.findings import findings
+    from powerinfer.report.writing import PAGE, report_folder
 
-    def bundles() -> dict[str, Any]:
-        layout = open_bundles(checkpoint, option, part_bytes).layout
-        gate = layout.gate_type if layout.gated else None
-        return {"types": {"gate": gate, "up": layout.gate_type, "down": layout.down_type}}
-
-    def predictor() -> dict[str, Any]:
-        file = open_predictor(checkpoint, option)
-        return {"type": file.type, "layers": [layer.predictor for layer in file.layers]}
-
+    details: dict[str, Callable[[Any], dict[str, Any]]]
+    details = {"profile": _profile, "predictor": _predictor, "bundles": _bundles}
     document: dict[str, Any] = {"folder": str(prepared_folder(checkpoint.path, option))}
-    for name, kind, read in (("bundles", BUNDLES, bundles), ("predictor", PREDICTOR, predictor)):
-        place = PreparedFile(kind, checkpoint, option)
-        document[name] = None
-        if place.exists():
-            found = {"path": str(place.path), "bytes": place.path.stat().st_size, "stale": None}
-            try:
-                document[name] = found | read()
-            except ModelError as error:
-                document[name] = found | {"stale": str(error)}
+    for one in findings(checkpoint, option):
+        document[one.noun] = None
+        if one.path is not None:
+            document[one.noun] = {"path": str(one.path), "bytes": one.path.stat().st_size, "stale": one.stale}
+        if one.value is not None and one.noun in details:
+            document[one.noun] |= details[one.noun](one.value)
+    page = report_folder(checkpoint.path, option) / PAGE
+    document["report"] = str(page) if page.is_file() else None
     return document
+
+
+def _profile(profile: Profile) -> dict[str, Any]:
+    from powerinfer.report.plots import MASS
+
+    return {
+        "tokens": profile.tokens,
+        "corpora": list(profile.corpora),
+        "active_fraction": profile.active_fraction(),
+        "hot_share": profile.model_hot_share(MASS),
+        "thresholds": None if profile.thresholds is None else list(profile.thresholds),
+    }
+
+
+def _predictor(file: PredictorFile) -> dict[str, Any]:
+    return {"type": file.type, "layers": [layer.predictor for layer in file.layers]}
+
+
+def _bundles(file: BundleFile) -> dict[str, Any]:
+    gate = file.layout.gate_type if file.layout.gated else None
+    return {"types": {"gate": gate, "up": file.layout.gate_type, "down": file.layout.down_type}}
 
 
 def _choices(engine: EngineConfig) -> dict[str, str]:
@@ -128,19 +144,37 @@ def _show(document: dict[str, Any], out: Output) -> None:
 
 
 def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
+    said = {"profile": _profile_line, "predictor": _predictor_line, "bundles": _bundles_line}
     lines = {}
-    bundles, predictor = document["bundles"], document["predictor"]
-    if bundles:
-        types = ", ".join(f"{part} {name}" for part, name in bundles.get("types", {}).items() if name)
-        lines["bundles"] = bundles["stale"] or f"{types}, {bundles['bytes'] / 1e6:.1f} MB, up to date"
-    if predictor:
-        layers = predictor.get("layers", [])
-        ranks, thresholds = [one.rank for one in layers], [one.threshold for one in layers]
-        lines["predictor"] = predictor["stale"] or (
-            f"{predictor['type']}, {predictor['bytes'] / 1e6:.1f} MB, up to date; ranks {_span(ranks)}, "
-            f"thresholds {_span(thresholds)}"
-        )
+    for noun, line in said.items():
+        found = document[noun]
+        if found is not None:
+            lines[noun] = found["stale"] or line(found)
+    if document["report"]:
+        lines["report"] = document["report"]
     return lines or {"prepared": f"nothing in {document['folder']}"}
+
+
+def _profile_line(found: dict[str, Any]) -> str:
+    texts = f"{len(found['corpora'])} text" + "s" * (len(found["corpora"]) != 1)
+    return (
+        f"{found['tokens']:,} tokens of {texts}, {_size(found)}, up to date; {100 * found['active_fraction']:.1f} % "
+        f"active, {100 * found['hot_share']:.1f} % of the neurons carry 80 % of activations"
+    )
+
+
+def _predictor_line(found: dict[str, Any]) -> str:
+    ranks, thresholds = ([getattr(one, name) for one in found["layers"]] for name in ("rank", "threshold"))
+    return f"{found['type']}, {_size(found)}, up to date; ranks {_span(ranks)}, thresholds {_span(thresholds)}"
+
+
+def _bundles_line(found: dict[str, Any]) -> str:
+    types = ", ".join(f"{part} {name}" for part, name in found["types"].items() if name)
+    return f"{types}, {_size(found)}, up to date"
+
+
+def _size(found: dict[str, Any]) -> str:
+    return f"{found['bytes'] / 1e6:.1f} MB"
 
 
 def _span(values: list[float]) -> str:
