@@ -461,11 +461,13 @@ void Program::project(std::shared_ptr<Matrix> w, Vector bias) {
 }
 
 void Program::ffn(FfnInput in) {
-  for (const auto& w : {in.gate, in.up}) check(!w || (w->rows == sizes.d_ff && w->k == sizes.d_model), "gate or up has another width than d_ff or d_model");
-  check(in.down->rows == sizes.d_model && in.down->k == sizes.d_ff, "down has another width than d_model or d_ff");
+  const int64_t neurons = in.up->rows;  // those of the layer that rest here
+  check(neurons <= sizes.d_ff, "an FFN has more neurons than d_ff");
+  for (const auto& w : {in.gate, in.up}) check(!w || (w->rows == neurons && w->k == sizes.d_model), "gate or up has another width than d_model, or than the other");
+  check(in.down->rows == sizes.d_model && in.down->k == neurons, "down has another width than d_model, or than up has neurons");
   check(in.gate || in.gate_bias.empty(), "a bias of gate without a gate");
-  check_bias(in.gate_bias, sizes.d_ff, "gate");
-  check_bias(in.up_bias, sizes.d_ff, "up");
+  check_bias(in.gate_bias, neurons, "gate");
+  check_bias(in.up_bias, neurons, "up");
   check_bias(in.down_bias, sizes.d_model, "down");
   check_norm(in.norm, sizes.d_model, "the FFN norm");
   for (Vector* bias : {&in.gate_bias, &in.up_bias, &in.down_bias}) *bias = padded(std::move(*bias));
@@ -477,13 +479,13 @@ void Program::ffn(FfnInput in) {
 void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every) {
   auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
   check(ffn, "that operator is not an FFN");
-  check(bundles->neurons == sizes.d_ff && bundles->up.k == sizes.d_model, "the bundles have another shape than the FFN");
+  check(bundles->neurons == ffn->in.up->rows && bundles->up.k == sizes.d_model, "the bundles have another shape than the FFN");
   check(bundles->gated() == (bool)ffn->in.gate && bundles->act == ffn->in.act && bundles->threshold == ffn->in.threshold, "the bundles are of another kind of FFN");
   check(most >= 0.0f && recall_every >= 0, "a threshold or an interval is negative");
   int64_t rank = 0;
   if (predictor) {
     rank = predictor->in->rows;
-    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == sizes.d_ff, "the predictor has another shape than the FFN");
+    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == bundles->neurons, "the predictor has another shape than the FFN");
     check(predictor->floor >= 0, "the floor of a predictor is negative");
     check(rank <= sizes.d_model, "the predictor's rank exceeds the width of the model");
     for (Thread& t : threads_) t.scratch.resize(std::max(t.scratch.size(), (size_t)pi_linear_scratch(rank) + 64));

@@ -42,7 +42,9 @@ class Effort:
     narrow: tuple[int, int] = (512, 1408)
     rows: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 2048))  # d_model, d_ff of sparse FFNs
     context: int = 2048  # tokens that attention reads
-    warm: tuple[int, ...] = (8 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20)  # weights of samples for the caches
+    warm: tuple[int, ...] = tuple(
+        size << 20 for size in (16, 32, 64, 96, 128, 192)
+    )  # weights of samples for the caches
     disk_bytes: int = 64 << 20
     disk_seconds: float = 0.25  # of each size of read
 

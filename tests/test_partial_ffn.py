@@ -1,0 +1,141 @@
+"""An FFN of which only some neurons rest on the CPU: the parts of a cut add up to the whole, every way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BundleLayout, Predictor
+
+D_MODEL, D_FF, RANK, TOKENS = 64, 224, 32, 3
+EPS = float(np.finfo(np.float32).eps)
+WAYS = ("dense", "exact", "predicted")
+CUTS = {
+    "even": [range(0, D_FF, 2), range(1, D_FF, 2)],
+    "ends": [range(1), range(1, D_FF - 33), range(D_FF - 33, D_FF)],
+    "whole": [range(D_FF)],
+}
+
+
+def half(values: np.ndarray) -> RawTensor:
+    return RawTensor("F16", values.shape, np.ascontiguousarray(values.astype(np.float16)).view(np.uint8).reshape(-1))
+
+
+class Case:
+    """Weights of a gated FFN with biases; values that F16 holds."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(3)
+        sizes = {"gate": (D_FF, D_MODEL), "up": (D_FF, D_MODEL), "down": (D_MODEL, D_FF)}
+        sizes |= {"inner": (RANK, D_MODEL), "outer": (D_FF, RANK), "x": (TOKENS, D_MODEL)}
+        self.w = {
+            name: (rng.standard_normal(size) / 4).astype(np.float16).astype(np.float32) for name, size in sizes.items()
+        }
+        self.bias = {name: rng.standard_normal(D_FF).astype(np.float32) for name in ("gate", "up")}
+
+    def executor(self, neurons: np.ndarray, threads: int) -> CpuExecutor:
+        """One FFN of these neurons between the rows of an embedding and a head that shows the residual stream."""
+        config = ModelConfig(
+            "sample",
+            1,
+            D_MODEL,
+            1,
+            1,
+            16,
+            D_FF,
+            D_MODEL,
+            64,
+            1e-5,
+            RopeConfig(dim=16),
+            activation="relu",
+            ffn_bias=True,
+        )
+        executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), np.ones(8, np.float32), 1.0)
+        table = np.zeros((D_MODEL, D_MODEL), np.float32)
+        table[:TOKENS] = self.w["x"]
+        executor.embed(half(table))
+        gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
+        biases = (self.bias["gate"][neurons], self.bias["up"][neurons], None)
+        executor.ffn(None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
+        nbytes = cpu.part_bytes("F16", D_MODEL)
+        layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
+        bundles = np.zeros((len(neurons), layout.stride), np.uint8)
+        for kind, part, at in (
+            ("dot", gate, layout.gate_at),
+            ("dot", up, layout.up_at),
+            ("add", down.T, layout.down_at),
+        ):
+            cpu.pack_part("F16", kind, len(neurons), D_MODEL, half(part).data, bundles, at, 1)
+        predictor = Predictor(RANK, 0.0, 0), half(self.w["inner"]), half(self.w["outer"][neurons])
+        executor.sparsify(0, bundles, layout, predictor=predictor)
+        executor.head(None, executor.matrix(half(np.eye(D_MODEL, dtype=np.float32))))
+        return executor
+
+    def added(self, neurons: np.ndarray, way: str, threads: int) -> np.ndarray:
+        """What the FFN adds to the tokens' rows, float32 [TOKENS, D_MODEL]."""
+        executor = self.executor(neurons, threads)
+        executor.set_ways(0, {executor.neuron_tokens: way})
+        each = np.arange(TOKENS, dtype=np.int32)
+        pages = np.arange(TOKENS, dtype=np.int32)[:, None]
+        out = executor.forward(Batch(each, np.zeros(TOKENS, np.int32), each, pages, each)).copy()
+        counts = executor.neuron_counts(0)
+        assert (counts["steps"] == 0) == (way == "dense") and counts["active"] <= TOKENS * len(neurons)
+        executor.close()
+        return np.asarray(out - self.w["x"])
+
+    def expected(self, way: str) -> tuple[np.ndarray, np.ndarray]:
+        """(what is added, bound of the error), float64."""
+        w = {name: values.astype(np.float64) for name, values in self.w.items()}
+        off = np.zeros((TOKENS, D_FF))
+        hidden = []
+        for name in ("gate", "up"):
+            hidden.append(w["x"] @ w[name].T + self.bias[name])
+            size = np.abs(w["x"]) @ np.abs(w[name].T) + np.abs(self.bias[name])
+            off += (D_MODEL + 2) * EPS * size * 8  # times what the other may be
+        assert max(np.abs(values).max() for values in hidden) < 8
+        h = np.maximum(hidden[0], 0) * hidden[1]
+        if way == "predicted":
+            guess = np.maximum(w["x"] @ w["inner"].T, 0) @ w["outer"].T
+            assert np.abs(guess).min() > 1e-4, "the case hangs on a rounding"
+            h = np.where(guess >= 0, h, 0)
+        down = np.abs(w["down"].T)
+        return h @ w["down"].T, off @ down + (D_FF + 8) * EPS * (np.abs(h) @ down + np.abs(w["x"]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_add_up(way: str, cut: str, threads: int) -> None:
+    case = Case()
+    value, bound = case.expected(way)
+    assert (np.abs(value) > 10 * bound).any()
+    parts = [case.added(np.array(part), way, threads) for part in CUTS[cut]]
+    assert (np.abs(np.sum(parts, axis=0, dtype=np.float64) - value) <= len(parts) * bound).all()
+
+
+def test_shapes_that_do_not_go_together() -> None:
+    case = Case()
+    few, more, wide = (np.zeros((rows, D_MODEL), np.float32) for rows in (32, 64, D_FF + 16))
+    executor = case.executor(np.arange(D_FF), 1)
+    few_up, more_up, wide_up = (executor.matrix(half(part)) for part in (few, more, wide))
+    few_down, wide_down = (executor.matrix(half(part.T)) for part in (few, wide))
+    for message, matrices in (
+        ("than the other", (more_up, few_up, few_down)),
+        ("than up has neurons", (more_up, more_up, few_down)),
+        ("more neurons than d_ff", (wide_up, wide_up, wide_down)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            executor.ffn(None, *matrices)
+    executor.ffn(None, few_up, few_up, few_down)
+    nbytes = cpu.part_bytes("F16", D_MODEL)
+    layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
+    for neurons, rows in ((64, 32), (32, 64)):
+        about = Predictor(RANK, 0.0, 0), half(case.w["inner"]), half(np.zeros((rows, RANK), np.float32))
+        with pytest.raises(ValueError, match="another shape"):
+            executor.sparsify(1, np.zeros((neurons, layout.stride), np.uint8), layout, predictor=about)
+    executor.close()
