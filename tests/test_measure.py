@@ -31,7 +31,7 @@ LITTLE = Effort(
     narrow=(128, 320),
     rows=((128, 256), (256, 256)),
     context=64,
-    warm=(64 << 10, 256 << 10),
+    warm_mib=(0.125, 0.25),
     disk_bytes=16 << 20,
     disk_seconds=0.02,
 )

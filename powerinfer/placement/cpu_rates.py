@@ -42,9 +42,7 @@ class Effort:
     narrow: tuple[int, int] = (512, 1408)
     rows: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 2048))  # d_model, d_ff of sparse FFNs
     context: int = 2048  # tokens that attention reads
-    warm: tuple[int, ...] = tuple(
-        size << 20 for size in (16, 32, 64, 96, 128, 192)
-    )  # weights of samples for the caches
+    warm_mib: tuple[float, ...] = (16, 32, 64, 96, 128, 192)  # weights of the samples that caches may hold
     disk_bytes: int = 64 << 20
     disk_seconds: float = 0.25  # of each size of read
 
@@ -54,7 +52,7 @@ FULL = Effort()
 SAMPLE_BYTES = (256 << 20, 384 << 20)
 """Least and most bytes of a sample's weights: a larger cache, as servers have, is shared, and none gets all of it."""
 
-FRACTIONS = (0.02, 0.06, 0.15, 0.3)
+FRACTIONS = (0.02, 0.1, 0.25, 0.5)
 """Neurons that fire, layer by layer in turn."""
 
 _HEAD_DIM = 64
@@ -193,7 +191,7 @@ class _Work:
         self._random = np.random.default_rng(1)
         self._progress = progress
         self._done = 0
-        self._all = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm)
+        self._all = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
 
     def _tick(self) -> None:
         if self._progress is not None:
@@ -217,8 +215,8 @@ class _Work:
         """(cache_bytes, cache_gain): smaller and smaller samples of layers that are small themselves."""
         shape = self._effort.narrow
         cold = self._dense("Q8_0", shape)[0]
-        gains = [cold / self._dense("Q8_0", shape, nbytes)[0] for nbytes in self._effort.warm]
-        return fit_cache(self._effort.warm, gains)
+        sizes = [round(mib * (1 << 20)) for mib in self._effort.warm_mib]
+        return fit_cache(sizes, [cold / self._dense("Q8_0", shape, nbytes)[0] for nbytes in sizes])
 
     def _dense(self, type_name: str, shape: tuple[int, int], nbytes: int = 0) -> tuple[float, float]:
         """(seconds, bytes) of one layer of a transformer."""
