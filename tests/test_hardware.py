@@ -121,6 +121,8 @@ def test_unknown_machine() -> None:
         ("cpu/dense_gb_s/F16", 10**300, "F16"),
         ("cpu/dense_gb_s/F16", None, "F16"),
         ("cpu/dense_gb_s/F99", 1, "F99"),
+        ("cpu/head_gb_s/other", ..., "lacks other"),
+        ("cpu/step_us", -1, "step_us"),
         ("cpu/bundle_gb_s/Q8_0", ..., "lacks Q8_0"),
         ("cpu/bundle_gb_s/Q6_K", 1, "Q6_K"),
         ("cpu/row_ns", 3, "row_ns"),
@@ -201,6 +203,8 @@ def test_rates_become_seconds() -> None:
     own.row_ns.update({"Q4_0": 100.0})  # type: ignore[attr-defined]
     assert own.dense_seconds("F16", 10**9) == pytest.approx(0.1)
     assert own.dense_seconds("Q5_K", 10**9) == pytest.approx(0.2)
+    own.head_gb_s.update({"other": 4.0})  # type: ignore[attr-defined]
+    assert own.head_seconds("Q4_0", 10**9) == pytest.approx(0.25)
     assert own.rows_seconds("Q4_0", 1000, 2 * 10**6) == pytest.approx(1e-3 + 1e-4)
     assert set(own.bundle_gb_s) == set(PART_TYPES)
 
@@ -211,7 +215,8 @@ def test_small_steps_come_from_the_cache() -> None:
     assert cold.warm(200) is cold and cold.warm(10**9) is cold
     full = cold.warm(100)
     assert full == cold.warm(1)
-    for before, after in ((cold.dense_gb_s, full.dense_gb_s), (cold.bundle_gb_s, full.bundle_gb_s)):
+    for name in ("dense_gb_s", "head_gb_s", "bundle_gb_s"):
+        before, after = getattr(cold, name), getattr(full, name)
         assert dict(after) == pytest.approx({name: 3 * rate for name, rate in before.items()})
     assert full.kv_gb_s == pytest.approx(3 * cold.kv_gb_s) and full.op_us == cold.op_us and full.row_ns == cold.row_ns
     middle = cold.warm(150)

@@ -48,13 +48,16 @@ def test_sane_figures(cache: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     found = measure.measure(ONE, lambda *state: steps.append(state), LITTLE)
     device = found.cpu
-    assert set(device.dense_gb_s) == {*NATIVE_TYPES, "other"} and set(device.bundle_gb_s) == set(PART_TYPES)
-    rates = [*device.dense_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
+    assert set(device.dense_gb_s) == set(device.head_gb_s) == {*NATIVE_TYPES, "other"}
+    assert set(device.bundle_gb_s) == set(PART_TYPES)
+    rates = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
     assert all(1e-3 < rate < 2000 for rate in rates)
     assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())
     assert all(rate <= 1.001 * max(device.dense_gb_s.values()) for rate in device.bundle_gb_s.values())
     assert all(0 <= value < 1e5 for value in device.row_ns.values())
-    assert 0 <= device.op_us < 1e4 and 0 <= device.sparse_us < 1e4 and device.cache_gain >= 1
+    assert (
+        0 <= device.op_us < 1e4 and 0 <= device.sparse_us < 1e4 and 0 <= device.step_us < 1e6 and device.cache_gain >= 1
+    )
     assert device.threads == 1 and 0 <= device.reserved_bytes < device.memory_bytes
     assert found.gpu is None and found.sync_us == 0 and found.copy_gb_s == 0
     assert [entry.name for entry in cache.iterdir()] == []  # the disk's file is gone, and nothing was kept

@@ -56,11 +56,15 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def _show(hardware: Hardware, out: Output) -> None:
     cpu = hardware.cpu
     out.line(f"{cpu.name}, {cpu.threads} threads, {hardware.key['isa']}, {cpu.memory_bytes / 1e9:.1f} GB of memory")
-    for what, rates in (("dense weights", cpu.dense_gb_s), ("rows of bundles", cpu.bundle_gb_s)):
+    for what, rates in (
+        ("dense weights", cpu.dense_gb_s),
+        ("output head", cpu.head_gb_s),
+        ("rows of bundles", cpu.bundle_gb_s),
+    ):
         out.line(f"{what}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
     out.line("a row besides its bytes: " + ", ".join(f"{name} {ns:.0f}" for name, ns in cpu.row_ns.items()) + " ns")
     out.line(
-        f"an operator {cpu.op_us:.1f} us, {cpu.sparse_us:.1f} us more for a sparse FFN; "
+        f"an operator {cpu.op_us:.1f} us, {cpu.sparse_us:.1f} us more for a sparse FFN, a step {cpu.step_us:.0f} us; "
         f"keys and values {cpu.kv_gb_s:.1f} GB/s"
     )
     if cpu.cache_bytes:

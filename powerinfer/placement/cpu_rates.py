@@ -58,6 +58,8 @@ FRACTIONS = (0.02, 0.1, 0.25, 0.5)
 _HEAD_DIM = 64
 _DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
 _RANK = 128  # of the predictors
+_VOCAB = 8192  # rows of a head that is timed
+_FEW = 256  # rows of one that is not
 _WARM_UP = 2
 _LEAST_STEPS = 3
 _SAMPLE_SECONDS = 0.6  # after which a sample gets no more steps than the least
@@ -76,8 +78,13 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = 
         )
     work = _Work(engine, effort, nbytes, progress)
     op_us = work.operator_us()
-    dense = {name: work.dense_gb_s(name, op_us) for name in sorted(NATIVE_TYPES)}
-    dense[OTHER] = min(dense.values())
+    dense, head, beside = {}, {}, []
+    for name in sorted(NATIVE_TYPES):
+        sample = work.dense(name, effort.wide)
+        dense[name] = _rate(sample.layer_bytes, sample.layer_s, len(_OPERATORS) * op_us)
+        head[name] = _rate(sample.head_bytes, sample.head_s, op_us)
+        beside.append(sample.beside_s)
+    dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
     bundle, row_ns, extra = {}, {}, []
     for name in PART_TYPES:
         fit = fit_rows(work.sparse_times(name), max(dense.values()))
@@ -87,14 +94,21 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = 
     size, gain = work.cache()
     return {
         "dense_gb_s": {name: _figure(rate) for name, rate in dense.items()},
+        "head_gb_s": {name: _figure(rate) for name, rate in head.items()},
         "bundle_gb_s": {name: _figure(rate) for name, rate in bundle.items()},
         "row_ns": {name: _figure(value) for name, value in row_ns.items()},
         "op_us": _figure(op_us),
         "sparse_us": _figure(max(0.0, median(extra))),
+        "step_us": _figure(max(0.0, 1e6 * median(beside))),
         "kv_gb_s": _figure(work.kv_gb_s(op_us)),
         "cache_bytes": size,
         "cache_gain": _figure(gain),
     }
+
+
+def _rate(nbytes: float, seconds: float, fixed_us: float) -> float:
+    """GB/s of what takes so long with its fixed times, which are no more than half of it."""
+    return nbytes / max(seconds - 1e-6 * fixed_us, 0.5 * seconds) / 1e9
 
 
 def _figure(value: float) -> float:
@@ -181,6 +195,17 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
 # ---------------------------------------------------------------- what is timed
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Bytes and seconds of a layer and of the head of a dense transformer; beside_s: of a step, outside of both."""
+
+    layer_bytes: int
+    layer_s: float
+    head_bytes: int
+    head_s: float
+    beside_s: float
+
+
 class _Work:
     """The samples, one after another; each is gone before the next is made."""
 
@@ -200,32 +225,28 @@ class _Work:
 
     def operator_us(self) -> float:
         """Fixed time of an operator: what layers of two widths take, parted into bytes and operators."""
-        (wide, many), (narrow, few) = (self._dense("Q8_0", shape) for shape in (self._effort.wide, self._effort.narrow))
-        fixed = narrow - few * (wide - narrow) / (many - few)
-        return min(max(0.0, fixed), narrow) * 1e6 / len(_OPERATORS)
-
-    def dense_gb_s(self, type_name: str, op_us: float) -> float:
-        return self._rate(*self._dense(type_name, self._effort.wide), op_us)
-
-    def _rate(self, seconds: float, nbytes: float, op_us: float) -> float:
-        """GB/s of a layer's weights; the fixed times are no more than half of it."""
-        return nbytes / max(seconds - 1e-6 * op_us * len(_OPERATORS), 0.5 * seconds) / 1e9
+        wide, narrow = (self.dense("Q8_0", shape) for shape in (self._effort.wide, self._effort.narrow))
+        per_byte = (wide.layer_s - narrow.layer_s) / (wide.layer_bytes - narrow.layer_bytes)
+        fixed = narrow.layer_s - narrow.layer_bytes * per_byte
+        return min(max(0.0, fixed), narrow.layer_s) * 1e6 / len(_OPERATORS)
 
     def cache(self) -> tuple[int, float]:
         """(cache_bytes, cache_gain): smaller and smaller samples of layers that are small themselves."""
         shape = self._effort.narrow
-        cold = self._dense("Q8_0", shape)[0]
+        cold = self.dense("Q8_0", shape).layer_s
         sizes = [round(mib * (1 << 20)) for mib in self._effort.warm_mib]
-        return fit_cache(sizes, [cold / self._dense("Q8_0", shape, nbytes)[0] for nbytes in sizes])
+        return fit_cache(sizes, [cold / self.dense("Q8_0", shape, nbytes).layer_s for nbytes in sizes])
 
-    def _dense(self, type_name: str, shape: tuple[int, int], nbytes: int = 0) -> tuple[float, float]:
-        """(seconds, bytes) of one layer of a transformer."""
+    def dense(self, type_name: str, shape: tuple[int, int], nbytes: int = 0) -> Sample:
+        """A transformer of one type, of `nbytes` of weights."""
         self._tick()
         d_model, d_ff = shape
-        layer_bytes = (4 * d_model + 3 * d_ff) * block_type(type_name).row_bytes(d_model)
+        row = block_type(type_name).row_bytes(d_model)
+        layer_bytes = (4 * d_model + 3 * d_ff) * row
         layers = max(1, round((nbytes or self._nbytes) / layer_bytes))
         heads = d_model // _HEAD_DIM
-        with self._transformer(layers, d_model, d_ff, heads, heads) as executor:
+        vocab = _VOCAB if not nbytes else _FEW  # the head of a sample that caches hold takes none of its bytes
+        with self._transformer(layers, d_model, d_ff, heads, heads, vocab) as executor:
             square, up, down = (
                 self._matrix(type_name, rows, cols)
                 for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
@@ -234,8 +255,10 @@ class _Work:
                 executor.attention(layer, self._norm(executor), [executor.matrix(square) for _ in range(3)])
                 executor.project(executor.matrix(square))
                 executor.ffn(self._norm(executor), executor.matrix(up), executor.matrix(up), executor.matrix(down))
-            seconds = self._operators(executor)
-            return sum(seconds[name] for name in _OPERATORS) / layers, layer_bytes
+            executor.head(self._norm(executor), executor.matrix(self._matrix(type_name, vocab, d_model)))
+            seconds, beside = self._operators(executor, logits=True)
+            layer_s = sum(seconds[name] for name in _OPERATORS) / layers
+            return Sample(layer_bytes, layer_s, vocab * row, seconds["head"], seconds["embed"] + beside)
 
     def kv_gb_s(self, op_us: float) -> float:
         """Attention over keys and values of the usual type, four heads of queries to one of keys."""
@@ -253,8 +276,8 @@ class _Work:
                 gate, up, down = (executor.matrix(square) for _ in range(3))
                 executor.ffn(self._norm(executor), gate, up, down)
             self._fill(executor, tokens)
-            seconds = self._operators(executor, tokens)["attention"] / layers
-        return tokens * each / max(seconds - 1e-6 * op_us, 0.5 * seconds) / 1e9
+            seconds = self._operators(executor, tokens)[0]["attention"] / layers
+        return _rate(tokens * each, seconds, op_us)
 
     def _fill(self, executor: CpuExecutor, tokens: int) -> None:
         """Write keys and values into all pages; cheaply, since every page is the beginning of a text of its own."""
@@ -331,9 +354,10 @@ class _Work:
     # ------------------------------------------------------------ samples
 
     @contextmanager
-    def _transformer(self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int) -> Iterator[CpuExecutor]:
-        """An executor with an embedding; the caller wires the layers, and steps ask for no logits."""
-        vocab = 256
+    def _transformer(
+        self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, vocab: int = _FEW
+    ) -> Iterator[CpuExecutor]:
+        """An executor with an embedding; the caller wires the rest."""
         config = ModelConfig(
             architecture="sample",
             n_layers=layers,
@@ -382,22 +406,29 @@ class _Work:
                 return
             yield step
 
-    def _operators(self, executor: CpuExecutor, tokens: int = 0) -> dict[str, float]:
-        """Seconds of each kind of operator in a step after `tokens` others, medians."""
+    def _operators(
+        self, executor: CpuExecutor, tokens: int = 0, logits: bool = False
+    ) -> tuple[dict[str, float], float]:
+        """(seconds of each kind of operator, seconds beside them) of a step after `tokens` others, medians."""
         taken: dict[str, list[float]] = {}
+        beside = []
         with executor.timed():
             for step in self._paced():
                 executor.time_operators(True)
-                self._step(executor, max(0, tokens - 1), step)
-                for name, seconds in executor.time_operators(True).items():
+                begin = time.perf_counter()
+                self._step(executor, max(0, tokens - 1), step, logits)
+                whole = time.perf_counter() - begin
+                times = executor.time_operators(True)
+                beside.append(whole - sum(times.values()))
+                for name, seconds in times.items():
                     taken.setdefault(name, []).append(seconds)
-        return {name: median(values[_WARM_UP:]) for name, values in taken.items()}
+        return {name: median(values[_WARM_UP:]) for name, values in taken.items()}, median(beside[_WARM_UP:])
 
-    def _step(self, executor: CpuExecutor, position: int, token: int) -> None:
+    def _step(self, executor: CpuExecutor, position: int, token: int, logits: bool = False) -> None:
         pages = np.arange(position // cpu.PAGE + 1, dtype=np.int32)[None]
         one = np.full(1, token % executor.vocab_size, np.int32)
         zero = np.zeros(1, np.int32)
-        executor.forward(Batch(one, np.full(1, position, np.int32), zero, pages, np.empty(0, np.int32)))
+        executor.forward(Batch(one, np.full(1, position, np.int32), zero, pages, zero if logits else zero[:0]))
 
 
 def _as_mapped(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -45,11 +45,13 @@ class Device:
     memory_bytes, reserved_bytes: what it has, and what of it others take (system, driver, runtime).
     threads: of the CPU that the rates hold for; 1 for a GPU.
     dense_gb_s: bytes of weights read in dense products, by weight type; `OTHER` stands for types that are not named.
+    head_gb_s: the same for the output head, whose activations come in two parts where its weights are quantised.
     bundle_gb_s, row_ns: by the type of gate and up, the rate at which the rows of bundles are read that lie anywhere,
         and the time that one row takes besides its bytes. A row is one part of one bundle: gate, up or down. Down has
         the type that `pack` takes to that of gate: the same, and Q8_0 to Q4_0. seconds = bytes / rate + rows * row_ns.
     op_us: fixed time of an operator: its barriers and norms, on a GPU its launch. A layer has four, attention's input,
-        attention, projection and FFN (and every norm that stands alone); embedding and head are two more.
+        attention, projection and FFN (and every norm that stands alone); the head is one more.
+    step_us: fixed time of a step beside these: the embedding, waking the threads, Python.
     sparse_us: fixed time that an FFN takes beyond `op_us` when it goes sparse: its lists and its further barriers.
     kv_gb_s: bytes of keys and values that attention reads.
     cache_bytes, cache_gain: the rates hold for steps that read more than twice `cache_bytes`, so that every byte comes
@@ -62,10 +64,12 @@ class Device:
     reserved_bytes: int
     threads: int
     dense_gb_s: Mapping[str, float]
+    head_gb_s: Mapping[str, float]
     bundle_gb_s: Mapping[str, float]
     row_ns: Mapping[str, float]
     op_us: float
     sparse_us: float
+    step_us: float
     kv_gb_s: float
     cache_bytes: int = 0
     cache_gain: float = 1.0
@@ -84,12 +88,21 @@ class Device:
         def faster(rates: Mapping[str, float]) -> dict[str, float]:
             return {name: by * rate for name, rate in rates.items()}
 
-        dense, bundles = faster(self.dense_gb_s), faster(self.bundle_gb_s)
-        return dataclasses.replace(self, dense_gb_s=dense, bundle_gb_s=bundles, kv_gb_s=by * self.kv_gb_s)
+        return dataclasses.replace(
+            self,
+            dense_gb_s=faster(self.dense_gb_s),
+            head_gb_s=faster(self.head_gb_s),
+            bundle_gb_s=faster(self.bundle_gb_s),
+            kv_gb_s=by * self.kv_gb_s,
+        )
 
     def dense_seconds(self, type_name: str, nbytes: float) -> float:
         """Time of reading `nbytes` of weights of a type in dense products."""
         return nbytes / (1e9 * self.dense_gb_s.get(type_name, self.dense_gb_s[OTHER]))
+
+    def head_seconds(self, type_name: str, nbytes: float) -> float:
+        """The same for the output head."""
+        return nbytes / (1e9 * self.head_gb_s.get(type_name, self.head_gb_s[OTHER]))
 
     def rows_seconds(self, gate_type: str, rows: float, nbytes: float) -> float:
         """Time of `rows` rows of bundles, `nbytes` in all."""
@@ -309,10 +322,12 @@ def _device(fields: _Fields) -> Device:
         reserved_bytes=fields.whole("reserved_bytes", 0, memory),
         threads=fields.whole("threads", 1, 1 << 16),
         dense_gb_s=fields.numbers("dense_gb_s", dense, frozenset((OTHER,)), _MOST_RATE, zero=False),
+        head_gb_s=fields.numbers("head_gb_s", dense, frozenset((OTHER,)), _MOST_RATE, zero=False),
         bundle_gb_s=fields.numbers("bundle_gb_s", parts, parts, _MOST_RATE, zero=False),
         row_ns=fields.numbers("row_ns", parts, parts, _MOST_TIME, zero=True),
         op_us=fields.number("op_us", _MOST_TIME),
         sparse_us=fields.number("sparse_us", _MOST_TIME),
+        step_us=fields.number("step_us", _MOST_TIME),
         kv_gb_s=fields.number("kv_gb_s", _MOST_RATE, zero=False),
         cache_bytes=fields.whole("cache_bytes", 0, _MOST_BYTES),
         cache_gain=fields.number("cache_gain", 1000.0),
