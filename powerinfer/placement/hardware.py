@@ -55,8 +55,8 @@ class Device:
     sparse_us: fixed time that an FFN takes beyond `op_us` when it goes sparse: its lists and its further barriers.
     kv_gb_s: bytes of keys and values that attention reads.
     cache_bytes, cache_gain: the rates hold for steps that read more than twice `cache_bytes`, so that every byte comes
-        from memory; what a step reads of up to `cache_bytes` stays in the cache and comes `cache_gain` times as fast
-        (`warm`). 0 and 1 where that is not known.
+        from memory; a step that reads up to `cache_bytes` finds them in the cache, `cache_gain` times as fast, and so
+        are operators, which wait for the first bytes of their weights (`warm`). 0 and 1 where that is not known.
     """
 
     name: str
@@ -94,6 +94,7 @@ class Device:
             head_gb_s=faster(self.head_gb_s),
             bundle_gb_s=faster(self.bundle_gb_s),
             kv_gb_s=by * self.kv_gb_s,
+            op_us=self.op_us / by,
         )
 
     def dense_seconds(self, type_name: str, nbytes: float) -> float:
