@@ -158,7 +158,7 @@ def predictor_seconds(device: Device, model: Model, layer: int, panels: bool) ->
     return matrix_seconds(device, model.predictors[layer], panels)
 
 
-def end_seconds(device: Device, model: Model, batch: int, panels: bool) -> float:
+def end_seconds(device: Device, model: Model, panels: bool) -> float:
     """Output head, with what projects its input."""
     return matrix_seconds(device, (model.head, *model.projections), panels) + 1e-6 * device.op_us
 
@@ -199,3 +199,16 @@ def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector
         return np.asarray(np.minimum(streamed, named * disk.seconds(bundles.stride)))
     first, rest = bundles.gate_bytes, bundles.stride - bundles.gate_bytes
     return np.asarray(np.minimum(streamed, n * disk.seconds(first) + fired * disk.seconds(rest)))
+
+
+def ffn_bytes(model: Model, expected: Expected, way: str, panels: bool) -> float:
+    """Bytes of weights that all FFNs read for one step on the CPU, going one way; the predictors' included."""
+    n, named, fired, active = expected.all.sum(axis=0)
+    bundles, layers = model.bundles, model.config.n_layers
+    if way == "all":
+        return float(sum(one.panels for layer in model.ffn for one in layer) if panels else n * bundles.stride)
+    if way == "predicted":
+        first = named * bundles.gate_bytes + sum(one.panels for pair in model.predictors for one in pair)
+    else:
+        first = sum(model.ffn[layer][0].panels for layer in range(layers)) if panels else n * bundles.gate_bytes
+    return float(first + (fired * bundles.gate_bytes if bundles.gated else 0.0) + active * bundles.down_bytes)

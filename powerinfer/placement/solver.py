@@ -363,3 +363,22 @@ def random_groups(layers: int, groups: int, gpu_groups: int, allowed: NDArray[np
     which = np.flatnonzero(allowed)
     chosen = np.random.default_rng(seed).permutation(len(which) * groups)[:gpu_groups]
     return np.bincount(which[chosen // groups] if len(chosen) else chosen, minlength=layers).astype(np.int64)
+
+
+def fill(gpu: Numbers, disk_costs: Floats | None, ram_groups: int | None, groups: int) -> Numbers:
+    """The j_l for given k_l: what costs most to read from disk is in RAM, as far as that goes; int64 [layers]."""
+    if disk_costs is None or ram_groups is None:
+        return np.full(len(gpu), groups)
+    numbers = gpu[:, None] + np.arange(groups + 1)
+    costs = np.where(numbers <= groups, np.take_along_axis(disk_costs, np.minimum(numbers, groups), axis=1), np.inf)
+    return top_up(gpu, gpu + solve(costs, None, ram_groups, None).gpu, ram_groups, groups)
+
+
+def top_up(gpu: Numbers, kept: Numbers, ram_groups: int, groups: int) -> Numbers:
+    """RAM that is left over, since nothing that is needed would go there, goes to the first layers that lack some."""
+    kept, left = kept.copy(), ram_groups - int((kept - gpu).sum())
+    for layer in range(len(kept)):
+        more = min(left, groups - int(kept[layer]))
+        kept[layer] += more
+        left -= more
+    return kept

@@ -1,0 +1,543 @@
+"""A plan: what of a model rests on the GPU, in RAM and on disk, why, and how fast a token comes then.
+
+    plan = make_plan(PlanRequest(model, profile, hardware, vram=8 << 30, ram=16 << 30))
+    placement = plan.placement(profile)
+
+The dense parts claim their room first (`budget.py`); the neurons share what is left, as a policy decides (`solver.py`)
+by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of everything it hangs on,
+so another budget, context, machine, profile or version is another plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import __version__
+from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.prepared import write_small
+from powerinfer.formats.safetensors_file import parse_json
+from powerinfer.neurons import Indices, Placement, Profile, Tier
+from powerinfer.placement import cost, solver
+from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib
+from powerinfer.placement.hardware import Hardware
+from powerinfer.placement.shapes import Model
+from powerinfer.placement.solver import GROUP
+
+FORMAT = 1
+KIND = "plan"
+
+POLICIES = ("time", "ilp", "greedy", "random")
+"""time: the least predicted time of a token; ilp: the paper's program, the most activations on the GPU; greedy: groups
+by impact; random: any neurons, the floor."""
+
+_LIMIT = 1 << 24  # bytes of a plan's file
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """All that a plan hangs on.
+
+    vram, ram: budgets in bytes, everything counted; None: all that the machine has. context: tokens of each of `batch`
+    requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
+    seed: of the policy `random`. time_limit: seconds for the solver.
+    """
+
+    model: Model
+    profile: Profile
+    hardware: Hardware
+    vram: int | None = None
+    ram: int | None = None
+    context: int = 4096
+    batch: int = 1
+    kv_type: str = "f16"
+    selector: str = "exact"
+    policy: str = "time"
+    chunk: int = 512
+    seed: int = 0
+    time_limit: float = solver.TIME_LIMIT
+
+    def __post_init__(self) -> None:
+        """RequestError for what does not go together."""
+        config = self.model.config
+        assert self.selector in cost.WAYS and self.policy in POLICIES
+        assert (self.profile.n_layers, self.profile.d_ff) == (config.n_layers, config.d_ff)
+        if not 0 < self.context <= config.context_length:
+            limit = f"{self.model.name} takes 1 to {config.context_length}"
+            raise RequestError(f"--context {self.context}: {limit} tokens")
+        if self.selector == "predicted" and not self.model.predictors:
+            raise RequestError("--selector predicted needs a predictor; `powerinfer train` makes one")
+
+    @property
+    def past(self) -> int:
+        """Tokens in the cache at the predicted step: a request that fills its context is half way on average."""
+        return max(1, self.context // 2)
+
+    @cached_property
+    def key(self) -> str:
+        """16 hex digits that change with everything the plan hangs on."""
+        facts = {
+            "format": FORMAT,
+            "version": __version__,
+            "model": hashlib.sha256(repr(self.model).encode()).hexdigest(),
+            "profile": self.profile.digest,
+            "hardware": dataclasses.asdict(self.hardware),
+            "group": GROUP,
+        }
+        own = ("model", "profile", "hardware")
+        facts |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Which neurons a policy places where: of each layer's order the first `gpu` groups, then up to `kept` in RAM.
+
+    layer_seconds: of each layer for one step; seconds: of the step. mass: for each layer, of its activations, the share
+    that the GPU computes; mass_on_gpu: of the model's. optimal: whether the policy's best is proven, None for policies
+    that promise none. solve_s: seconds that finding it took.
+    """
+
+    policy: str
+    gpu: tuple[int, ...]
+    kept: tuple[int, ...]
+    layer_seconds: tuple[float, ...]
+    seconds: float
+    mass: tuple[float, ...]
+    mass_on_gpu: float
+    optimal: bool | None
+    solve_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The answer to a request: where the dense parts are (claims), where the neurons (choice), and what else there was.
+
+    others: what every policy would give, the plan's own included; reasons: lines for people; helps: the next budgets at
+    which more fits.
+    """
+
+    request: PlanRequest
+    claims: Claims
+    choice: Choice
+    others: dict[str, Choice]
+    reasons: tuple[str, ...]
+    helps: tuple[dict[str, Any], ...]
+
+    @property
+    def neurons(self) -> list[dict[Tier, int]]:
+        """For each layer, how many neurons rest where."""
+        d_ff = self.request.profile.d_ff
+        if not self.claims.bundles:
+            return [{Tier.GPU: 0, Tier.CPU: d_ff, Tier.DISK: 0} for _ in self.choice.gpu]
+        result = []
+        for gpu, kept in zip(self.choice.gpu, self.choice.kept, strict=True):
+            on_gpu, in_memory = min(gpu * GROUP, d_ff), min(kept * GROUP, d_ff)
+            result.append({Tier.GPU: on_gpu, Tier.CPU: in_memory - on_gpu, Tier.DISK: d_ff - in_memory})
+        return result
+
+    @property
+    def bytes(self) -> dict[str, Bytes]:
+        """Bytes by tier and part."""
+        tiers = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
+        if self.claims.bundles:
+            stride = self.request.model.bundles.stride
+            for tier, name in ((Tier.GPU, "gpu"), (Tier.CPU, "cpu"), (Tier.DISK, "disk")):
+                tiers[name]["ffn"] = stride * sum(layer[tier] for layer in self.neurons)
+        return {name: {part: n for part, n in parts.items() if n} for name, parts in tiers.items()}
+
+    @property
+    def fits(self) -> bool:
+        """Nothing is read from disk."""
+        return not any(layer[Tier.DISK] for layer in self.neurons)
+
+    def placement(self, profile: Profile) -> Placement:
+        """Which tier every neuron rests in. profile: the one that the plan was made from."""
+        assert profile.digest == self.request.profile.digest
+        groups = -(-profile.d_ff // GROUP)
+        numbers = np.arange(groups)
+        tiers = tuple(
+            np.where(numbers < gpu, Tier.GPU, np.where(numbers < kept, Tier.CPU, Tier.DISK)).astype(np.int8)
+            for gpu, kept in zip(self.choice.gpu, self.choice.kept, strict=True)
+        )
+        return Placement(profile.d_ff, GROUP, tiers, tuple(_orders(self.request, self.choice.policy)))
+
+    def document(self, path: Path | None = None) -> dict[str, Any]:
+        """The plan as JSON."""
+        request, choice = self.request, self.choice
+        layers = [
+            {
+                "layer": number,
+                "gpu": neurons[Tier.GPU],
+                "cpu": neurons[Tier.CPU],
+                "disk": neurons[Tier.DISK],
+                "mass_on_gpu": mass,
+                "seconds": seconds,
+            }
+            for number, (neurons, mass, seconds) in enumerate(
+                zip(self.neurons, choice.mass, choice.layer_seconds, strict=True)
+            )
+        ]
+        vram, ram = budgets(request.hardware, request.vram, request.ram)
+        return {
+            "format": FORMAT,
+            "kind": KIND,
+            "key": request.key,
+            "model": request.model.name,
+            "fingerprint": request.model.fingerprint,
+            "policy": request.policy,
+            "selector": request.selector,
+            "budgets": {"vram": vram, "ram": ram},
+            "context": request.context,
+            "batch": request.batch,
+            "kv_type": request.kv_type,
+            "fits": self.fits,
+            "optimal": choice.optimal,
+            "solve_s": choice.solve_s,
+            "mass_on_gpu": choice.mass_on_gpu,
+            "bytes": self.bytes,
+            "gpu_layers": self.claims.gpu_layers,
+            "layers": layers,
+            "predicted": {
+                "decode_tok_s": request.batch / choice.seconds,
+                "ms_per_token": 1e3 * choice.seconds / request.batch,
+                "at_position": request.past,
+                "policies": {
+                    name: {
+                        "decode_tok_s": request.batch / other.seconds,
+                        "mass_on_gpu": other.mass_on_gpu,
+                        "optimal": other.optimal,
+                        "solve_s": other.solve_s,
+                    }
+                    for name, other in self.others.items()
+                },
+            },
+            "reasons": list(self.reasons),
+            "helps": list(self.helps),
+            "hardware": request.hardware.name,
+            "groups": {"size": GROUP, "gpu": list(choice.gpu), "kept": list(choice.kept)},
+            "path": None if path is None else str(path),
+        }
+
+
+# ---------------------------------------------------------------- making one
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Solve it. RequestError where the budgets do not hold the dense part, or not the model and there is no disk."""
+    claims = claim(request)
+    tables = {False: _tables(request, claims, _orders(request, "time"))}
+    tables[True] = _tables(request, claims, _orders(request, "random")) if claims.gpu_layers else tables[False]
+    others = {policy: _choose(request, claims, tables[policy == "random"], policy) for policy in POLICIES}
+    choice = others[request.policy]
+    alone = _without_gpu(request) if request.policy == "time" and claims.gpu_layers else None
+    if alone is not None and alone.choice.seconds < choice.seconds:
+        slower = f"with the GPU a step would take {1e3 * choice.seconds:.1f} ms: the CPU alone is faster"
+        return replace(alone, request=request, reasons=(slower, *alone.reasons))
+    reasons, helps = _explain(request, claims, choice, tables[False])
+    return Plan(request, claims, choice, others, tuple(reasons), tuple(helps))
+
+
+def _without_gpu(request: PlanRequest) -> Plan | None:
+    try:
+        return make_plan(replace(request, vram=0))
+    except RequestError:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """Costs of the neurons in an order: gpu [layers, groups + 1] and disk, as `solver.solve` takes them; fixed: seconds
+    of each layer besides, and `ends` of embedding, head and ways between; mass: activations of the first groups."""
+
+    gpu: Floats
+    disk: Floats | None
+    fixed: Floats
+    ends: float
+    mass: Floats
+
+
+def _orders(request: PlanRequest, policy: str) -> list[Indices]:
+    profile = request.profile
+    if policy != "random":
+        return [profile.order(layer) for layer in range(profile.n_layers)]
+    rng = np.random.default_rng(request.seed)
+    return [rng.permutation(profile.d_ff).astype(np.int32) for _ in range(profile.n_layers)]
+
+
+def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> _Tables:
+    model, hardware, selector = request.model, request.hardware, request.selector
+    config, cpu, gpu = model.config, hardware.cpu, hardware.gpu
+    expected = cost.expected(request.profile, orders, config, model.named, request.batch, GROUP)
+    if not claims.gpu_layers:
+        cpu = cpu.warm(_step_bytes(request, claims, expected))
+    layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
+    sync = 1e-6 * hardware.sync_us
+    attention = np.zeros(layers)
+    for layer in range(layers):
+        here = gpu if gpu is not None and layer < first else cpu
+        attention[layer] = cost.attention_seconds(
+            here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu
+        )
+    ways = []
+    for way in cost.WAYS[selector]:
+        seconds = np.full((layers, groups + 1), np.inf)
+        seconds[:, 0] = cost.cpu_seconds(cpu, expected, model, way, claims.panels)
+        if gpu is not None and first:
+            seconds[:first] = cost.split_seconds(cpu, gpu, expected, model, way, sync)[:first]
+        if way == "predicted":
+            for layer in range(layers):
+                here = gpu if gpu is not None and layer < claims.gpu_predictors else cpu
+                away = sync if layer < first and here is cpu else 0.0
+                seconds[layer] += cost.predictor_seconds(here, model, layer, panels=here is cpu) + away
+        ways.append(seconds)
+    disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
+    mass = np.zeros((layers, groups + 1))
+    for layer, order in enumerate(orders):
+        each = np.add.reduceat(request.profile.counts[layer][order], np.arange(groups) * GROUP)
+        mass[layer, 1:] = np.cumsum(each)
+    return _Tables(np.min(ways, axis=0), disk, attention, _ends(request, claims), mass)
+
+
+def _ends(request: PlanRequest, claims: Claims) -> float:
+    """Embedding, head, and the ways between the devices: a token's row in, the last layer's to the CPU, logits back."""
+    model, hardware = request.model, request.hardware
+    on_gpu = hardware.gpu is not None and claims.gpu_head
+    head = hardware.gpu if hardware.gpu is not None and on_gpu else hardware.cpu
+    seconds = cost.end_seconds(head, model, panels=not on_gpu) + 1e-6 * hardware.cpu.op_us
+    if claims.gpu_layers:
+        seconds += 2e-6 * hardware.sync_us
+    if on_gpu:
+        seconds += 4 * request.batch * model.config.vocab_size / (1e9 * hardware.copy_gb_s)
+    return seconds
+
+
+def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -> float:
+    """Bytes that a step without a GPU reads: dense matrices, keys and values, and the FFNs' on the selector's way."""
+    model = request.model
+    dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
+    kv = model.config.n_layers * model.kv_bytes(request.kv_type, request.past, request.batch)
+    ffn = cost.ffn_bytes(model, expected, cost.WAYS[request.selector][0], claims.panels)
+    return float(dense + kv + ffn)
+
+
+def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str) -> Choice:
+    """Where the neurons go, by a policy."""
+    model, hardware = request.model, request.hardware
+    group_bytes = GROUP * model.bundles.stride
+    layers, groups = tables.gpu.shape[0], tables.gpu.shape[1] - 1
+    room = claims.gpu_left // group_bytes if claims.bundles else 0
+    everything = model.bundles.stride * model.config.d_ff * layers
+    # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
+    ram = None if not claims.bundles or everything <= claims.cpu_left else claims.cpu_left // group_bytes
+    if ram is not None and hardware.disk is None and room + ram < layers * groups:
+        missing = everything - (room + ram) * group_bytes
+        raise RequestError(
+            f"{model.name} needs {gib(missing)} more of RAM or VRAM, and {hardware.name} describes no disk to read "
+            "neurons from"
+        )
+    impact = np.diff(tables.mass, axis=1)
+    allowed = np.arange(layers) < claims.gpu_layers
+    least = [_least(request) if allowed[layer] else None for layer in range(layers)]
+    optimal: bool | None = None
+    solve_s = 0.0
+    if policy == "time":
+        answer = solver.solve(tables.gpu, None if ram is None else tables.disk, room, ram, request.time_limit)
+        gpu, optimal, solve_s = answer.gpu, answer.optimal, answer.seconds
+        kept = answer.kept if ram is None else solver.top_up(gpu, answer.kept, ram, groups)
+    else:
+        if policy == "ilp":
+            answer = solver.solve(solver.mass_costs(impact, least), None, room, None, request.time_limit)
+            gpu, optimal, solve_s = answer.gpu, answer.optimal, answer.seconds
+        elif policy == "greedy":
+            gpu = solver.greedy(impact, least, room)
+        else:
+            gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
+        kept = solver.fill(gpu, tables.disk, ram, groups)
+    rows = np.arange(layers)
+    read = np.zeros(layers) if tables.disk is None else tables.disk[rows, kept]
+    seconds = tables.fixed + tables.gpu[rows, gpu] + read
+    on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
+    return Choice(
+        policy,
+        tuple(map(int, gpu)),
+        tuple(map(int, kept)),
+        tuple(map(float, seconds)),
+        float(math.fsum(seconds) + tables.ends),
+        tuple(float(a / b) if b else 0.0 for a, b in zip(on_gpu, whole, strict=True)),
+        float(on_gpu.sum() / whole.sum()) if whole.sum() else 0.0,
+        optimal,
+        solve_s,
+    )
+
+
+def _least(request: PlanRequest) -> int | None:
+    """C_l in groups, of layers that are alike: Ineq. 4 with the times of whole bundles."""
+    hardware, bundles = request.hardware, request.model.bundles
+    if hardware.gpu is None:
+        return None
+    rows = 3 if bundles.gated else 2
+    gpu_s, cpu_s = (
+        device.rows_seconds(bundles.gate_type, rows, bundles.stride) for device in (hardware.gpu, hardware.cpu)
+    )
+    return solver.least_groups(gpu_s, cpu_s, 1e-6 * hardware.sync_us)
+
+
+def _explain(
+    request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Why things are where they are, and the budgets at which more fits."""
+    hardware, config = request.hardware, request.model.config
+    vram, _ = budgets(hardware, request.vram, request.ram)
+    group_bytes = GROUP * request.model.bundles.stride
+    reasons: list[str] = []
+    wanted: list[tuple[str, str, int]] = []
+    if not vram:
+        reasons.append("no GPU is used: " + ("--vram is 0" if hardware.gpu else f"{hardware.name} has none"))
+    elif not claims.gpu_layers:
+        reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
+    elif claims.gpu_layers < config.n_layers:
+        reasons.append(
+            f"attention and KV cache of {claims.gpu_layers} of {config.n_layers} layers fit on the GPU; "
+            "the other layers run on the CPU as a whole"
+        )
+    elif not claims.gpu_head:
+        reasons.append("attention of all layers is on the GPU; the output head, or a predictor, does not fit")
+    if vram:
+        dense = dense_on_gpu(request)
+        wanted += [(f"{what} on the GPU", "--vram", needed) for what, needed in dense]
+        needed = dense[-1][1]
+        for share in (0.5, 0.8, 1.0):
+            what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
+            wanted.append((f"{what} on the GPU", "--vram", needed + _groups_for(tables.mass, share) * group_bytes))
+    if not claims.bundles:
+        reasons.append("every neuron is computed, from dense matrices in RAM")
+    elif not claims.gpu_layers and not claims.panels:
+        reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
+    groups = tables.gpu.shape[1] - 1
+    missing = groups * config.n_layers - sum(choice.kept)
+    if claims.bundles and missing:
+        on_disk = sum(max(0, config.d_ff - kept * GROUP) for kept in choice.kept) * request.model.bundles.stride
+        reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
+        in_ram = groups * config.n_layers - sum(choice.gpu)
+        wanted.append(("everything in memory", "--ram", sum(claims.cpu.values()) + in_ram * group_bytes))
+    if choice.optimal is False:
+        reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
+    helps = []
+    for what, flag, nbytes in wanted:
+        device = hardware.gpu if flag == "--vram" else hardware.cpu
+        if flag == "--ram" or nbytes > vram:
+            within = device is not None and nbytes <= device.memory_bytes
+            helps.append({"what": what, "flag": flag, "bytes": nbytes, "within_machine": within})
+    return reasons, helps
+
+
+def _groups_for(mass: Floats, share: float) -> int:
+    """How many groups, of those that fire most, carry that share of the model's activations."""
+    each = np.sort(np.diff(mass, axis=1), axis=None)[::-1]
+    if share == 1:
+        return len(each)
+    carried = np.cumsum(each)
+    return int(np.searchsorted(carried, share * carried[-1]) + 1) if carried[-1] else 0
+
+
+# ---------------------------------------------------------------- beside the model
+
+
+def plan_path(folder: Path, request: PlanRequest) -> Path:
+    """Where the plan of a request is kept, in the folder of what is prepared for its model."""
+    return folder / f"plan-{request.key}.json"
+
+
+def save_plan(plan: Plan, folder: Path) -> Path:
+    """Keep a plan; its path. PowerInferError when it cannot be written, then nothing is left behind."""
+    path = plan_path(folder, plan.request)
+    text = json.dumps(plan.document(path), indent=1, allow_nan=False) + "\n"
+    try:
+        write_small(path, text.encode())
+    except OSError as error:
+        raise PowerInferError(
+            f"cannot write {path} ({error.strerror or error}); --prepared PATH chooses another folder"
+        ) from error
+    return path
+
+
+def read_plan(folder: Path, request: PlanRequest) -> Plan | None:
+    """The plan that was kept for just this request, without the other policies; None where there is none.
+
+    ModelError for a file that does not hold a plan which keeps within the request's budgets.
+    """
+    path = plan_path(folder, request)
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        raw = file.read(_LIMIT + 1)
+    document = parse_json(raw, str(path)) if len(raw) <= _LIMIT else None
+    try:
+        return _read(document, request)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        why = f" ({error})" if type(error) is ValueError else ""
+        raise ModelError(f"{path}: not the plan that its name promises{why}; `powerinfer plan` makes it anew") from None
+
+
+def _read(document: Any, request: PlanRequest) -> Plan:
+    """Plan from its document; KeyError, TypeError or ValueError for one that is none. Only what is checked is used."""
+    if document["format"] != FORMAT or document["kind"] != KIND or document["key"] != request.key:
+        raise ValueError("another format or key")
+    used = _whole(document["gpu_layers"], 0, request.model.config.n_layers)
+    claims = claim(request if used else replace(request, vram=0))
+    if used != claims.gpu_layers:
+        raise ValueError("other layers on the GPU")
+    layers, groups = request.profile.n_layers, -(-request.profile.d_ff // GROUP)
+    gpu, kept = (document["groups"][name] for name in ("gpu", "kept"))
+    if document["groups"]["size"] != GROUP:
+        raise ValueError("groups of another size")
+    if any(type(each) is not list or len(each) != layers for each in (gpu, kept, document["layers"])):
+        raise ValueError("another number of layers")
+    for layer in range(layers):
+        _whole(gpu[layer], 0, groups if layer < used else 0)
+        _whole(kept[layer], gpu[layer], groups)
+    group_bytes = GROUP * request.model.bundles.stride
+    everything = request.model.bundles.stride * request.model.config.d_ff * layers
+    in_ram = (sum(kept) - sum(gpu)) * group_bytes
+    if sum(gpu) * group_bytes > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
+        raise ValueError("more than the budgets hold")
+    optimal = document["optimal"]
+    if optimal is not None and type(optimal) is not bool:
+        raise ValueError("optimal is neither true nor false")
+    choice = Choice(
+        request.policy,
+        tuple(gpu),
+        tuple(kept),
+        tuple(_number(one["seconds"]) for one in document["layers"]),
+        _number(document["predicted"]["ms_per_token"]) * request.batch / 1e3,
+        tuple(_number(one["mass_on_gpu"]) for one in document["layers"]),
+        _number(document["mass_on_gpu"]),
+        optimal,
+        _number(document["solve_s"]),
+    )
+    return Plan(request, claims, choice, {}, (), ())
+
+
+def _whole(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"a number is not from {low} to {high}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError("a number is not positive")
+    return float(value)
