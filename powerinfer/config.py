@@ -12,7 +12,8 @@ from typing import Any
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
 
-    least: the smallest whole number allowed; without it 1, or 0 where that is the default.
+    least: the smallest whole number allowed; without it 1, or 0 where that is the default. size: bytes, for which the
+    command line also takes 8GiB or 500MB.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -111,3 +112,27 @@ class EngineConfig:
     )
     recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N", least=0)
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a placement is planned for, beside the engine's own options."""
+
+    vram: int | None = option(
+        None, "budget on the GPU, everything counted, such as 8GiB; 0: no GPU; default: what it has", size=True
+    )
+    ram: int | None = option(None, "budget in RAM, everything counted; default: what others leave of it", size=True)
+    batch: int = option(1, "requests that decode together, each with a whole context", metavar="N")
+    hardware: str | None = option(
+        None,
+        "a ready-made machine (pc-high, pc-low, pc-16gb, pc-8gb) or the file of one; default: this one, measured",
+        metavar="NAME|FILE",
+    )
+    policy: str = option(
+        "time",
+        "time: the least predicted time of a token; ilp: the paper's integer program, most activations on the GPU; "
+        "greedy: by impact; random",
+        choices=("time", "ilp", "greedy", "random"),
+    )
+    seed: int = option(0, "of the policy random", metavar="N")
+    time_limit: float = option(60.0, "seconds for the solver", metavar="X")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from powerinfer.config import EngineConfig
@@ -68,6 +70,26 @@ def _number(text: str) -> float | None:
     return None if text.lower() == "none" else float(text)
 
 
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def read_size(text: str) -> int:
+    """Bytes: "8GiB" (1024), "500MB" (1000), "1.5 GB", or a plain number. ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
+    units = {name.lower(): nbytes for name, nbytes in _UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        raise ValueError(text)
+    return int(Fraction(found[1]) * units[found[2].lower()])
+
+
+def _size(text: str) -> int | None:
+    return None if text.lower() == "none" else read_size(text)
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, separator, bias = text.partition("=")
     if not separator:
@@ -79,11 +101,13 @@ def _bias(text: str) -> tuple[int, float]:
 _whole.__name__ = "whole number"
 _number.__name__ = "number"
 _bias.__name__ = "ID=BIAS"
+_size.__name__ = "size (such as 8GiB, 500MB)"
 
 # The annotation of a field decides how its flag reads.
 _READERS: dict[str, dict[str, Any]] = {
     "int": {"type": _whole},
     "int | None": {"type": _whole},
+    "size": {"type": _size, "metavar": "SIZE"},
     "float": {"type": _number},
     "float | None": {"type": _number},
     "str": {},
@@ -120,7 +144,7 @@ def config_flags(
             else:
                 group.add_argument(flag, action="store_true", help=help_text, **details)
             continue
-        details.update(_READERS[str(field.type)])
+        details.update(_READERS["size" if field.metadata.get("size") else str(field.type)])
         details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}
         default = field.default if own is argparse.SUPPRESS else own
         if default not in (None, ()) and "default" not in help_text:

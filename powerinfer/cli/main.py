@@ -21,6 +21,7 @@ VERBS = {
     "pack": "lay out the neurons of a model for sparse decoding",
     "measure": "measure how fast this machine decodes, for plans",
     "report": "write a page of what was found out about a model",
+    "plan": "decide what rests on the GPU, in RAM and on disk",
     "inspect": "show what a model is and how it would run",
     "pull": "fetch a model, or list those that are here",
     "completion": "print the completion script of a shell",

@@ -163,26 +163,41 @@ def end_seconds(device: Device, model: Model, panels: bool) -> float:
     return matrix_seconds(device, (model.head, *model.projections), panels) + 1e-6 * device.op_us
 
 
-def split_seconds(cpu: Device, gpu: Device, expected: Expected, model: Model, way: str, sync: float) -> Floats:
-    """[layers, groups + 1]: max(T_gpu, T_cpu + T_sync) of FFNs whose first k groups are on the GPU, the others not.
+@dataclass(frozen=True, eq=False)
+class FfnTime:
+    """[layers, groups + 1] each: what GPU and CPU take for FFNs whose first k groups are on the GPU, and T_sync."""
+
+    gpu: Floats
+    cpu: Floats
+    sync: Floats
+
+    @property
+    def total(self) -> Floats:
+        """max(T_gpu, T_cpu + T_sync)."""
+        return np.asarray(np.maximum(self.gpu, self.cpu + self.sync))
+
+
+def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: str, sync: float) -> FfnTime:
+    """FFNs split between both devices, or wholly on one of them.
 
     Where nothing on the CPU is needed there is neither a job for it nor a wait; with a predictor that is known before.
     """
-    whole = expected.all[:, None, :]
-    on_gpu = expected.sums @ neuron_seconds(gpu, model.bundles, way)
-    on_cpu = (whole - expected.sums) @ neuron_seconds(cpu, model.bundles, way)
     groups = np.arange(expected.sums.shape[1])
+    on_gpu = expected.sums @ neuron_seconds(gpu, model.bundles, way)
     on_gpu += np.where(groups > 0, fixed_seconds(gpu, way), 0.0)
-    busy = 1 - expected.idle if way == "predicted" else np.where(groups < groups[-1], 1.0, 0.0)
-    return np.maximum(on_gpu, on_cpu + busy * (fixed_seconds(cpu, way) + sync))
+    on_cpu = (expected.all[:, None, :] - expected.sums) @ neuron_seconds(cpu, model.bundles, way)
+    busy = 1 - expected.idle if way == "predicted" else np.broadcast_to(groups < groups[-1], on_cpu.shape)
+    return FfnTime(on_gpu, on_cpu + busy * fixed_seconds(cpu, way), busy * sync)
 
 
-def cpu_seconds(cpu: Device, expected: Expected, model: Model, way: str, panels: bool) -> Floats:
-    """[layers]: T_cpu of whole FFNs, from the dense matrices where `panels`, else from bundles."""
-    layers = range(model.config.n_layers)
-    kept = model.ffn if panels else ((),) * model.config.n_layers
-    each = [neuron_seconds(cpu, model.bundles, way, kept[layer], model.config.d_ff) for layer in layers]
-    return np.asarray(np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way))
+def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bool) -> FfnTime:
+    """FFNs on the CPU alone, from the dense matrices where `panels`, else from bundles; infinite for any k but 0."""
+    layers, nothing = model.config.n_layers, np.zeros(expected.sums.shape[:2])
+    kept = model.ffn if panels else ((),) * layers
+    each = [neuron_seconds(cpu, model.bundles, way, kept[layer], model.config.d_ff) for layer in range(layers)]
+    seconds = np.full_like(nothing, np.inf)
+    seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
+    return FfnTime(nothing, seconds, nothing)
 
 
 def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Floats:
@@ -201,14 +216,13 @@ def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector
     return np.asarray(np.minimum(streamed, n * disk.seconds(first) + fired * disk.seconds(rest)))
 
 
-def ffn_bytes(model: Model, expected: Expected, way: str, panels: bool) -> float:
-    """Bytes of weights that all FFNs read for one step on the CPU, going one way; the predictors' included."""
-    n, named, fired, active = expected.all.sum(axis=0)
-    bundles, layers = model.bundles, model.config.n_layers
+def neuron_bytes(bundles: BundleLayout, way: str) -> Floats:
+    """[EACH, NAMED, FIRED, ACTIVE]: bytes that are read of one neuron, for each reason."""
+    nbytes = np.zeros(4)
     if way == "all":
-        return float(sum(one.panels for layer in model.ffn for one in layer) if panels else n * bundles.stride)
-    if way == "predicted":
-        first = named * bundles.gate_bytes + sum(one.panels for pair in model.predictors for one in pair)
-    else:
-        first = sum(model.ffn[layer][0].panels for layer in range(layers)) if panels else n * bundles.gate_bytes
-    return float(first + (fired * bundles.gate_bytes if bundles.gated else 0.0) + active * bundles.down_bytes)
+        nbytes[EACH] = bundles.stride
+        return nbytes
+    nbytes[NAMED if way == "predicted" else EACH] = bundles.gate_bytes
+    nbytes[FIRED] = bundles.gate_bytes if bundles.gated else 0.0
+    nbytes[ACTIVE] = bundles.down_bytes
+    return nbytes

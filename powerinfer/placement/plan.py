@@ -41,6 +41,11 @@ POLICIES = ("time", "ilp", "greedy", "random")
 """time: the least predicted time of a token; ilp: the paper's program, the most activations on the GPU; greedy: groups
 by impact; random: any neurons, the floor."""
 
+_NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
+
+SECONDS = ("gpu", "cpu", "sync", "disk", "other")
+"""What takes a layer's time: other + max(gpu, cpu + sync) + disk."""
+
 _LIMIT = 1 << 24  # bytes of a plan's file
 
 Floats = NDArray[np.float64]
@@ -105,18 +110,21 @@ class PlanRequest:
 class Choice:
     """Which neurons a policy places where: of each layer's order the first `gpu` groups, then up to `kept` in RAM.
 
-    layer_seconds: of each layer for one step; seconds: of the step. mass: for each layer, of its activations, the share
-    that the GPU computes; mass_on_gpu: of the model's. optimal: whether the policy's best is proven, None for policies
+    layer_seconds: of each layer for one step, by what takes them: gpu and cpu (neurons; both at a time), sync, disk,
+    other (attention, predictor); seconds: of the step. mass: for each layer, of its activations, the share
+    that the GPU computes; mass_on_gpu: of the model's. work_on_gpu: of the weights' bytes that a step reads, the dense
+    ones included, the share that the GPU reads. optimal: whether the policy's best is proven, None for policies
     that promise none. solve_s: seconds that finding it took.
     """
 
     policy: str
     gpu: tuple[int, ...]
     kept: tuple[int, ...]
-    layer_seconds: tuple[float, ...]
+    layer_seconds: tuple[dict[str, float], ...]
     seconds: float
     mass: tuple[float, ...]
     mass_on_gpu: float
+    work_on_gpu: float
     optimal: bool | None
     solve_s: float
 
@@ -154,9 +162,21 @@ class Plan:
         tiers = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
         if self.claims.bundles:
             stride = self.request.model.bundles.stride
-            for tier, name in ((Tier.GPU, "gpu"), (Tier.CPU, "cpu"), (Tier.DISK, "disk")):
+            for tier, name in _NAMES.items():
                 tiers[name]["ffn"] = stride * sum(layer[tier] for layer in self.neurons)
         return {name: {part: n for part, n in parts.items() if n} for name, parts in tiers.items()}
+
+    @property
+    def activations(self) -> dict[str, float]:
+        """Share of the model's activations that belong to the neurons of each tier; 0 everywhere where none fires."""
+        profile, orders = self.request.profile, _orders(self.request, self.choice.policy)
+        sums = dict.fromkeys(Tier, 0)
+        for layer, neurons in enumerate(self.neurons):
+            counts, at = profile.counts[layer][orders[layer]], 0
+            for tier in Tier:  # an order names the GPU's first, then the CPU's
+                sums[tier] += int(counts[at : at + neurons[tier]].sum())
+                at += neurons[tier]
+        return {name: sums[tier] / max(1, sum(sums.values())) for tier, name in _NAMES.items()}
 
     @property
     def fits(self) -> bool:
@@ -207,7 +227,9 @@ class Plan:
             "optimal": choice.optimal,
             "solve_s": choice.solve_s,
             "mass_on_gpu": choice.mass_on_gpu,
+            "work_on_gpu": choice.work_on_gpu,
             "bytes": self.bytes,
+            "activations": self.activations,
             "gpu_layers": self.claims.gpu_layers,
             "layers": layers,
             "predicted": {
@@ -218,6 +240,7 @@ class Plan:
                     name: {
                         "decode_tok_s": request.batch / other.seconds,
                         "mass_on_gpu": other.mass_on_gpu,
+                        "work_on_gpu": other.work_on_gpu,
                         "optimal": other.optimal,
                         "solve_s": other.solve_s,
                     }
@@ -259,14 +282,20 @@ def _without_gpu(request: PlanRequest) -> Plan | None:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Costs of the neurons in an order: gpu [layers, groups + 1] and disk, as `solver.solve` takes them; fixed: seconds
-    of each layer besides, and `ends` of embedding, head and ways between; mass: activations of the first groups."""
+    """Costs of neurons in an order, float64 [layers, groups + 1] by the number of groups on the GPU.
 
-    gpu: Floats
+    costs: as `solver.solve` takes them, the fastest way's; parts: of them and of attention (other), by what takes them;
+    ways: which of `cost.WAYS` that is. disk: as the solver takes it. ends: seconds outside of the layers. mass:
+    activations of the first groups; work: bytes of theirs that a step reads, on the selector's own way.
+    """
+
+    costs: Floats
+    parts: dict[str, Floats]
+    ways: NDArray[np.int64]
     disk: Floats | None
-    fixed: Floats
     ends: float
     mass: Floats
+    work: Floats
 
 
 def _orders(request: PlanRequest, policy: str) -> list[Indices]:
@@ -282,7 +311,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     config, cpu, gpu = model.config, hardware.cpu, hardware.gpu
     expected = cost.expected(request.profile, orders, config, model.named, request.batch, GROUP)
     if not claims.gpu_layers:
-        cpu = cpu.warm(_step_bytes(request, claims, expected))
+        cpu = cpu.warm(_step_bytes(request, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
     sync = 1e-6 * hardware.sync_us
     attention = np.zeros(layers)
@@ -293,22 +322,33 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         )
     ways = []
     for way in cost.WAYS[selector]:
-        seconds = np.full((layers, groups + 1), np.inf)
-        seconds[:, 0] = cost.cpu_seconds(cpu, expected, model, way, claims.panels)
+        ffn = cost.cpu_time(cpu, expected, model, way, claims.panels)
         if gpu is not None and first:
-            seconds[:first] = cost.split_seconds(cpu, gpu, expected, model, way, sync)[:first]
+            split = cost.split_time(cpu, gpu, expected, model, way, sync)
+            for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
+                mine[:first] = its[:first]
+        other = np.zeros(layers)
         if way == "predicted":
             for layer in range(layers):
                 here = gpu if gpu is not None and layer < claims.gpu_predictors else cpu
-                away = sync if layer < first and here is cpu else 0.0
-                seconds[layer] += cost.predictor_seconds(here, model, layer, panels=here is cpu) + away
-        ways.append(seconds)
+                other[layer] = cost.predictor_seconds(here, model, layer, panels=here is cpu)
+                other[layer] += sync if layer < first and here is cpu else 0.0  # its input out, the list back
+        ways.append((ffn, np.broadcast_to(other[:, None], ffn.gpu.shape)))
+    totals = np.array([ffn.total + other for ffn, other in ways])
+    best = totals.argmin(axis=0)
+
+    def of_best(arrays: list[Floats]) -> Floats:
+        return np.asarray(np.take_along_axis(np.array(arrays), best[None], axis=0)[0])
+
+    parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
+    parts["other"] = of_best([other for _, other in ways]) + attention[:, None]
     disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
     mass = np.zeros((layers, groups + 1))
     for layer, order in enumerate(orders):
         each = np.add.reduceat(request.profile.counts[layer][order], np.arange(groups) * GROUP)
         mass[layer, 1:] = np.cumsum(each)
-    return _Tables(np.min(ways, axis=0), disk, attention, _ends(request, claims), mass)
+    work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
+    return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims), mass, work)
 
 
 def _ends(request: PlanRequest, claims: Claims) -> float:
@@ -324,20 +364,21 @@ def _ends(request: PlanRequest, claims: Claims) -> float:
     return seconds
 
 
-def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -> float:
+def _step_bytes(request: PlanRequest, expected: cost.Expected) -> float:
     """Bytes that a step without a GPU reads: dense matrices, keys and values, and the FFNs' on the selector's way."""
     model = request.model
     dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
     kv = model.config.n_layers * model.kv_bytes(request.kv_type, request.past, request.batch)
-    ffn = cost.ffn_bytes(model, expected, cost.WAYS[request.selector][0], claims.panels)
-    return float(dense + kv + ffn)
+    if request.selector == "predicted":
+        dense += sum(one.panels for pair in model.predictors for one in pair)
+    return float(dense + kv + (expected.all @ cost.neuron_bytes(model.bundles, cost.WAYS[request.selector][0])).sum())
 
 
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str) -> Choice:
     """Where the neurons go, by a policy."""
     model, hardware = request.model, request.hardware
     group_bytes = GROUP * model.bundles.stride
-    layers, groups = tables.gpu.shape[0], tables.gpu.shape[1] - 1
+    layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
     room = claims.gpu_left // group_bytes if claims.bundles else 0
     everything = model.bundles.stride * model.config.d_ff * layers
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
@@ -354,7 +395,7 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str) 
     optimal: bool | None = None
     solve_s = 0.0
     if policy == "time":
-        answer = solver.solve(tables.gpu, None if ram is None else tables.disk, room, ram, request.time_limit)
+        answer = solver.solve(tables.costs, None if ram is None else tables.disk, room, ram, request.time_limit)
         gpu, optimal, solve_s = answer.gpu, answer.optimal, answer.seconds
         kept = answer.kept if ram is None else solver.top_up(gpu, answer.kept, ram, groups)
     else:
@@ -368,19 +409,31 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str) 
         kept = solver.fill(gpu, tables.disk, ram, groups)
     rows = np.arange(layers)
     read = np.zeros(layers) if tables.disk is None else tables.disk[rows, kept]
-    seconds = tables.fixed + tables.gpu[rows, gpu] + read
+    parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
+    seconds = math.fsum(parts["other"]) + math.fsum(np.maximum(parts["gpu"], parts["cpu"] + parts["sync"]))
     on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
     return Choice(
         policy,
         tuple(map(int, gpu)),
         tuple(map(int, kept)),
-        tuple(map(float, seconds)),
-        float(math.fsum(seconds) + tables.ends),
+        tuple({name: float(values[layer]) for name, values in parts.items()} for layer in rows),
+        seconds + math.fsum(read) + tables.ends,
         tuple(float(a / b) if b else 0.0 for a, b in zip(on_gpu, whole, strict=True)),
         float(on_gpu.sum() / whole.sum()) if whole.sum() else 0.0,
+        _work_on_gpu(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum())),
         optimal,
         solve_s,
     )
+
+
+def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
+    """Of the bytes of weights that a step reads, the share that the GPU does."""
+    model, first = request.model, claims.gpu_layers
+    attention = [sum(one.stored for one in layer) for layer in model.attention]
+    predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
+    whole = sum(attention) + sum(predictors) + model.head.stored + of_all_neurons
+    gpu = sum(attention[:first]) + sum(predictors[: claims.gpu_predictors]) + claims.gpu_head * model.head.stored
+    return (gpu + of_neurons) / whole
 
 
 def _least(request: PlanRequest) -> int | None:
@@ -426,7 +479,7 @@ def _explain(
         reasons.append("every neuron is computed, from dense matrices in RAM")
     elif not claims.gpu_layers and not claims.panels:
         reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
-    groups = tables.gpu.shape[1] - 1
+    groups = tables.costs.shape[1] - 1
     missing = groups * config.n_layers - sum(choice.kept)
     if claims.bundles and missing:
         on_disk = sum(max(0, config.d_ff - kept * GROUP) for kept in choice.kept) * request.model.bundles.stride
@@ -521,10 +574,11 @@ def _read(document: Any, request: PlanRequest) -> Plan:
         request.policy,
         tuple(gpu),
         tuple(kept),
-        tuple(_number(one["seconds"]) for one in document["layers"]),
+        tuple({name: _number(one["seconds"][name]) for name in SECONDS} for one in document["layers"]),
         _number(document["predicted"]["ms_per_token"]) * request.batch / 1e3,
         tuple(_number(one["mass_on_gpu"]) for one in document["layers"]),
         _number(document["mass_on_gpu"]),
+        _number(document["work_on_gpu"]),
         optimal,
         _number(document["solve_s"]),
     )

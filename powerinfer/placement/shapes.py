@@ -305,10 +305,10 @@ def find_shape(name: str) -> Shape:
     config = read_config(metadata, path.parent)
     check(config, str(path))
     _check_size(config)
-    return Shape(config, _law(config))
+    return Shape(config, law_of(config))
 
 
-def _law(config: ModelConfig) -> Law:
+def law_of(config: ModelConfig) -> Law:
     if not config.gated:
         return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
     if config.activation == "drelu":
