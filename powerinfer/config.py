@@ -135,4 +135,4 @@ class PlanConfig:
         choices=("time", "ilp", "greedy", "random"),
     )
     seed: int = option(0, "of the policy random", metavar="N")
-    time_limit: float = option(60.0, "seconds for the solver", metavar="X")
+    time_limit: float = option(10.0, "seconds for the solver", metavar="X")

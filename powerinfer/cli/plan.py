@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.shapes import Model
 
 ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "threads", "isa")
+MOST = 1 << 16  # requests, and tokens of a prompt at once
 TIERS = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
@@ -58,7 +59,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.plan import make_plan, save_plan
 
     wanted, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
-    _check(args, wanted)
+    _check(args, wanted, engine)
     place: Path | None = None
     if args.shape is None:
         from powerinfer.formats.checkpoint import open_checkpoint
@@ -77,14 +78,15 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, wanted: PlanConfig) -> None:
+def _check(args: argparse.Namespace, wanted: PlanConfig, engine: EngineConfig) -> None:
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
-    if not 1 <= wanted.batch <= 1 << 16:
-        raise RequestError(f"--batch must lie between 1 and {1 << 16}, not {wanted.batch}")
+    for name, count in (("--batch", wanted.batch), ("--prefill-chunk", engine.prefill_chunk)):
+        if not 1 <= count <= MOST:
+            raise RequestError(f"{name} must lie between 1 and {MOST}, not {count}")
     if not 0 <= wanted.time_limit < math.inf:
         raise RequestError(f"--time-limit must be a number of seconds, not {wanted.time_limit}")
 
@@ -170,7 +172,7 @@ def model_request(
     args: argparse.Namespace, wanted: PlanConfig, engine: EngineConfig, checkpoint: Any, out: Output
 ) -> tuple[PlanRequest, list[str]]:
     """The request for a model, from its headers, its profile and its predictor; and what is assumed about it."""
-    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.prepared import PREDICTOR, PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.power_law import Law, assumed_profile
     from powerinfer.placement.shapes import checkpoint_model, law_of
@@ -182,6 +184,9 @@ def model_request(
     if selector == "auto":
         selector = "exact" if config.activation in RECTIFIED else "all"
     _check_selector(selector, model)
+    if selector == "predicted" and not model.predictors:
+        command = PreparedFile(PREDICTOR, checkpoint, engine.prepared).command
+        raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")
     given = args.hot_share is not None or args.active is not None
     assumed: list[str] = []
     place = PreparedFile(PROFILE, checkpoint, engine.prepared)

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -263,7 +263,10 @@ def make_plan(request: PlanRequest) -> Plan:
     claims = claim(request)
     tables = {False: _tables(request, claims, _orders(request, "time"))}
     tables[True] = _tables(request, claims, _orders(request, "random")) if claims.gpu_layers else tables[False]
-    others = {policy: _choose(request, claims, tables[policy == "random"], policy) for policy in POLICIES}
+    others: dict[str, Choice] = {}
+    for policy in reversed(POLICIES):  # `time` begins with what the others found
+        others[policy] = _choose(request, claims, tables[policy == "random"], policy, others)
+    others = {policy: others[policy] for policy in POLICIES}
     choice = others[request.policy]
     alone = _without_gpu(request) if request.policy == "time" and claims.gpu_layers else None
     if alone is not None and alone.choice.seconds < choice.seconds:
@@ -374,8 +377,8 @@ def _step_bytes(request: PlanRequest, expected: cost.Expected) -> float:
     return float(dense + kv + (expected.all @ cost.neuron_bytes(model.bundles, cost.WAYS[request.selector][0])).sum())
 
 
-def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str) -> Choice:
-    """Where the neurons go, by a policy."""
+def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
+    """Where the neurons go, by a policy. others: what has been chosen by policies that share the tables."""
     model, hardware = request.model, request.hardware
     group_bytes = GROUP * model.bundles.stride
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
@@ -395,7 +398,10 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str) 
     optimal: bool | None = None
     solve_s = 0.0
     if policy == "time":
-        answer = solver.solve(tables.costs, None if ram is None else tables.disk, room, ram, request.time_limit)
+        known = [others[name] for name in ("ilp", "greedy") if name in others]
+        starts = [(np.array(one.gpu), np.array(one.kept)) for one in known]
+        disk = None if ram is None else tables.disk
+        answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
         gpu, optimal, solve_s = answer.gpu, answer.optimal, answer.seconds
         kept = answer.kept if ram is None else solver.top_up(gpu, answer.kept, ram, groups)
     else:
@@ -474,7 +480,8 @@ def _explain(
         needed = dense[-1][1]
         for share in (0.5, 0.8, 1.0):
             what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
-            wanted.append((f"{what} on the GPU", "--vram", needed + _groups_for(tables.mass, share) * group_bytes))
+            room = _groups_for(tables.mass, share) * group_bytes
+            wanted.append((f"room on the GPU for {what}", "--vram", needed + room))
     if not claims.bundles:
         reasons.append("every neuron is computed, from dense matrices in RAM")
     elif not claims.gpu_layers and not claims.panels:

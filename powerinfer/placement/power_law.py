@@ -98,6 +98,9 @@ def fit_skew(law: Law, n_layers: int) -> float:
     except ValueError as error:
         raise RequestError(f"{error}; choose a smaller --active") from None
 
+    if min(means) >= TOP:
+        return 0.0  # all fire, whatever the skew
+
     def share(skew: float) -> float:
         return float(np.mean([hot_share(power_law(mean, skew, _FIT)) for mean in means]))
 

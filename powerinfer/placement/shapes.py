@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError, RequestError
@@ -110,9 +110,10 @@ class Model:
 
 
 def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, named: float = NAMED) -> Model:
-    """The model of a checkpoint, from its headers; the predictor is the one that was trained for it, if there is one.
+    """The model of a checkpoint, from its headers.
 
-    Bundles are those that are packed, else those that `pack` would make.
+    The predictor is the one that was trained for it, else one that its file brings along. Bundles are those that are
+    packed, else those that `pack` would make. named: of predictors whose training is not described.
     """
     from powerinfer.formats.pack import bundle_layout, open_bundles
     from powerinfer.formats.predictor_file import open_predictor
@@ -129,12 +130,14 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, named:
     ratios = (named,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists():
         file = open_predictor(checkpoint, prepared)
+        predictors = tuple(_predictor(config, one.predictor.rank, file.type, file.type) for one in file.layers)
+        ratios = _named(getattr(file, "training", None), ratios)
+    elif checkpoint.predictor_threshold is not None:
+        ranks = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
+        ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
         predictors = tuple(
-            (
-                _matrix(one.predictor.rank, config.d_model, file.type),
-                _matrix(config.d_ff, one.predictor.rank, file.type),
-            )
-            for one in file.layers
+            _predictor(config, ranks[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer))
+            for inner, outer in ends
         )
     name = config.name or checkpoint.path.name
     model = _model(config, name, checkpoint.taken_type, layout, predictors, ratios)
@@ -167,8 +170,26 @@ def described_model(
     rank = int(min(wanted_rank, MOST_PREDICTOR * total / bytes_of_rank)) // 32 * 32
     if not rank or config.d_model % 32:
         return bare
-    pair = (_matrix(rank, config.d_model, _PREDICTOR_TYPE), _matrix(config.d_ff, rank, _PREDICTOR_TYPE))
+    pair = _predictor(config, rank, _PREDICTOR_TYPE, _PREDICTOR_TYPE)
     return replace(bare, predictors=(pair,) * config.n_layers)
+
+
+def _predictor(config: ModelConfig, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
+    return _matrix(rank, config.d_model, inner), _matrix(config.d_ff, rank, outer)
+
+
+def _named(training: Any, otherwise: tuple[float, ...]) -> tuple[float, ...]:
+    """Neurons named by those that fire, as training found; `otherwise` for layers that it does not say it of."""
+    layers = training.get("layers") if type(training) is dict else None
+    if type(layers) is not list or len(layers) != len(otherwise):
+        return otherwise
+    found = []
+    for one, other in zip(layers, otherwise, strict=True):
+        stated = one if type(one) is dict else {}
+        pair: list[Any] = [stated.get(name) for name in ("candidate_fraction", "active_fraction")]
+        good = all(type(value) in (int, float) and 0 < value <= 1 for value in pair)
+        found.append(max(1.0, pair[0] / pair[1]) if good else other)
+    return tuple(found)
 
 
 def _model(

@@ -37,11 +37,12 @@ for capacities of G and R groups. A and B may be any functions.
 
     m_l = min over k <= j of A_l(k) + B_l(j) + x k + y (j - k)
 
-less x G + y R is a lower bound L of the optimum (Lagrange); the best prices solve a linear program in two unknowns. If
-an answer of cost U is known, then every answer that is better costs a layer at most U - L more than m_l: all pairs
-(k, j) beyond that can be left out, exactly. The few that stay, typically ten numbers of a layer, are binaries of an
-integer program that HiGHS solves to proven optimality. U comes from the same program over fewer numbers; it is repeated
-until no number that was left out could be part of a better answer.
+less x G + y R is a lower bound L of the optimum (Lagrange). The best prices are the optimum of a linear program in two
+unknowns, which HiGHS solves with one constraint for each answer met, one more at a time. If an answer of cost U is
+known, then in every better one a layer costs at most U - L more than m_l: all numbers k and j beyond that can be left
+out, exactly. Often U = L, and nothing is left to try. Otherwise what stays is tried out: with one capacity that counts,
+no disk, by dynamic programming over it, which takes no longer for being difficult; with both, as binaries of an integer
+program that HiGHS solves to proven optimality, or to the end of its time.
 
 `greedy` and `random_groups` need no program.
 """
@@ -66,10 +67,13 @@ Numbers = NDArray[np.int64]
 GROUP = 64
 """Neurons of a group."""
 
-TIME_LIMIT = 60.0
+TIME_LIMIT = 10.0
 """Seconds after which the best answer so far is taken."""
 
 _ROUNDS = 200  # of the search for prices
+_TABLES = 12  # for as many prices of RAM
+_CLOSE = 1e-6  # relative: nearer to the bound no further price is tried
+_FEW = 4000  # binaries that HiGHS is given
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +81,8 @@ class Answer:
     """gpu: for each layer how many of its groups are on the GPU, kept: how many are there or in RAM; int64 [layers].
 
     cost: the objective; bound: no answer costs less; optimal: whether this one is proven to be best, within rounding.
-    seconds: that solving took; binaries: of the largest integer program that HiGHS was given, 0 where prices alone
-    proved the answer.
+    seconds: that solving took; considered: numbers k and j that prices left to be tried, 0 where they alone proved
+    the answer.
     """
 
     gpu: Numbers
@@ -87,7 +91,7 @@ class Answer:
     bound: float
     optimal: bool
     seconds: float
-    binaries: int
+    considered: int
 
 
 class Infeasible(Exception):
@@ -119,36 +123,28 @@ def solve(
     gpu_groups: int,
     ram_groups: int | None,
     time_limit: float = TIME_LIMIT,
+    starts: Sequence[tuple[Numbers, Numbers]] = (),
 ) -> Answer:
     """The best k_l and j_l (see above).
 
     gpu_costs: A [layers, groups + 1], finite at 0, infinite where a number is forbidden; disk_costs: B of the same
     shape, None where there is no disk, then all j_l are `groups`. gpu_groups, ram_groups: the capacities; None: RAM has
-    room for all. Infeasible where nothing fits. Deterministic, but for what `time_limit` (seconds) cuts off.
+    room for all. starts: answers (k, j) that are known to fit; none of them is better than what comes back. Infeasible
+    where nothing fits. Deterministic, but for what `time_limit` (seconds) cuts off.
     """
     begin = time.perf_counter()
+    until = begin + time_limit
     program = _Program(gpu_costs, disk_costs, gpu_groups, ram_groups)
-    priced = program.priced()
-    best, bound = priced.found or program.nothing_on_the_gpu(), priced.bound
-    gap, binaries, finished = priced.first_gap, 0, True
-    while best is None or best.cost - bound > program.rounding:
-        if best is not None:
-            gap = min(gap, best.cost - bound)
-        left = time_limit - (time.perf_counter() - begin)
-        found, solved, size = program.restricted(priced, gap, max(left, 0.0))
-        binaries = max(binaries, size)
-        if found is not None and (best is None or found.cost < best.cost):
-            best = found
-        finished = solved
-        if not solved or (best is not None and best.cost - bound <= gap + program.rounding):
-            break  # out of time, or nothing that was left out could be better
-        if gap >= priced.most:  # nothing was left out
-            break
-        gap = 16 * gap if best is None else best.cost - bound
+    priced = program.priced(starts)
+    best, bound, considered = priced.found, priced.bound, 0
+    if best is None or best.cost - bound > program.rounding:
+        method = program.by_table if disk_costs is None else program.by_tables_and_highs
+        best, bound, considered = method(priced, until)
     if best is None:
         raise Infeasible
+    optimal = best.cost - bound <= program.rounding
     seconds = time.perf_counter() - begin
-    return Answer(best.gpu, best.kept, best.cost, best.cost if finished else bound, finished, seconds, binaries)
+    return Answer(best.gpu, best.kept, best.cost, best.cost if optimal else bound, optimal, seconds, considered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,17 +171,10 @@ class _Priced:
     a: Floats
     b: Floats
 
-    @property
-    def most(self) -> float:
-        """No slack is larger."""
-        return max(float(slack[np.isfinite(slack)].max()) for slack in (self.gpu_slack, self.kept_slack))
-
-    @property
-    def first_gap(self) -> float:
-        """A gap that leaves a few numbers of every layer."""
-        few = min(6 * len(self.gpu_slack), self.gpu_slack.size) - 1
-        slack = float(np.partition(self.gpu_slack, few, axis=None)[few])
-        return slack if 0 < slack < np.inf else self.most
+    def tried(self, slack: Floats, rounding: float) -> list[Numbers]:
+        """For each layer the numbers that a better answer than the one found can have."""
+        gap = np.inf if self.found is None else self.found.cost - self.bound
+        return [np.flatnonzero(row <= min(gap + rounding, 1e300)) for row in slack]
 
 
 class _Program:
@@ -228,23 +217,29 @@ class _Program:
         numbers = np.arange(self.a.shape[1])
         return self.a + (x - y) * numbers, self.b + y * numbers
 
-    def priced(self) -> _Priced:
+    def priced(self, starts: Sequence[tuple[Numbers, Numbers]]) -> _Priced:
         """Prices by cutting planes: every answer met bounds, for all prices, what they can give (Kelley)."""
         scale = self.ranges / self.a.size or 1.0  # costs of a group, about
         master = _Master(most=1e3 * self.ranges / scale)
-        best, found = (-np.inf, 0.0, 0.0), None
+        best, found, beyond = (-np.inf, 0.0, 0.0), self.nothing_on_the_gpu(), None
         x = y = 0.0
         for _ in range(_ROUNDS):
             bound, gpu, kept = self.at(x * scale, y * scale)
             if bound > best[0]:
                 best = (bound, x * scale, y * scale)
             one = self.answer(gpu, kept)
-            if self.fits(gpu, kept) and (found is None or one.cost < found.cost):
+            if not self.fits(gpu, kept):
+                beyond = one if beyond is None or one.cost > beyond.cost else beyond
+            elif found is None or one.cost < found.cost:
                 found = one
             over = (int(gpu.sum()) - self.capacity[0], int((kept - gpu).sum()) - self.capacity[1])
             most, x, y = master.add(one.cost / scale, over)
             if most * scale - best[0] <= max(self.rounding, 1e-9 * scale):
                 break
+        known = [self.answer(gpu, kept) for gpu, kept in starts] + ([] if found is None else [found])
+        if found is not None and beyond is not None:
+            known.append(self.between(found, beyond))
+        found = min((self.polished(one) for one in known), key=lambda one: one.cost, default=None)
         bound, x, y = best
         a, b = self._with_prices(x, y)
         later, earlier = _suffix_min(b), np.minimum.accumulate(a, axis=1)
@@ -253,8 +248,87 @@ class _Program:
         a0, b0 = np.take_along_axis(a, gpu, 1), np.take_along_axis(b, kept, 1)
         return _Priced(x, y, bound, found, a + later - a0 - b0, b + earlier - a0 - b0, a - a0, b - b0)
 
-    def restricted(self, priced: _Priced, gap: float, seconds: float) -> tuple[_Found | None, bool, int]:
-        """The best answer of numbers whose slack is at most `gap`; whether HiGHS is done with it; its binaries."""
+    def between(self, found: _Found, beyond: _Found) -> _Found:
+        """An answer that fits, with as many layers as possible, from the first, as in one that does not."""
+        gpu, kept = found.gpu.copy(), found.kept.copy()
+        for layer in range(len(gpu)):
+            before = gpu[layer], kept[layer]
+            gpu[layer], kept[layer] = beyond.gpu[layer], beyond.kept[layer]
+            if not self.fits(gpu, kept):
+                gpu[layer], kept[layer] = before
+        mixed = self.answer(gpu, kept)
+        return mixed if mixed.cost < found.cost else found
+
+    def polished(self, found: _Found) -> _Found:
+        """The same with what room is left given to one layer after another, to whom it is worth most."""
+        gpu, kept = found.gpu.copy(), found.kept.copy()
+        rows, numbers = np.arange(len(gpu)), np.arange(self.a.shape[1])
+        for _ in range(len(gpu)):
+            left = self.capacity[0] - int(gpu.sum())
+            within = (numbers >= gpu[:, None]) & (numbers <= np.minimum(gpu + left, kept)[:, None])
+            costs = np.where(within, self.a, np.inf)
+            numbers_there = costs.argmin(axis=1)
+            gain = self.a[rows, gpu] - costs[rows, numbers_there]
+            layer = int(gain.argmax())
+            if gain[layer] <= 0:
+                break
+            gpu[layer] = numbers_there[layer]
+        if np.isfinite(self.b).all():
+            kept = fill(gpu, self.b, self.capacity[1], int(numbers[-1]))
+        better = self.answer(gpu, kept)
+        return better if better.cost < found.cost else found
+
+    def by_table(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
+        """Without a disk: (the best answer, a bound, how many numbers k there were to try)."""
+        layers, width = self.a.shape
+        tried = priced.tried(priced.gpu_slack, self.rounding)
+        least = max(0, layers * (width - 1) - self.capacity[1])  # what RAM does not hold
+        gpu = _table(self.a, tried, self.capacity[0], least, until)
+        considered = sum(map(len, tried))
+        if gpu is None:
+            return priced.found, priced.bound, considered
+        found = self.answer(gpu, np.full(layers, width - 1))
+        return found, found.cost, considered
+
+    def by_tables_and_highs(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
+        """With a disk, the same: RAM has a price y, and the GPU's groups are dealt out exactly, by a table, for each y.
+
+        Each is a bound of its own. The last gap is left to HiGHS where there is little to try.
+        """
+        best, bound = priced.found, priced.bound
+        tried = priced.tried(priced.gpu_slack, self.rounding)
+        numbers, low, high, y = np.arange(self.a.shape[1]), 0.0, np.inf, priced.y
+        for _ in range(_TABLES):
+            later = self.b + y * numbers
+            costs = self.a - y * numbers + _suffix_min(later)
+            gpu = _table(costs, tried, self.capacity[0], 0, until)
+            if gpu is None:
+                break
+            kept = np.where(numbers >= gpu[:, None], later, np.inf).argmin(axis=1)
+            # A better answer than the best is among what is tried, or there is none.
+            total = math.fsum(costs[np.arange(len(gpu)), gpu]) - y * self.capacity[1]
+            bound = max(bound, min(total, np.inf if best is None else best.cost))
+            for one in (kept, fill(gpu, self.b, self.capacity[1], int(numbers[-1]))):
+                answer = self.answer(gpu, one)
+                if self.fits(gpu, one) and (best is None or answer.cost < best.cost):
+                    best = answer
+            if best is not None and best.cost - bound <= max(self.rounding, _CLOSE * abs(best.cost)):
+                break
+            low, high = (y, high) if not self.fits(gpu, kept) else (low, y)
+            y = (low + high) / 2 if high < np.inf else 1.05 * y + 1e-3 * priced.y + self.rounding
+        considered = sum(map(len, tried))
+        kept_tried = sum(map(len, priced.tried(priced.kept_slack, self.rounding)))
+        done = best is not None and best.cost - bound <= self.rounding
+        if not done and considered + kept_tried <= _FEW:
+            gap = np.inf if best is None else best.cost - priced.bound
+            found, solved = self.by_highs(priced, gap, until)
+            if found is not None and (best is None or found.cost < best.cost):
+                best = found
+            bound = best.cost if solved and best is not None else bound
+        return best, bound, considered + kept_tried
+
+    def by_highs(self, priced: _Priced, gap: float, until: float) -> tuple[_Found | None, bool]:
+        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS was done."""
         import highspy
 
         reach = gap + self.rounding
@@ -290,18 +364,18 @@ class _Program:
         lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=m + n + 2))])
         lp.a_matrix_.index_ = rows[by_column]
         lp.a_matrix_.value_ = values[by_column].astype(np.float64)
-        highs = _highs(time_limit=seconds)
+        highs = _highs(time_limit=max(0.0, until - time.perf_counter()))
         highs.passModel(lp)
         highs.run()
         solved = highs.getModelStatus() in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
         if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return None, solved, m + n
+            return None, solved
         chosen = np.array(highs.getSolution().col_value)
         gpu, kept = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
         np.add.at(gpu, gpu_layer, gpu_number * (chosen[:m] > 0.5))
         np.add.at(kept, kept_layer, kept_number * (chosen[m : m + n] > 0.5))
         assert self.fits(gpu, kept) and (gpu <= kept).all(), "HiGHS left the capacities"
-        return self.answer(gpu, kept), solved, m + n
+        return self.answer(gpu, kept), solved
 
 
 class _Master:
@@ -332,6 +406,37 @@ def _highs(**options: Any) -> highspy.Highs:
     for name, value in (fixed | options).items():
         highs.setOptionValue(name, value)
     return highs
+
+
+def _table(costs: Floats, tried: Sequence[Numbers], room: int, least: int, until: float) -> Numbers | None:
+    """The best number of groups of each layer, of those to be tried, `least` to `room` in all, by dynamic programming.
+
+    Layer by layer, for each number of groups used so far the least cost. None: there is none, or time was up.
+    """
+    layers, width = costs.shape
+    room = min(room, layers * (width - 1))
+    best, top = np.full(room + 1, np.inf), 0
+    best[0] = 0.0
+    chosen = np.zeros((layers, room + 1), np.int32)
+    for layer, numbers in enumerate(tried):
+        last, before = best, top + 1
+        best, top = np.full(room + 1, np.inf), min(room, top + int(numbers[-1]))
+        for number in numbers[numbers <= room]:
+            n = min(before, room + 1 - number)
+            new = last[:n] + costs[layer, number]
+            better = new < best[number : number + n]
+            np.copyto(best[number : number + n], new, where=better)
+            np.copyto(chosen[layer, number : number + n], number, where=better)
+        if time.perf_counter() > until:
+            return None
+    used = least + int(np.argmin(best[least:])) if least <= room else 0
+    if least > room or best[used] == np.inf:
+        return None
+    gpu = np.zeros(layers, np.int64)
+    for layer in reversed(range(layers)):
+        gpu[layer] = chosen[layer, used]
+        used -= int(gpu[layer])
+    return gpu
 
 
 def _suffix_min(values: Floats) -> Floats:
@@ -366,12 +471,19 @@ def random_groups(layers: int, groups: int, gpu_groups: int, allowed: NDArray[np
 
 
 def fill(gpu: Numbers, disk_costs: Floats | None, ram_groups: int | None, groups: int) -> Numbers:
-    """The j_l for given k_l: what costs most to read from disk is in RAM, as far as that goes; int64 [layers]."""
+    """The j_l for given k_l: what costs most to read from disk is in RAM, as far as that goes; int64 [layers].
+
+    Best where the costs are convex, as they are of groups in the order of impact.
+    """
     if disk_costs is None or ram_groups is None:
         return np.full(len(gpu), groups)
-    numbers = gpu[:, None] + np.arange(groups + 1)
-    costs = np.where(numbers <= groups, np.take_along_axis(disk_costs, np.minimum(numbers, groups), axis=1), np.inf)
-    return top_up(gpu, gpu + solve(costs, None, ram_groups, None).gpu, ram_groups, groups)
+    gain = -np.diff(disk_costs, axis=1)
+    gain = np.where(np.arange(groups) < gpu[:, None], np.inf, gain)
+    gain = np.minimum.accumulate(gain, axis=1)  # a group comes after those before it
+    gain = np.where(np.arange(groups) < gpu[:, None], -np.inf, gain)
+    most = min(ram_groups, groups * len(gpu) - int(gpu.sum()))
+    order = np.argsort(-gain, axis=None, kind="stable")[:most]
+    return np.asarray(gpu + np.bincount(order // groups, minlength=len(gpu)), np.int64)
 
 
 def top_up(gpu: Numbers, kept: Numbers, ram_groups: int, groups: int) -> Numbers:

@@ -1,0 +1,168 @@
+"""The predicted time of a step: against the equations of cost.py written out neuron by neuron."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_models import profile_of
+
+from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.neurons import Profile
+from powerinfer.placement import cost
+from powerinfer.placement.hardware import load
+from powerinfer.placement.shapes import Model, described_model
+
+MACHINE = load("pc-low")
+CPU, GPU = MACHINE.cpu, MACHINE.gpu
+assert GPU is not None and MACHINE.disk is not None
+SYNC = 1e-6 * MACHINE.sync_us
+NAMED = (1.5, 2.5)
+
+
+def small(activation: str = "relu", gated: bool = True, d_ff: int = 200, dtype: str = "f16") -> Model:
+    config = ModelConfig(
+        "llama", 2, 256, 4, 2, 64, d_ff, 1000, 512, 1e-5, RopeConfig(dim=64), activation=activation, gated=gated
+    )
+    return replace(described_model(config, dtype, "small"), named=NAMED)
+
+
+def row_seconds(device: object, model: Model, part: str) -> float:
+    nbytes = model.bundles.down_bytes if part == "down" else model.bundles.gate_bytes
+    kind = model.bundles.gate_type
+    return nbytes / (1e9 * device.bundle_gb_s[kind]) + 1e-9 * device.row_ns[kind]  # type: ignore[attr-defined]
+
+
+def ffn_seconds(
+    device: object, model: Model, profile: Profile, layer: int, neurons: list[int], way: str, batch: int
+) -> float:
+    """T_d of the docstring, without its fixed part."""
+    sparse = 0.0
+    for neuron in neurons:
+        p = profile.counts[layer][neuron] / profile.tokens
+        some = lambda chance: 1 - (1 - chance) ** batch  # noqa: E731
+        fires = some(p**0.5 if model.config.activation == "drelu" else p)
+        if way == "all":
+            kind = model.bundles.gate_type
+            sparse += model.bundles.stride / (1e9 * device.dense_gb_s[kind])  # type: ignore[attr-defined]
+            continue
+        first = row_seconds(device, model, "first")
+        sparse += first * (some(min(1.0, NAMED[layer] * p)) if way == "predicted" else 1.0)
+        sparse += row_seconds(device, model, "up") * fires if model.config.gated else 0.0
+        sparse += row_seconds(device, model, "down") * some(p)
+    return sparse
+
+
+@pytest.mark.parametrize("way", ["all", "exact", "predicted"])
+@pytest.mark.parametrize(("activation", "gated"), [("relu", True), ("drelu", True), ("relu", False)])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_split_layer_neuron_by_neuron(way: str, activation: str, gated: bool, batch: int) -> None:
+    """max(T_gpu, T_cpu + T_sync) for every number of groups on the GPU, the last group smaller than the others."""
+    model = small(activation, gated)
+    profile = profile_of(2, 200)
+    orders = [profile.order(layer) for layer in range(2)]
+    expected = cost.expected(profile, orders, model.config, NAMED, batch, 64)
+    found = cost.split_time(CPU, GPU, expected, model, way, SYNC)
+    assert found.total.shape == (2, 5)
+    for layer in range(2):
+        for k in range(5):
+            on_gpu, on_cpu = np.split(orders[layer], [min(64 * k, 200)])
+            gpu, cpu = (
+                ffn_seconds(device, model, profile, layer, list(neurons), way, batch)
+                for device, neurons in ((GPU, on_gpu), (CPU, on_cpu))
+            )
+            extra = 0.0 if way == "all" else 1.0
+            gpu += 1e-6 * (GPU.op_us + extra * GPU.sparse_us) if k else 0.0
+            busy = 1.0 if len(on_cpu) else 0.0
+            if way == "predicted":
+                p = profile.counts[layer][on_cpu] / profile.tokens
+                silent = 1 - (1 - (1 - np.minimum(1.0, NAMED[layer] * p)) ** batch)
+                busy = 1 - float(np.prod(silent)) if len(on_cpu) else 0.0
+            wait = busy * (SYNC + 1e-6 * (CPU.op_us + extra * CPU.sparse_us))
+            assert found.total[layer, k] == pytest.approx(max(gpu, cpu + wait), rel=1e-9)
+
+
+@pytest.mark.parametrize("way", ["all", "exact", "predicted"])
+def test_the_cpu_alone_with_and_without_dense_matrices(way: str) -> None:
+    model = small(dtype="q4_0")
+    profile = profile_of(2, 200)
+    orders = [profile.order(layer) for layer in range(2)]
+    expected = cost.expected(profile, orders, model.config, NAMED, 1, 64)
+    for panels in (False, True):
+        found = cost.cpu_time(CPU, expected, model, way, panels)
+        assert np.isinf(found.total[:, 1:]).all()
+        for layer in range(2):
+            wanted = ffn_seconds(CPU, model, profile, layer, list(range(200)), way, 1)
+            dense = {one: 1e-9 * one.panels / CPU.dense_gb_s["Q4_0"] for one in model.ffn[layer]}
+            if panels and way == "all":
+                wanted = sum(dense[one] for one in model.ffn[layer])
+            if panels and way == "exact":
+                wanted += dense[model.ffn[layer][0]] - 200 * row_seconds(CPU, model, "first")
+            wanted += 1e-6 * (CPU.op_us + (0.0 if way == "all" else CPU.sparse_us))
+            assert found.total[layer, 0] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_reading_from_disk() -> None:
+    model = small()
+    profile = profile_of(2, 200)
+    orders = [profile.order(layer) for layer in range(2)]
+    expected = cost.expected(profile, orders, model.config, NAMED, 1, 64)
+    disk, stride, first = MACHINE.disk, model.bundles.stride, model.bundles.gate_bytes
+    for layer in range(2):
+        p = profile.counts[layer][orders[layer]][128:] / profile.tokens  # two groups stay in memory
+        streamed = 72 * stride / disk.rate(1 << 20)
+        wanted = {
+            "all": streamed,
+            "predicted": min(streamed, np.minimum(1, NAMED[layer] * p).sum() * disk.seconds(stride)),
+            "exact": min(streamed, 72 * disk.seconds(first) + p.sum() * disk.seconds(stride - first)),
+        }
+        for selector, seconds in wanted.items():
+            found = cost.disk_seconds(disk, expected, model.bundles, selector)
+            assert found[layer, 2] == pytest.approx(seconds, rel=1e-9)
+            assert found[layer, 4] == 0 and (np.diff(found[layer]) <= 1e-15).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 80), st.integers(0, 5))
+def test_expected_is_cumulative_and_batches_need_more(d_ff: int, group: int, seed: int) -> None:
+    model, profile = small(d_ff=d_ff), profile_of(2, d_ff, seed)
+    orders = [profile.order(layer) for layer in range(2)]
+    one, many = (cost.expected(profile, orders, model.config, NAMED, batch, group) for batch in (1, 8))
+    for layer in range(2):
+        assert one.all[layer, cost.EACH] == d_ff
+        assert one.all[layer, cost.ACTIVE] == pytest.approx(profile.fraction(layer).sum())
+    for found in (one, many):
+        assert (np.diff(found.sums, axis=1) >= 0).all() and (found.sums[:, 0] == 0).all()
+        assert (found.sums[..., cost.NAMED] >= found.sums[..., cost.ACTIVE] - 1e-9).all()
+        assert (found.idle >= 0).all() and (found.idle[:, -1] == 1).all() and (np.diff(found.idle, axis=1) >= 0).all()
+    assert (many.sums >= one.sums - 1e-9).all() and (many.idle <= one.idle + 1e-12).all()
+
+
+def test_attention_and_ends() -> None:
+    """Four matrices, keys and values in whole pages, three operators; a window bounds what attention sees."""
+    model = small()
+    nbytes = sum(one.panels for one in model.attention[0])
+    kv = model.kv_bytes("f16", 100, 2)
+    wanted = nbytes / (1e9 * CPU.dense_gb_s["F16"]) + kv / (1e9 * CPU.kv_gb_s) + 3e-6 * CPU.op_us
+    assert cost.attention_seconds(CPU, model, 0, "f16", 100, 2, panels=True) == pytest.approx(wanted, rel=1e-12)
+    slides = replace(model, config=replace(model.config, sliding_window=32))
+    saved = (kv - model.kv_bytes("f16", 32, 2)) / (1e9 * CPU.kv_gb_s)
+    found = cost.attention_seconds(CPU, slides, 0, "f16", 100, 2, panels=True)
+    assert found == pytest.approx(wanted - saved, rel=1e-9)
+    post = replace(model, config=replace(model.config, norm_order="post"))
+    found = cost.attention_seconds(CPU, post, 0, "f16", 100, 2, panels=True)
+    assert found == pytest.approx(wanted + 2e-6 * CPU.op_us, rel=1e-9), "norms that stand alone"
+    head = model.head.stored / (1e9 * GPU.dense_gb_s["F16"]) + 1e-6 * GPU.op_us
+    assert cost.end_seconds(GPU, model, panels=False) == pytest.approx(head, rel=1e-12)
+
+
+def test_bytes_that_are_read() -> None:
+    model = small()
+    first, down = model.bundles.gate_bytes, model.bundles.down_bytes
+    assert cost.neuron_bytes(model.bundles, "all").tolist() == [2 * first + down, 0, 0, 0]
+    assert cost.neuron_bytes(model.bundles, "exact").tolist() == [first, 0, first, down]
+    assert cost.neuron_bytes(model.bundles, "predicted").tolist() == [0, first, first, down]
+    assert cost.neuron_bytes(small(gated=False).bundles, "exact").tolist() == [first, 0, 0, down]

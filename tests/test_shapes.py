@@ -1,0 +1,183 @@
+"""Sizes of models from their configurations: parameters that are known, bytes as the engine's layouts have them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_files import PLAIN, family_gguf, plain_folder, tiny_config, tiny_folder, tiny_gguf
+from sparse_models import give_bundles, give_predictor, tiny_llama
+
+from powerinfer.config import EngineConfig
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.pack import open_bundles
+from powerinfer.formats.predictor_file import open_predictor
+from powerinfer.kernels import cpu
+from powerinfer.models import load
+from powerinfer.placement import shapes
+from powerinfer.placement.power_law import FAMILIES
+from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
+
+PUBLISHED = {  # as their authors count them, in 1e9
+    "opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 175, "falcon-7b": 7, "falcon-40b": 41,
+    "llama-7b": 6.74, "llama-13b": 13.0, "llama-70b": 69.0, "llama-70b-swiglu": 69.0, "bamboo-7b": 7.24,
+    "mistral-7b": 7.24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_of_published_models(name: str) -> None:
+    model = described_model(SHAPES[name].config, "f16")
+    digits = len(str(PUBLISHED[name]).partition(".")[2])
+    assert round(model.parameters / 1e9, digits) == PUBLISHED[name]
+
+
+def test_opt_175b_to_the_byte() -> None:
+    """96 layers of 12288, 4 x 12288 neurons, a vocabulary of 50272, 2048 + 2 positions."""
+    model = described_model(SHAPES["opt-175b"].config, "f16")
+    assert sum(one.stored for one in model.attention[0]) == 4 * 12288 * 12288 * 2
+    assert model.bundles.stride == 2 * 2 * 12288 and len(model.attention) == 96
+    assert sum(one.stored for one in model.ffn[0]) == model.config.d_ff * model.bundles.stride
+    assert model.tables == 2 * 12288 * (50272 + 2050) and model.head.stored == 2 * 12288 * 50272
+    assert model.kv_bytes("f16", 2048, 1) == 2048 * 2 * 2 * 12288
+    assert model.kv_bytes("f16", 2049, 2) == 2 * (2048 + cpu.PAGE) * 2 * 2 * 12288, "whole pages"
+    # two norms and the biases of q, k, v, o, up and down of each layer, and the final norm
+    assert model.vectors == 4 * (96 * (2 * 2 * 12288 + 4 * 12288 + 49152 + 12288) + 2 * 12288)
+
+
+def test_types() -> None:
+    config = SHAPES["llama-7b"].config
+    bits = {dtype: described_model(config, dtype).ffn[0][0].stored * 8 / (11008 * 4096) for dtype in shapes.DTYPES}
+    assert bits == {"f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5}
+    quantised = described_model(config, "q4_0").bundles
+    assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q8_0"), "as pack makes them"
+    odd = described_model(replace(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
+    assert odd.bundles.gate_type == "F16" and not odd.predictors, "rows that are not whole blocks"
+
+
+@pytest.mark.parametrize(("name", "share"), [("opt-66b", 0.0488), ("llama-70b", 0.0808), ("opt-30b", 0.0709)])
+def test_predictors_of_described_models_have_the_papers_share(name: str, share: float) -> None:
+    model = described_model(SHAPES[name].config, "f16", name, SHAPES[name].predictor)
+    weights = sum(one.stored for pair in model.predictors for one in pair) * 32 / 34
+    assert weights / model.parameters == pytest.approx(share, rel=0.05), "whole blocks"
+    small = described_model(SHAPES[name].config, "q4_0", name, 0.5)
+    own = sum(one.stored for layer in (*small.attention, *small.ffn) for one in layer) + small.tables
+    assert sum(one.stored for pair in small.predictors for one in pair) <= shapes.MOST_PREDICTOR * own
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *PLAIN])
+def test_a_checkpoint_is_its_configuration(tmp_path: Path, architecture: str) -> None:
+    """Headers and configuration agree, and both with what the engine's executor really packs."""
+    if architecture in PLAIN:
+        path = plain_folder(tmp_path / "model", architecture)
+    else:
+        path = tiny_folder(
+            tmp_path / "model", architecture, dtype="F16", biases="qkv" if architecture == "qwen2" else ""
+        )
+    checkpoint = open_checkpoint(path)
+    model = checkpoint_model(checkpoint)
+    described = described_model(checkpoint.config, "f16", model.name)
+    assert model.fingerprint == checkpoint.fingerprint
+    assert replace(described, predictors=(), fingerprint=model.fingerprint) == replace(model, predictors=())
+    executor = load(open_checkpoint(path), EngineConfig(threads=1))
+    matrices = [one for layer in (*model.attention, *model.ffn) for one in layer] + [model.head, *model.projections]
+    rows = 2 * model.config.d_model * (2 if model.config.positions == "learned" else 1)  # of the tables, looked up
+    assert executor.bytes_per_token == sum(one.panels for one in matrices) + rows
+    for layer in range(model.config.n_layers):
+        assert executor.ffn_bytes(layer) == sum(one.panels for one in model.ffn[layer])
+
+
+def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:
+    path = give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+    checkpoint = open_checkpoint(path)
+    model = checkpoint_model(checkpoint)
+    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+    assert model.bundles == bundles.layout
+    assert model.bundles.stride * model.config.d_ff * model.config.n_layers == bundles.nbytes
+    assert sum(one.stored for pair in model.predictors for one in pair) == open_predictor(checkpoint).nbytes
+    assert model.named == (shapes.NAMED,) * model.config.n_layers
+
+
+def test_a_predictor_that_the_file_brings_along(tmp_path: Path) -> None:
+    path = family_gguf("falcon", published=True).write(tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(path)
+    own = [entry for entry in checkpoint.tensor_list() if ".predictor_" in entry[0]]
+    assert own and sum(one.stored for pair in checkpoint_model(checkpoint).predictors for one in pair) == sum(
+        nbytes for *_, nbytes in own
+    )
+
+
+def test_a_quantised_checkpoint(tmp_path: Path) -> None:
+    path = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    plain = checkpoint_model(open_checkpoint(path))
+    quantised = checkpoint_model(open_checkpoint(path, quantize="q8_0"))
+    assert plain.weight_type == "F32" and quantised.weight_type == "Q8_0"
+    assert quantised.attention[0][0].stored * 4 * 32 == plain.attention[0][0].stored * 34
+
+
+@pytest.mark.parametrize(
+    ("training", "wanted"),
+    [
+        (None, (2.0, 2.0)),
+        ({"layers": [{"candidate_fraction": 0.3, "active_fraction": 0.1}] * 2}, (3.0, 3.0)),
+        ({"layers": [{"candidate_fraction": 0.3, "active_fraction": 0.1}]}, (2.0, 2.0)),
+        ({"layers": [{"candidate_fraction": 0.05, "active_fraction": 0.1}, {"candidate_fraction": "x"}]}, (1.0, 2.0)),
+        ({"layers": [{"candidate_fraction": float("nan"), "active_fraction": 0.1}, 7]}, (2.0, 2.0)),
+        ({"layers": [{"candidate_fraction": 0.1, "active_fraction": 0}, None]}, (2.0, 2.0)),
+        ([], (2.0, 2.0)),
+    ],
+)
+def test_what_training_says_of_named_neurons(training: object, wanted: tuple[float, ...]) -> None:
+    assert shapes._named(training, (2.0, 2.0)) == pytest.approx(wanted)
+
+
+def test_scratch_is_what_the_engine_takes_or_more(tmp_path: Path) -> None:
+    """Against the buffers of csrc/program.cpp, written out."""
+    config = SHAPES["llama-7b"].config
+    model = described_model(config, "f16")
+    x, qkv, attended, gate_up, rope = 4096, 3 * 4096, 4096, 2 * 11008, 128
+    forms = (4 + 2 + 1 + 2 * 4 / 32 + 2 / 16) * (4096 + 11008)
+    wanted = 512 * (4 * (x + qkv + attended + gate_up + rope) + forms) + 4 * 32000
+    assert model.scratch_bytes(512, 1, forms=True) == pytest.approx(wanted, rel=0.001)
+    assert model.scratch_bytes(512, 1, forms=False) < model.scratch_bytes(512, 1, forms=True)
+
+
+def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
+    assert find_shape("OPT-175B").config.n_layers == 96
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config("llama", hidden_act="relu")))
+    for given in (str(file), str(tmp_path)):
+        found = find_shape(given)
+        assert found.config.activation == "relu" and found.law == FAMILIES["reglu-7b"]
+    with pytest.raises(RequestError, match=r"neither a config.json nor one of opt-6.7b, "):
+        find_shape("mixtral-8x7b")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[]", "not a JSON object"),
+        ("{", "config.json"),
+        (json.dumps({"architectures": ["MixtralForCausalLM"]}), "not supported"),
+        (json.dumps(tiny_config("llama") | {"hidden_size": 1 << 40}), "hidden_size"),
+        (json.dumps(tiny_config("llama") | {"num_hidden_layers": 4000, "intermediate_size": 1 << 20}), "more than can"),
+        (json.dumps(tiny_config("llama") | {"num_key_value_heads": 3}), "cannot share"),
+        ('{"a": 1' + " " * (1 << 20) + "}", "too large"),
+    ],
+)
+def test_configurations_that_will_not_do(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises((ModelError, RequestError), match=why):
+        find_shape(str(file))
+
+
+def test_the_law_of_a_family() -> None:
+    for name, shape in SHAPES.items():
+        known = shapes.law_of(shape.config)
+        assert (known.active >= 0.1) == shape.config.gated, name
+        assert np.isfinite(known.hot)
