@@ -232,7 +232,7 @@ def test_no_budget_is_exceeded_by_a_byte(
 
 def test_the_order_of_claim() -> None:
     """Attention with its cache, predictors, head, neurons: each moves in when the VRAM for all before it is there."""
-    request = request_of(small_model(d_ff=200))
+    request = request_of(small_model(d_ff=200), hardware=machine(4 * GIB, sync_us=3))
     (_, attention), (_, predictors), (_, head) = budget.dense_on_gpu(request)
     stride, layers = request.model.bundles.stride, 3
     vectors = request.model.vectors
