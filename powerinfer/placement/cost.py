@@ -160,7 +160,8 @@ def predictor_seconds(device: Device, model: Model, layer: int, panels: bool) ->
 
 def end_seconds(device: Device, model: Model, panels: bool) -> float:
     """Output head, with what projects its input."""
-    return matrix_seconds(device, (model.head, *model.projections), panels) + 1e-6 * device.op_us
+    head = device.head_seconds(model.head.type, model.head.panels if panels else model.head.stored)
+    return head + matrix_seconds(device, model.projections, panels) + 1e-6 * device.op_us
 
 
 @dataclass(frozen=True, eq=False)

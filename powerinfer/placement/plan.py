@@ -30,7 +30,7 @@ from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.neurons import Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib
-from powerinfer.placement.hardware import Hardware
+from powerinfer.placement.hardware import Device, Hardware
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
@@ -314,7 +314,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     config, cpu, gpu = model.config, hardware.cpu, hardware.gpu
     expected = cost.expected(request.profile, orders, config, model.named, request.batch, GROUP)
     if not claims.gpu_layers:
-        cpu = cpu.warm(_step_bytes(request, expected))
+        cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
     sync = 1e-6 * hardware.sync_us
     attention = np.zeros(layers)
@@ -351,15 +351,15 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         each = np.add.reduceat(request.profile.counts[layer][order], np.arange(groups) * GROUP)
         mass[layer, 1:] = np.cumsum(each)
     work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
-    return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims), mass, work)
+    return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims, cpu), mass, work)
 
 
-def _ends(request: PlanRequest, claims: Claims) -> float:
-    """Embedding, head, and the ways between the devices: a token's row in, the last layer's to the CPU, logits back."""
+def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:
+    """Head, embedding, and the ways between the devices: a token's row in, the last layer's to the CPU, logits back."""
     model, hardware = request.model, request.hardware
     on_gpu = hardware.gpu is not None and claims.gpu_head
-    head = hardware.gpu if hardware.gpu is not None and on_gpu else hardware.cpu
-    seconds = cost.end_seconds(head, model, panels=not on_gpu) + 1e-6 * hardware.cpu.op_us
+    head = hardware.gpu if hardware.gpu is not None and on_gpu else cpu
+    seconds = cost.end_seconds(head, model, panels=not on_gpu) + 1e-6 * cpu.step_us
     if claims.gpu_layers:
         seconds += 2e-6 * hardware.sync_us
     if on_gpu:
@@ -367,13 +367,15 @@ def _ends(request: PlanRequest, claims: Claims) -> float:
     return seconds
 
 
-def _step_bytes(request: PlanRequest, expected: cost.Expected) -> float:
+def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -> float:
     """Bytes that a step without a GPU reads: dense matrices, keys and values, and the FFNs' on the selector's way."""
     model = request.model
     dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
     kv = model.config.n_layers * model.kv_bytes(request.kv_type, request.past, request.batch)
     if request.selector == "predicted":
         dense += sum(one.panels for pair in model.predictors for one in pair)
+    if request.selector == "all" and claims.panels:
+        return float(dense + kv + sum(one.panels for layer in model.ffn for one in layer))
     return float(dense + kv + (expected.all @ cost.neuron_bytes(model.bundles, cost.WAYS[request.selector][0])).sum())
 
 

@@ -1,0 +1,145 @@
+"""Write the tables of docs/hardware.md: machines that come with the package, and the newest result of plan_check.py.
+
+python benchmarks/plan_table.py [--check]     --check: only say whether the tables are up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from table import ROOT, newest
+
+from powerinfer.placement.hardware import Device, load, ready_made
+
+PAGE = ROOT / "docs/hardware.md"
+Case = tuple[str, str, float | None]  # model, selector, share of the neurons on a stood-in GPU
+
+
+def cases(document: dict[str, Any]) -> dict[Case, list[dict[str, Any]]]:
+    """The rounds of every case, without those in which other programs ran, where there are others."""
+    found: dict[Case, list[dict[str, Any]]] = {}
+    for one in document["rounds"]:
+        for selector, result in one["selectors"].items():
+            for each in result if one["stand_in"] else [result]:
+                found.setdefault((one["model"], selector, each.get("share")), []).append(each)
+    return {case: [one for one in rounds if one["quiet"]] or rounds for case, rounds in found.items()}
+
+
+def off(rounds: list[dict[str, Any]], part: str = "") -> float:
+    """Median over the rounds of predicted by measured, less 1."""
+    return median(one[f"predicted_{part}ms"] / one[f"measured_{part}ms"] for one in rounds) - 1
+
+
+def middle(rounds: list[dict[str, Any]], name: str) -> str:
+    value = median(one[name] for one in rounds)
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def heading(document: dict[str, Any]) -> Iterator[str]:
+    cpu = document["cpu"]
+    yield (
+        f"{document['date'][:10]}, commit {document['commit']}, {document['rounds'][0]['threads']} threads on "
+        f"{cpu['cores']} cores of {cpu['name']} ({', '.join(cpu['units'])}). Milliseconds a token, medians of the "
+        "rounds; in each round the machine was measured anew, and off is the median of predicted by measured."
+    )
+
+
+def alone_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
+    yield "| model | selector | layers by the way they went | rounds | measured | predicted | off |"
+    yield "|---|---|---|---|---|---|---|"
+    for (model, selector, share), rounds in sorted(found.items(), key=lambda item: item[0][:2]):
+        if share is None:
+            ways = ", ".join(f"{way} {count}" for way, count in rounds[-1]["ways"].items())
+            cells = [model, f"`{selector}`", ways, str(len(rounds))]
+            cells += [middle(rounds, "measured_ms"), middle(rounds, "predicted_ms"), f"{100 * off(rounds):+.0f} %"]
+            yield "| " + " | ".join(cells) + " |"
+
+
+def stand_in_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
+    yield (
+        "| model | selector | neurons on the GPU | of the activations | rounds | token: measured | predicted | off "
+        "| the CPU's FFNs: measured | predicted | off |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for (model, selector, share), rounds in sorted(found.items(), key=lambda item: (*item[0][:2], item[0][2] or 0)):
+        if share is not None:
+            cells = [model, f"`{selector}`"]
+            cells += [
+                f"{100 * median(one[name] for one in rounds):.0f} %" for name in ("neurons_on_gpu", "mass_on_gpu")
+            ]
+            cells.append(str(len(rounds)))
+            for part in ("", "cpu_"):
+                cells += [middle(rounds, f"{kind}_{part}ms") for kind in ("measured", "predicted")]
+                cells.append(f"{100 * off(rounds, part):+.0f} %")
+            yield "| " + " | ".join(cells) + " |"
+
+
+def summary(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
+    """How many cases came how near."""
+    for name, wanted in (("for the CPU alone", False), ("with a GPU stood in for", True)):
+        offs = [abs(off(rounds)) for (_, _, share), rounds in found.items() if (share is not None) == wanted]
+        if offs:
+            near = [sum(one <= most for one in offs) for most in (0.1, 0.2)]
+            yield (
+                f"- {name}: {near[0]} of {len(offs)} predictions within 10 %, {near[1]} within 20 %, the worst "
+                f"{100 * max(offs):.0f} % off"
+            )
+
+
+def predictions() -> str:
+    document = newest("plan")
+    if document is None:
+        sys.exit("no result of benchmarks/plan_check.py")
+    found = cases(document)
+    blocks = (heading(document), alone_rows(found), stand_in_rows(found), summary(found))
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def rates(device: Device) -> str:
+    """Dense and scattered, of the types that differ."""
+
+    def range_of(values: list[float]) -> str:
+        low, high = min(values), max(values)
+        return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+    return f"{range_of(list(device.dense_gb_s.values()))} / {range_of(list(device.bundle_gb_s.values()))}"
+
+
+def machines() -> str:
+    rows = [
+        "| name | CPU, threads | RAM, GiB | dense / scattered, GB/s | GPU | VRAM, GiB | dense / scattered, GB/s "
+        "| between them, GB/s | 4 KiB / 1 MiB reads, GB/s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in ready_made():
+        one = load(name)
+        assert one.gpu is not None and one.disk is not None
+        cells = [f"`{name}`", f"{one.cpu.name}, {one.cpu.threads}", f"{one.cpu.memory_bytes >> 30}", rates(one.cpu)]
+        cells += [one.gpu.name, f"{one.gpu.memory_bytes >> 30}", rates(one.gpu), f"{one.copy_gb_s:g}"]
+        cells.append(f"{one.disk.rate(4096) / 1e9:.2g} / {one.disk.rate(1 << 20) / 1e9:.2g}")
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    changed = text = PAGE.read_text()
+    for name, body in {"machines": machines(), "predictions": predictions()}.items():
+        markers = re.compile(rf"(<!-- {name} table: begin -->\n).*?(<!-- {name} table: end -->)", re.DOTALL)
+        if not markers.search(text):
+            sys.exit(f"{PAGE.name} has no markers of the {name} table")
+        changed = markers.sub(lambda found, body=body: found[1] + body + found[2], changed)
+    if arguments.check:
+        sys.exit(0 if changed == text else f"the tables in {PAGE.name} are not made from the newest results")
+    PAGE.write_text(changed)
+
+
+if __name__ == "__main__":
+    main()
