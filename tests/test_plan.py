@@ -116,11 +116,9 @@ def impact_of(request: PlanRequest) -> np.ndarray:
     ).astype(np.float64)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 3), st.sampled_from([200, 256]), st.integers(0, 12), st.floats(0, 100))
 @pytest.mark.parametrize("selector", ["all", "exact", "predicted"])
 def test_a_step_on_the_cpu_alone(selector: str) -> None:
-    """Layers, head and the step's own time; where the cache holds what it reads, everything but rows' times is faster."""
+    """Layers, head and the step's own time; what a step reads comes faster where the cache holds it."""
     request = request_of(small_model(), selector=selector, vram=0)
     cpu = replace(request.hardware.cpu, row_ns=dict.fromkeys(request.hardware.cpu.row_ns, 0.0), sparse_us=0.0)
     head = request.model.head
@@ -137,6 +135,8 @@ def test_a_step_on_the_cpu_alone(selector: str) -> None:
     assert seconds(cache_bytes=1, cache_gain=4.0) == pytest.approx(seconds())
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 3), st.sampled_from([200, 256]), st.integers(0, 12), st.floats(0, 100))
 def test_ilp_by_brute_force_over_all_sets_of_groups(seed: int, layers: int, d_ff: int, room: int, sync: float) -> None:
     """Every subset of the groups: the most activations of those that hold the capacity and Ineq. 4, 7 and 8."""
     model = small_model(layers, d_ff)
