@@ -136,3 +136,18 @@ class PlanConfig:
     )
     seed: int = option(0, "of the policy random", metavar="N")
     time_limit: float = option(10.0, "seconds for the solver", metavar="X")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How predictors are trained. Field names are the Python keyword arguments and, with dashes, the flags."""
+
+    recall: float = option(0.99, "share of the firing neurons that each layer's predictor is to name", metavar="X")
+    lost: float = option(0.03, "share of all neurons that a layer may name in vain; decides its size", metavar="X")
+    share: float = option(0.10, "the most that all predictors may take together, of the model's bytes", metavar="X")
+    type: str = option("auto", "type of their weights; auto: q8_0 where it can be", choices=("auto", "q8_0", "f16"))
+    device: str = option("auto", "what trains; auto: a GPU where torch has one", choices=("auto", "cpu", "cuda"))
+    steps: int = option(3000, "most steps of training for a size of a layer; 0: low rank only", metavar="N", least=0)
+    batch: int = option(256, "tokens of a step", metavar="N")
+    lr: float = option(0.03, "rate of learning, of the size of the weights", metavar="X")
+    seed: int = option(0, "seed of what is random", metavar="N", least=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import struct
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import pytest
 from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama
 from test_cli import COMMAND, error_line, powerinfer
 
-from powerinfer.cli.main import main
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.report import plots, writing
@@ -39,17 +37,11 @@ def a_plan(**changes: Any) -> dict[str, Any]:
     layer = {"layer": 0, "gpu": 64, "cpu": 24, "disk": 8, "mass_on_gpu": 0.75}
     document = {
         "model": "Tiny",
-        "fingerprint": "",
-        "profile": "",
         "fits": True,
         "policy": "time",
-        "selector": "exact",
-        "context": 128,
-        "batch": 1,
-        "budgets": {"vram": 20000, "ram": 40000},
         "hardware": "pc-high",
         "mass_on_gpu": 0.75,
-        "bytes": {"gpu": {"attention": 4000, "ffn": 9000}, "cpu": {"ffn": 3000}, "disk": {"ffn": 1000}},
+        "bytes": {"gpu": {"attention": 4000, "neurons": 9000}, "cpu": {"neurons": 3000}, "disk": {"neurons": 1000}},
         "layers": [layer | {"layer": n, "seconds": {"gpu": 1e-5, "cpu": 2e-5, "sync": 1e-6}} for n in range(2)],
         "predicted": {"decode_tok_s": 12.5, "policies": {"greedy": {"decode_tok_s": 11.0, "mass_on_gpu": 0.7}}},
         "reasons": ["8 neurons a layer rest on the disk"],
@@ -280,7 +272,7 @@ def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path) -> None
             hardware=HOSTILE,
             policy=HOSTILE,
             reasons=[HOSTILE],
-            bytes={tier: {HOSTILE: 5, "ffn": 9} for tier in ("gpu", "cpu", "disk")},
+            bytes={tier: {HOSTILE: 5, "neurons": 9} for tier in ("gpu", "cpu", "disk")},
             predicted={"decode_tok_s": 1.0, "policies": {HOSTILE: {"decode_tok_s": 1.0, "mass_on_gpu": 0.5}}},
         )
     )
@@ -436,60 +428,6 @@ def test_profiles_of_any_shape_are_drawn(shape: tuple[int, int]) -> None:
     for profile in (profile_of(*shape), silent):
         for draw in (plots.draw_cumulative, plots.draw_heat_map, lambda fig, one: plots.draw_sparsity(fig, one, None)):
             is_a_plot(plots.png(lambda figure, draw=draw, one=profile: draw(figure, one)))
-
-
-# ---------------------------------------------------------------- plans that are kept
-
-
-def test_the_newest_plan_is_shown_while_it_holds(
-    tmp_path: Path, undrawn: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = give_profile(give_bundles(tiny_llama(tmp_path / "tiny.gguf")))
-
-    def plan(*flags: str) -> dict[str, Any]:
-        assert main(["plan", "-m", str(path), "--hardware", "pc-8gb", "--selector", "exact", *flags, "--json"]) == 0
-        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
-
-    first = plan()
-    found = findings(open_checkpoint(path)).plan
-    assert found.value is not None and found.value.document == {k: v for k, v in first.items() if k != "assumed"}
-    second = plan("--vram", "2GiB", "--batch", "3")
-    os.utime(first["path"], ns=(1, 1))
-    found = findings(open_checkpoint(path)).plan
-    assert str(found.path) == second["path"] and found.value is not None and found.value.batch == 3
-    reader = read(write_report(findings(open_checkpoint(path)), tmp_path / "out").page)
-    assert "with 2 GiB of VRAM" in reader.text and "for 3 requests" in reader.text
-
-    main(["inspect", "-m", str(path), "--json"])
-    shown = json.loads(capsys.readouterr().out)["prepared"]["plan"]
-    assert (shown["batch"], shown["mass_on_gpu"], shown["stale"]) == (3, second["mass_on_gpu"], None)
-    main(["inspect", "-m", str(path)])
-    assert re.search(r"^plan +2 GiB of VRAM and .* tokens/s predicted", capsys.readouterr().out, re.MULTILINE)
-
-    give_profile(path, seed=8)
-    found = findings(open_checkpoint(path)).plan
-    assert found.value is None and "made from another profile" in str(found.stale)
-    main(shlex.split(found.command)[1:])
-    renewed = findings(open_checkpoint(path)).plan
-    assert renewed.value is not None and renewed.value.batch == 3 and renewed.value.budgets["gpu"] == 2 << 30
-    assert renewed.path != found.path, "the command that is named makes the same plan anew"
-    tiny_llama(path, "relu2")
-    stale = [one.stale for one in findings(open_checkpoint(path))]
-    assert all("another model" in str(why) for why in stale if why) and len([why for why in stale if why]) == 3
-
-
-def test_damaged_plans_are_stale(tmp_path: Path, undrawn: None) -> None:
-    path = give_profile(tiny_llama(tmp_path / "tiny.gguf"))
-    kept = Path(f"{path}.powerinfer/plan-0123456789abcdef.json")
-    for content in (b"", b"[1]", b'{"layers": 3}', b"\0" * 100, json.dumps(a_plan(fits=7)).encode()):
-        kept.write_bytes(content)
-        found = findings(open_checkpoint(path))
-        assert found.plan.value is None and str(kept) in str(found.plan.stale)
-        reader = read(write_report(found, tmp_path / "out").page)
-        assert f"powerinfer plan -m {path}" in reader.text
-    kept.unlink()
-    kept.mkdir()
-    assert findings(open_checkpoint(path)).plan.value is None
 
 
 # ---------------------------------------------------------------- the command

@@ -19,6 +19,7 @@ VERBS = {
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity, eval agreement",
     "pack": "lay out the neurons of a model for sparse decoding",
+    "train": "train predictors of which neurons will fire",
     "measure": "measure how fast this machine decodes, for plans",
     "report": "write a page of what was found out about a model",
     "plan": "decide what rests on the GPU, in RAM and on disk",

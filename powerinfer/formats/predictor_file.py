@@ -6,7 +6,7 @@ blocks are stored as U8 [rows, row_bytes].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from powerinfer.neurons import Predictor
 PREDICTOR_TYPES = ("F16", "BF16", "F32", "Q8_0")
 """The types that a predictor's weights can have."""
 
+FIGURES = ("recall", "precision", "candidate_fraction", "active_fraction", "svd_recall", "svd_candidate_fraction")
+"""What is told of each layer that was trained, shares from 0 to 1, on samples that were held out."""
+
 _MAX_THRESHOLD = 1e6  # z is of the size of a logit
 
 
@@ -39,11 +42,15 @@ class LayerPredictor:
 
 @dataclass(frozen=True)
 class PredictorFile:
-    """The predictors of a model, one a layer, mapped; `file.check()` is to be asked before the weights are read."""
+    """The predictors of a model, one a layer, mapped; `file.check()` is to be asked before the weights are read.
+
+    training: how they were trained and what they reach, as docs/train.md describes it; None where nothing is told.
+    """
 
     type: str
     layers: tuple[LayerPredictor, ...]
     file: MappedFile
+    training: dict[str, Any] | None = None
 
     @property
     def path(self) -> Path:
@@ -88,7 +95,10 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         layers.append(LayerPredictor(predictor, *weights))
     if tensors:
         raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
-    return PredictorFile(type_name, tuple(layers), file)
+    training = description.get("training")
+    if training is not None and not _is_training(training, config.n_layers):
+        raise place.bad("does not tell how its layers were trained")
+    return PredictorFile(type_name, tuple(layers), file, training)
 
 
 def write_predictor(
@@ -97,13 +107,14 @@ def write_predictor(
     type_name: str,
     layers: Sequence[Predictor],
     weights: Iterable[tuple[Floats, Floats]],
+    training: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the predictors of a model; the path of the file.
 
     layers: one for each layer; weights: of each layer in order, inner [rank, d_model] and outer [d_ff, rank], float32,
     taken from the iterable one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0, d_model and
-    the ranks must be multiples of 32. ModelError for values that the type cannot hold, PowerInferError if the file
-    cannot be written.
+    the ranks must be multiples of 32. training: what `PredictorFile.training` will be, values of JSON. ModelError for
+    values that the type cannot hold, PowerInferError if the file cannot be written.
     """
     config = checkpoint.config
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
@@ -112,6 +123,7 @@ def write_predictor(
         "d_ff": config.d_ff,
         "type": type_name,
         "layers": [{**asdict(one), "threshold": float(one.threshold)} for one in layers],
+        **({} if training is None else {"training": dict(training)}),
     }
     names = [list(_shapes(n, one.rank, config.d_model, config.d_ff)) for n, one in enumerate(layers)]
     tensors = [(name, *_stored(type_name, shape)) for pair in names for name, shape in pair]
@@ -136,6 +148,27 @@ def _stored(type_name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int
     """(dtype, shape) of weights in a safetensors file, which knows no blocks; ValueError for rows of broken blocks."""
     kind = block_type(type_name)
     return (type_name, shape) if kind.block == 1 else ("U8", (shape[0], kind.row_bytes(shape[1])))
+
+
+def _is_training(told: Any, n_layers: int) -> bool:
+    """Whether it can be shown: a line of figures for each layer."""
+    if type(told) is not dict or type(told.get("layers")) is not list or len(told["layers"]) != n_layers:
+        return False
+    if not all(_is_share(told.get(name)) for name in ("recall_target", "share_of_model")):
+        return False
+    if type(told.get("held_out_tokens")) is not int:
+        return False
+    return all(
+        type(one) is dict
+        and type(one.get("rank")) is int
+        and type(one.get("method")) is str
+        and all(_is_share(one.get(name)) for name in FIGURES)
+        for one in told["layers"]
+    )
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
 
 
 def _described(one: Any, block: int, d_ff: int) -> Predictor | None:

@@ -269,7 +269,6 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
 # What people tell apart, of the parts that a plan counts; what is none of these is "other".
 PARTS = {
     "neurons": ("neurons", _GREEN),
-    "dense": ("neurons once more, for prompts", "#8fd9c4"),
     "attention": ("attention", _PURPLE),
     "ends": ("embedding, output head", _ORANGE),
     "kv": ("keys and values", _SKY),

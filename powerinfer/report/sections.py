@@ -53,11 +53,6 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1e3:.3g} kB"
 
 
-def gib(nbytes: float) -> str:
-    """Memory for people."""
-    return f"{nbytes / 2**30:.3g} GiB"
-
-
 # ---------------------------------------------------------------- activations
 
 
@@ -175,7 +170,7 @@ def _sizes(predictor: PredictorFile) -> list[int]:
 # ---------------------------------------------------------------- placements
 
 _PARTS = {
-    "ffn": "neurons", "panels": "dense", "attention": "attention", "embedding": "ends", "head": "ends", "kv": "kv",
+    "neurons": "neurons", "ffn": "neurons", "attention": "attention", "embedding": "ends", "head": "ends", "kv": "kv",
     "predictor": "predictor",
 }  # fmt: skip
 
@@ -184,11 +179,9 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
     """What a plan decided, and what it expects."""
     section = Section("Placement")
     section.paragraphs.append(
-        f"On {plan.hardware}, with {gib(plan.budgets['gpu'])} of VRAM and {gib(plan.budgets['cpu'])} of RAM, for "
-        f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context, selector "
-        f"{plan.selector}, policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the "
-        f"GPU, and {plan.decode_tok_s:.3g} tokens a second are predicted."
-        + ("" if plan.fits else " Not everything fits; what does not is read from disk.")
+        f"{'It fits.' if plan.fits else 'It does not fit.'} Policy {plan.policy}, on {plan.hardware}: "
+        f"{percent(plan.mass_on_gpu)} of the activations are computed on the GPU, and {plan.decode_tok_s:.3g} tokens a "
+        "second are predicted."
     )
     section.paragraphs += plan.reasons
     tiers: dict[str, dict[str, int]] = {}
@@ -202,7 +195,7 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
         section,
         "bytes",
         "Bytes in each memory, by what they are for.",
-        lambda figure: plots.draw_bytes(figure, tiers, plan.budgets),
+        lambda figure: plots.draw_bytes(figure, tiers, {}),
     )
     drawn.add(
         section,

@@ -1,0 +1,97 @@
+"""Train predictors: small networks that name the neurons of a layer that will fire, before they are computed.
+
+They learn from the samples that `powerinfer profile` takes, a tenth of which is held out. A layer's size is the
+smallest at which its predictor names --recall of the firing neurons and at most --lost of all neurons in vain; all
+together stay below --share of the model's bytes. Beside each stands the best predictor of low rank of the same size,
+which needs no training and is taken where it is as good. A run that is stopped goes on where it was.
+
+JSON: path, bytes, share_of_model, type, recall, candidate_fraction, active_fraction (means of the layers),
+recall_target, held_out_tokens, layers (each: rank, recall, precision, candidate_fraction, active_fraction, method,
+steps, svd_recall, svd_candidate_fraction, svd_form), seconds, resumed (sizes of layers that an earlier run had
+finished), notes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.config import EngineConfig, TrainConfig
+from powerinfer.formats.predictor_file import FIGURES
+
+if TYPE_CHECKING:
+    from powerinfer.formats.predictor_file import PredictorFile
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    model_flag(parser)
+    parser.add_argument("--force", action="store_true", help="train even if the predictors are up to date")
+    config_flags(parser, TrainConfig, "training")
+    config_flags(parser, EngineConfig, "engine", only=("threads", "quantize", "prepared"))
+
+
+def execute(args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.formats.hub import resolve_model
+    from powerinfer.sparsity.training import current, train
+
+    engine, config = config_from(args, EngineConfig), config_from(args, TrainConfig)
+    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    file = None if args.force else current(checkpoint, engine.prepared, config)
+    trained = None
+    if file is None:
+        with Bar() as bar:
+            trained = train(checkpoint, engine.prepared, config, bar, engine.threads)
+        file = trained.file
+    document = describe(file)
+    document["seconds"] = trained.seconds if trained else 0.0
+    document["resumed"] = trained.resumed if trained else 0
+    document["notes"] = list(trained.notes) if trained else []
+    for line in table(file.training):
+        out.line(line)
+    size = f"{document['bytes'] / 1e6:.2f} MB of {file.type}"
+    out.line(f"{document['path']}: {size}, {document['share_of_model']:.1%} of the model")
+    if trained:
+        earlier = f", {trained.resumed} sizes by an earlier run" if trained.resumed else ""
+        out.line(f"trained in {trained.seconds:.1f} s{earlier}")
+    else:
+        out.line("up to date; nothing was done (--force trains anew)")
+    for note in document["notes"]:
+        out.note(note)
+    out.document(document)
+    return 0
+
+
+def describe(file: PredictorFile) -> dict[str, Any]:
+    """Trained predictors as a document."""
+    told = file.training or {}
+    layers = told.get("layers", [])
+    shown = ("recall", "candidate_fraction", "active_fraction")
+    means = {name: _mean(layers, name) if layers else None for name in shown}
+    names = ("recall_target", "held_out_tokens", "share_of_model", "layers")
+    return {"path": str(file.path), "bytes": file.nbytes, "type": file.type, **means, **{n: told.get(n) for n in names}}
+
+
+def table(training: Mapping[str, Any] | None) -> list[str]:
+    """What each layer's predictor reaches on held-out samples, for people, from `PredictorFile.training`."""
+    layers = (training or {}).get("layers", [])
+    if not layers:
+        return []
+    lines = ["layer  rank  method    recall    precision  candidates  active    svd: recall  candidates"]
+    for number, one in enumerate(layers):
+        lines.append(f"{number:>5}  {one['rank']:>4}  {one['method']:<8}  {_shares(one)}")
+    means = {name: _mean(layers, name) for name in FIGURES}
+    rank = round(sum(one["rank"] for one in layers) / len(layers))
+    return [*lines, f" mean  {rank:>4}            {_shares(means)}"]
+
+
+def _shares(one: Mapping[str, float]) -> str:
+    widths = (6, 9, 10, 6, 11, 10)
+    return "  ".join(f"{one[name]:>{width}.2%}" for name, width in zip(FIGURES, widths, strict=True))
+
+
+def _mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(one[name] for one in layers) / len(layers)

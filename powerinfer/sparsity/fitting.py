@@ -1,0 +1,571 @@
+"""The predictor of one layer: fitted to samples of what the layer reads and which of its neurons fire.
+
+A predictor is z = out . relu(in . r), r the residual stream before the FFN's norm, and names the neurons whose z
+reaches a threshold (PowerInfer, arXiv 2312.12456). It has no biases, so it is homogeneous: z(s r) = s z(r) for s > 0.
+Whether a neuron fires does not change with the length of r either, because a norm divides by it. So a predictor
+is fitted on r / scale(r), the norm's divisor, and works on r itself; only its threshold is not free of the length, and
+is therefore held near 0 in training.
+
+Two ways to weights:
+
+- low rank, without training ("svd"). A neuron fires when its margin, linear in r / scale(r), is positive. Margins in
+  units of their standard deviation are approximated with least mean squared error over the samples (SVD of G C^(1/2), C
+  the covariance). A linear direction v costs two units, relu(v . r) - relu(-v . r), or, where one direction u has
+  u . r = scale(r) nearly (the residual streams of language models have one), one unit that never closes,
+  relu((v + c u) . r) - c u . r, and the second term is shared by all directions. The same u carries offsets.
+- training from there: gradient descent on the class-balanced loss that `_fit` states, through the quantisation.
+
+Everything is measured as the engine computes it: weights in their stored type, and with Q8_0 the activations in 8 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import TrainConfig
+from powerinfer.errors import ModelError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.quant import Bytes, Floats, dequantize, quantize
+from powerinfer.neurons import Predictor
+
+Tensor = Any
+"""A torch tensor; torch is imported only where predictors are made."""
+
+_BATCH = 1024  # rows that are measured at once
+_MOMENT_ROWS = 1 << 16  # rows that the covariance is taken from
+_CHECK_ROWS = 4096  # rows that training is checked on
+_BINS_SHIFT = 12  # bits of a float that a bin of z leaves out: bins are 2^-11 of z wide
+_RISE = 0.02  # how fast the weight of firing neurons follows the recall
+_SLOPES = [2.0**n for n in range(-2, 9)]  # of the logistic, tried at the beginning
+_ALIKE_ROWS = 256  # rows that the beginning is adjusted on
+_PATIENCE = 6  # checks without a gain; there are twenty
+_AS_GOOD = 0.001  # what a trained predictor must save to be preferred to one of low rank
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which samples are for what, row numbers: fitting, choosing (threshold, size, when to stop), and reporting."""
+
+    train: NDArray[np.int64]
+    choose: NDArray[np.int64]
+    report: NDArray[np.int64]
+
+
+def split_rows(rows: int, windows: NDArray[np.int64]) -> Rows:
+    """The last tenth is held out, in whole windows where there are ten, and halved: windows in turn choose and report.
+
+    windows: int64, the first row of each, ascending from 0.
+    """
+    held = max(2, -(-len(windows) // 10))
+    if len(windows) < 10 or windows[-held] < rows // 2:
+        first, middle = rows - max(2, rows // 10), rows - max(1, rows // 20)
+        return Rows(np.arange(first), np.arange(first, middle), np.arange(middle, rows))
+    ends = np.append(windows[1:], rows)
+    parts = [np.arange(begin, end) for begin, end in zip(windows[-held:], ends[-held:], strict=True)]
+    return Rows(np.arange(windows[-held]), np.concatenate(parts[::2]), np.concatenate(parts[1::2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How well a predictor does on rows: shares from 0 to 1, all neurons of all rows together.
+
+    recall: of the neurons that fire, those named (1 where none fires); precision: of those named, the ones that fire
+    (1 where none is named); candidate_fraction: named, of all; active_fraction: fire, of all.
+    """
+
+    recall: float
+    precision: float
+    candidate_fraction: float
+    active_fraction: float
+
+    @property
+    def lost(self) -> float:
+        """Sparsity that the engine cannot use: share of all neurons by which more are named than fire."""
+        return self.candidate_fraction - self.active_fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A layer's predictor in its stored type: inner and outer are bytes of [rank, d_model] and [d_ff, rank].
+
+    method: "trained", "svd", or "constant" where nothing fires, or everything. chosen: figures on the rows that chose
+    the threshold, by which sizes are compared; figures: on the rows that had no say. svd: figures of the predictor of
+    low rank of the same size, and svd_form how it was made. steps: of training.
+    """
+
+    predictor: Predictor
+    inner: Bytes
+    outer: Bytes
+    method: str
+    chosen: Figures
+    figures: Figures
+    svd: Figures
+    svd_form: str
+    steps: int
+
+
+# ---------------------------------------------------------------- what a layer computes
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """Of one matrix: a neuron is open where weights . (r / scale(r)) + offset > 0; [d_ff, d_model] and [d_ff]."""
+
+    weights: Floats
+    offset: Floats
+
+
+def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
+    """What must be positive for a neuron to fire: the gate's margin (plain FFN: that of up), and for dReLU up's too.
+
+    The norm before the FFN is folded in, its weight, bias and subtraction of the mean.
+    """
+    config, name = checkpoint.config, f"layers.{layer}."
+    parts = ["gate", "up"] if config.activation == "drelu" and config.gated else ["gate" if config.gated else "up"]
+    result = []
+    for part in parts:
+        weights = np.array(checkpoint.take(name + part).float32(), np.float32)
+        offset = np.zeros(len(weights), np.float32)
+        if checkpoint.has(f"{name}{part}_bias"):
+            offset += checkpoint.take(f"{name}{part}_bias").float32()
+        if config.activation == "fatrelu":
+            offset -= np.float32(config.activation_threshold)
+        if config.norm_order != "post":
+            norm = name + ("attn_norm" if config.shared_norm else "ffn_norm")
+            if checkpoint.has(norm + "_bias"):
+                offset += weights @ checkpoint.take(norm + "_bias").float32()
+            weights *= checkpoint.take(norm).float32()
+            if config.norm == "layer":
+                weights -= weights.mean(axis=1, keepdims=True)
+        result.append(Margins(weights, offset))
+    return tuple(result)
+
+
+def _scale(torch: Any, checkpoint: Checkpoint, x: Tensor) -> Tensor:
+    """What the norm before the FFN divides by, [n, 1]."""
+    config = checkpoint.config
+    if config.norm_order == "post":
+        return torch.ones_like(x[:, :1])
+    if config.norm == "layer":
+        x = x - x.mean(1, keepdim=True)
+    return (x * x).mean(1, keepdim=True).add(config.norm_eps).sqrt()
+
+
+# ---------------------------------------------------------------- a layer
+
+
+class LayerFit:
+    """Makes predictors of any size for one layer.
+
+    x: float16 [rows, d_model]; active: uint8 [rows, ceil(d_ff / 8)], bit i % 8 of byte i // 8 is neuron i. Both may be
+    mapped files: rows are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the
+    margins' matrices and, for each of them, one of their size and three of [d_model, d_model], twice as wide.
+    ModelError for samples that are no numbers.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        x: NDArray[np.float16],
+        active: Bytes,
+        rows: Rows,
+        config: TrainConfig,
+        type_name: str,
+        device: str,
+    ) -> None:
+        import torch
+
+        self._torch = torch
+        self._checkpoint = checkpoint
+        self._layer = layer
+        self._x, self._active, self._rows = x, active, rows
+        self._config, self._type, self._device = config, type_name, torch.device(device)
+        self._d_ff = checkpoint.config.d_ff
+        self.frequency = self._counted() / len(rows.train)
+        """Share of the rows for training that each neuron fires for, float64 [d_ff]."""
+        self._low_rank: _LowRank | None = None
+
+    @property
+    def constant(self) -> bool:
+        """Whether nothing fires in the rows for training, or everything."""
+        return bool((self.frequency == 0).all() or (self.frequency == 1).all())
+
+    def start_rank(self) -> float:
+        """Where to begin looking for a size: half of d_model for each bit that a neuron's firing has.
+
+        The paper begins with a size from the layer's sparsity and adjusts it by its skew. The mean entropy of the
+        neurons, in bits, holds both: it falls with sparsity, and at the same sparsity with skew. Half of d_model is
+        what the published predictors come to (ReluLLaMA-7B: 70 % sparse, 1024 to 2048 of 4096).
+        """
+        p = np.clip(self.frequency, 1e-12, 1 - 1e-12)
+        entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+        return 0.5 * self._checkpoint.config.d_model * float(entropy.mean())
+
+    def fit(self, rank: int, tick: Callable[[float], None]) -> Fitted:
+        """The better of the predictor of low rank and the trained one. tick: gets the share of the work done."""
+        if self.constant:
+            return self._constant(rank)
+        low = self._low_rank_of(rank)
+        trained, steps = self._fit(low, rank, tick)
+        tick(1.0)
+        measured = [self._measured(*low[1:]), *([self._measured(*trained)] if trained else [])]
+        svd, best = measured[0], measured[-1]
+        better = trained is not None and best.chosen.lost < svd.chosen.lost - _AS_GOOD
+        kept = best if better else svd
+        return Fitted(
+            Predictor(rank, kept.threshold, 0),
+            kept.inner,
+            kept.outer,
+            "trained" if better else "svd",
+            kept.chosen,
+            kept.figures,
+            svd.figures,
+            low[0],
+            steps,
+        )
+
+    # ------------------------------------------------------------ rows
+
+    def _counted(self) -> NDArray[np.float64]:
+        """How often each neuron fires in the rows for training; all rows are looked at."""
+        counts = np.zeros(self._d_ff)
+        for at in range(0, len(self._x), _BATCH):
+            if not np.isfinite(self._x[at : at + _BATCH]).all():
+                raise ModelError(
+                    f"the samples of layer {self._layer} are not all numbers: the model's weights may be damaged; "
+                    "profile it anew"
+                )
+            bits = np.unpackbits(self._active[at : at + _BATCH], axis=1, bitorder="little", count=self._d_ff)
+            counts += bits[: max(0, len(self._rows.train) - at)].sum(axis=0)  # training rows come first
+        return counts
+
+    def _batch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """(x float32 [n, d_model], fires bool [n, d_ff]) of some rows."""
+        torch = self._torch
+        x = torch.from_numpy(np.ascontiguousarray(self._x[rows], np.float16)).to(self._device).float()
+        packed = torch.from_numpy(np.ascontiguousarray(self._active[rows])).to(self._device)
+        places = torch.arange(8, device=self._device, dtype=torch.uint8)
+        bits = (packed[:, :, None] >> places) & 1
+        return x, bits.reshape(len(rows), -1)[:, : self._d_ff].bool()
+
+    def _batches(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
+        for at in range(0, len(rows), _BATCH):
+            yield self._batch(rows[at : at + _BATCH])
+
+    # ------------------------------------------------------------ measuring
+
+    def _z(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+        """[n, d_ff], as the engine computes it from raw x."""
+        hidden = self._torch.relu(self._rounded(x) @ inner.T)
+        return self._rounded(hidden) @ outer.T
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """Activations as the kernels of the stored type take them."""
+        return _in_8_bits(self._torch, values) if self._type == "Q8_0" else values
+
+    def _histograms(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """How many neurons have a z in each bin: (those that fire, all), int64 [bins], by ascending z."""
+        torch = self._torch
+        fires, every = (torch.zeros(1 << (32 - _BINS_SHIFT), dtype=torch.int64, device=self._device) for _ in range(2))
+        for x, active in self._batches(rows):
+            bins = _bins(torch, self._z(x, inner, outer))
+            every += torch.bincount(bins.reshape(-1), minlength=len(every))
+            fires += torch.bincount(bins[active], minlength=len(every))
+        return fires, every
+
+    def _threshold(self, fires: Tensor) -> int:
+        """The highest bin at which the recall is reached."""
+        need = math.ceil(self._config.recall * int(fires.sum()))
+        from_above = fires.flip(0).cumsum(0)
+        return len(fires) - 1 - int((from_above < need).sum())
+
+    def _lost(self, inner: Tensor, outer: Tensor) -> float:
+        """`Figures.lost` at the recall wanted, on the rows that choose: what training is checked by."""
+        rows = self._choosing[:: -(-len(self._choosing) // _CHECK_ROWS)]
+        fires, every = self._histograms(inner, outer, rows)
+        return _figures(fires, every, self._threshold(fires)).lost
+
+    @property
+    def _choosing(self) -> NDArray[np.int64]:
+        """The rows that choose, together with those for training where hardly anything fires in them."""
+        fired = np.unpackbits(self._active[self._rows.choose], axis=1, bitorder="little", count=self._d_ff).sum()
+        enough = fired >= 1 / (1 - self._config.recall)
+        return self._rows.choose if enough else np.concatenate([self._rows.train, self._rows.choose])
+
+    def _measured(self, inner: Tensor, outer: Tensor) -> _Measured:
+        stored = [self._stored(one) for one in (inner, outer)]
+        inner, outer = (
+            self._torch.from_numpy(dequantize(one, self._type)).to(self._device).reshape(weights.shape)
+            for one, weights in zip(stored, (inner, outer), strict=True)
+        )
+        fires, every = self._histograms(inner, outer, self._choosing)
+        at = self._threshold(fires)
+        chosen = _figures(fires, every, at)
+        figures = _figures(*self._histograms(inner, outer, self._rows.report), at)
+        return _Measured(_lowest_of(at), stored[0], stored[1], chosen, figures)
+
+    def _stored(self, weights: Tensor) -> Bytes:
+        """In the stored type, after a power of two brought them to where F16, which scales of Q8_0 are, is precise."""
+        peak = float(weights.abs().max())
+        scaled = weights * 2.0 ** -math.ceil(math.log2(peak)) if peak else weights
+        return quantize(np.ascontiguousarray(scaled.float().cpu().numpy()), self._type)
+
+    # ------------------------------------------------------------ the three ways
+
+    def _constant(self, rank: int) -> Fitted:
+        """All neurons or none: z is 0, and the threshold 0 or above it."""
+        every = bool(self.frequency.all())
+        d_model = self._checkpoint.config.d_model
+        inner, outer = (quantize(np.zeros(s, np.float32), self._type) for s in ((rank, d_model), (self._d_ff, rank)))
+        named = 1.0 if every else 0.0
+        found = []
+        for rows in (self._rows.choose, self._rows.report):
+            bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._d_ff)
+            active = float(bits.mean())
+            found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, named, active))
+        predictor = Predictor(rank, 0.0 if every else 1.0, 0)
+        return Fitted(predictor, inner, outer, "constant", found[0], found[1], found[1], "constant", 0)
+
+    def _low_rank_of(self, rank: int) -> tuple[str, Tensor, Tensor]:
+        """(form, in, out): of the ways to write a predictor of that rank the one that loses least as it is stored."""
+        if self._low_rank is None:
+            self._low_rank = _LowRank(self._torch, margins(self._checkpoint, self._layer), *self._moments())
+        forms = [(name, inner.float(), outer.float()) for name, inner, outer in self._low_rank.forms(rank)]
+        return min(forms, key=lambda form: self._lost(self._nearly(form[1]), self._nearly(form[2])))
+
+    def _nearly(self, weights: Tensor) -> Tensor:
+        """Weights with the errors of the stored type, to compare by."""
+        return _in_8_bits(self._torch, weights) if self._type == "Q8_0" else weights
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """Mean [d_model] and second moments [d_model, d_model] of r / scale(r), float64."""
+        torch = self._torch
+        rows = self._rows.train[:: -(-len(self._rows.train) // _MOMENT_ROWS)]
+        d_model = self._checkpoint.config.d_model
+        mean = torch.zeros(d_model, dtype=torch.float64, device=self._device)
+        second = torch.zeros((d_model, d_model), dtype=torch.float64, device=self._device)
+        for x, _ in self._batches(rows):
+            unit = x / _scale(torch, self._checkpoint, x)
+            mean += unit.sum(0)
+            second += unit.T @ unit
+        return mean / len(rows), second / len(rows)
+
+    def _fit(
+        self, low: tuple[str, Tensor, Tensor], rank: int, tick: Callable[[float], None]
+    ) -> tuple[tuple[Tensor, Tensor] | None, int]:
+        """((in, out) trained from a predictor of low rank, or None where nothing was gained; steps).
+
+        Loss of a neuron on a row, z the predictor's answer on r / scale(r): w softplus(-z) where it fires, softplus(z)
+        where it does not, over w f + 1 - f, f the layer's share of firing neurons. w balances the classes at the
+        recall: it begins where both pull z with the same force, rises while fewer than the share wanted of the firing
+        neurons have z >= 0, and falls while more do (the multiplier of: least candidates such that the recall is
+        reached). All neurons share it, because they share a threshold. In Q8_0, gradients go straight through the
+        rounding of weights and activations. Adam; the rate is of each matrix's root mean square and falls to 0, sooner
+        where the sparsity lost on the rows that choose no longer falls. The best weights met on the way are taken.
+        """
+        torch, config = self._torch, self._config
+        inner, outer, log_weight = self._beginning(low[1], low[2])
+        weights = [inner.requires_grad_(), outer.requires_grad_()]
+        rates = [config.lr * float(one.detach().square().mean().sqrt()) for one in weights]
+        if not all(rates):
+            return None, 0
+        groups = [{"params": [one], "lr": rate} for one, rate in zip(weights, rates, strict=True)]
+        adam = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        active = float(self.frequency.mean())
+        random = np.random.default_rng([config.seed, self._layer, rank])
+        best, kept, stale = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach())), None, 0
+        every = max(1, config.steps // 20)
+        begin, end, from_rate, step = 0, config.steps, 1.0, 0
+        while step < end and best > 0.5 * config.lost:
+            for group, rate in zip(adam.param_groups, rates, strict=True):
+                group["lr"] = rate * from_rate * (end - step) / (end - begin)
+            rows = np.sort(random.integers(0, len(self._rows.train), config.batch))
+            x, fires = self._batch(self._rows.train[rows])
+            z = self._through(x / _scale(torch, self._checkpoint, x), inner, outer)
+            with torch.no_grad():
+                found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
+                log_weight += _RISE * (config.recall - found) / (1 - config.recall)
+                log_weight.clamp_(-3.0, 7.0)
+                weight = log_weight.exp()
+                per_class = torch.where(fires, weight, 1.0) / (weight * active + 1 - active)
+                signs = torch.where(fires, -1.0, 1.0)
+            loss = (torch.nn.functional.softplus(z * signs) * per_class).mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            step += 1
+            tick(step / end)
+            if step % every and step != end:
+                continue
+            lost = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach()))
+            stale = 0 if lost < 0.99 * best else stale + 1
+            if lost < best:
+                best, kept = lost, (inner.detach().clone(), outer.detach().clone())
+            if stale >= _PATIENCE and end == config.steps:  # no gain at this rate: cool down, and end
+                from_rate *= (end - step) / (end - begin)
+                begin, end = step, min(end, step + 3 * every)
+        return kept, step
+
+    def _beginning(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(in, out, log w): the same predictor as training wants it.
+
+        Hidden units have standard deviation 1, so that one rate of learning suits all; the recall is reached at z = 0,
+        by the unit that is constant; and z is as steep as the logistic loss likes it.
+        """
+        torch, nn = self._torch, self._torch.nn.functional
+        x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _ALIKE_ROWS)])
+        x = x / _scale(torch, self._checkpoint, x)
+        z = torch.relu(x @ inner.T) @ outer.T
+        losses = [float(nn.softplus(slope * torch.where(fires, -z, z)).mean()) for slope in _SLOPES]
+        slope = _SLOPES[int(np.argmin(losses))]
+        outer = slope * outer
+        if fires.any():
+            firing = z[fires].sort().values
+            outer[:, -1] -= slope * firing[int((1 - self._config.recall) * len(firing))]
+        hidden = torch.relu(x @ inner.T)
+        z = hidden @ outer.T
+        forces = [torch.sigmoid(z)[~fires].sum(), torch.sigmoid(-z)[fires].sum()]
+        spread = hidden.std(0)
+        spread = torch.where(spread > 0, spread, 1.0)
+        log_weight = (forces[0].clamp(min=1e-6) / forces[1].clamp(min=1e-6)).log().clamp(-3.0, 7.0)
+        return inner / spread[:, None], outer * spread, log_weight
+
+    def _through(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+        """z in the stored type, with gradients as if nothing was rounded."""
+
+        def rounded(values: Tensor) -> Tensor:
+            return values + (_in_8_bits(self._torch, values.detach()) - values.detach())
+
+        if self._type != "Q8_0":
+            return self._torch.relu(x @ inner.T) @ outer.T
+        hidden = self._torch.relu(_in_8_bits(self._torch, x) @ rounded(inner).T)
+        return rounded(hidden) @ rounded(outer).T
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    threshold: float
+    inner: Bytes
+    outer: Bytes
+    chosen: Figures
+    figures: Figures
+
+
+# ---------------------------------------------------------------- low rank
+
+
+class _LowRank:
+    """Linear stand-ins for the margins of a layer, written as predictors.
+
+    For dReLU, where two margins must be positive, there are two: the gate's alone, and the sum of both in units of
+    their standard deviations.
+    """
+
+    def __init__(self, torch: Any, parts: tuple[Margins, ...], mean: Tensor, second: Tensor) -> None:
+        self._torch = torch
+        eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+        # u . r = scale(r), as nearly as the samples allow
+        self._constant = torch.linalg.solve(second + 1e-4 * second.trace() / len(mean) * eye, mean)
+        covariance = second - torch.outer(mean, mean)
+        values, vectors = torch.linalg.eigh(covariance)
+        root = vectors * values.clamp(min=0).sqrt()
+        wide = [(torch.from_numpy(part.weights).to(mean), torch.from_numpy(part.offset).to(mean)) for part in parts]
+        scaled = [_in_deviations(weights, offset, root) for weights, offset in wide]
+        self._bases = {"gate" if len(parts) > 1 else "": self._basis(*scaled[0], root, mean)}
+        if len(parts) > 1:
+            both = _in_deviations(sum(one[0] for one in scaled), sum(one[1] for one in scaled), root)
+            self._bases["gate + up"] = self._basis(*both, root, mean)
+
+    def _basis(self, weights: Tensor, offset: Tensor, root: Tensor, mean: Tensor) -> _Basis:
+        spread = weights @ root
+        squares, vectors = self._torch.linalg.eigh(spread.T @ spread)
+        squares, vectors = squares.flip(0), vectors.flip(1)
+        number = max(1, int((squares > 1e-10 * squares[0]).sum()))
+        sizes = squares[:number].clamp(min=1e-300).sqrt()
+        outer = spread @ vectors[:, :number] / sizes
+        inner = outer.T @ weights
+        return _Basis(inner, outer, sizes, inner @ mean, offset + weights @ mean)
+
+    def forms(self, rank: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, in [rank, d_model], out [d_ff, rank]) of every way to spend so many units, float64."""
+        torch = self._torch
+        for name, basis in self._bases.items():
+            for reach in (2.0, 4.0):  # standard deviations by which a unit stays open
+                inner, outer, levels = basis.first(rank - 1)
+                open_by = (reach * basis.sizes[: len(inner)] - levels).clamp(min=0)
+                rest = basis.level - outer @ levels - outer @ open_by
+                joined = (inner + open_by[:, None] * self._constant, outer)
+                yield self._padded(f"{name} opened by {reach:g}".strip(), *joined, rest, rank)
+            inner, outer, levels = basis.first((rank - 1) // 2)
+            joined = (torch.cat([inner, -inner]), torch.cat([outer, -outer], 1))
+            yield self._padded(f"{name} in pairs".strip(), *joined, basis.level - outer @ levels, rank)
+
+    def _padded(self, name: str, inner: Tensor, outer: Tensor, rest: Tensor, rank: int) -> tuple[str, Tensor, Tensor]:
+        """The last unit carries what is constant, in a block with the least important; units of nothing fill up."""
+        torch = self._torch
+        spare = rank - len(inner) - 1
+        rows = torch.cat([inner, inner.new_zeros((spare, inner.shape[1])), self._constant[None]])
+        columns = torch.cat([outer, outer.new_zeros((len(outer), spare)), rest[:, None]], 1)
+        return name, rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """margins = outer . (inner . r - levels) + level; directions by falling share, sizes their standard deviations."""
+
+    inner: Tensor  # [directions, d_model]
+    outer: Tensor  # [d_ff, directions]
+    sizes: Tensor  # [directions]
+    levels: Tensor  # [directions], means of inner . r
+    level: Tensor  # [d_ff], means of the margins
+
+    def first(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner[:number], self.outer[:, :number], self.levels[:number]
+
+
+def _in_deviations(weights: Tensor, offset: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Margins in units of their standard deviations."""
+    deviation = (weights @ root).square().sum(1).sqrt()
+    deviation = deviation.where(deviation > 0, deviation.new_ones(()))
+    return weights / deviation[:, None], offset / deviation
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _in_8_bits(torch: Any, values: Tensor) -> Tensor:
+    """Rounded as blocks of Q8_0: 32 neighbours in a row share a scale."""
+    blocks = values.reshape(*values.shape[:-1], -1, 32)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return (torch.round(blocks / torch.where(scale > 0, scale, 1.0)) * scale).reshape(values.shape)
+
+
+def _bins(torch: Any, z: Tensor) -> Tensor:
+    """Whole numbers that ascend with z: the first bits of the float, turned round below 0; -0 is 0."""
+    bits = (z + 0.0).float().view(torch.int32).long() & 0xFFFFFFFF
+    return torch.where(bits >> 31 == 1, 0xFFFFFFFF - bits, bits | 0x80000000) >> _BINS_SHIFT
+
+
+def _lowest_of(bin: int) -> float:
+    """The smallest float of a bin."""
+    ordered = bin << _BINS_SHIFT
+    bits = ordered & 0x7FFFFFFF if ordered >> 31 else 0xFFFFFFFF - ordered
+    return float(np.array(bits, np.uint32).view(np.float32))
+
+
+def _figures(fires: Tensor, every: Tensor, at: int) -> Figures:
+    found, named = int(fires[at:].sum()), int(every[at:].sum())
+    active, total = int(fires.sum()), int(every.sum())
+    return Figures(
+        found / active if active else 1.0,
+        found / named if named else 1.0,
+        named / total,
+        active / total,
+    )

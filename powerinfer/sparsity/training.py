@@ -1,0 +1,437 @@
+"""Predictors for a model: each layer's size is found by training, all sizes together are held under a share.
+
+A layer begins with a size from its sparsity and skew; the size grows or shrinks, along a ladder of multiples of 32,
+until it is the smallest at which the predictor names the wanted share of the firing neurons (recall) and no more than
+the allowed share of all neurons in vain (lost). Growing also ends where it gains nothing. If all layers together exceed
+their share of the model's bytes, sizes are lowered one rung at a time where that loses least sparsity for a byte.
+
+Each size of each layer that was trained is kept in the folder of prepared files until the predictor is complete, so a
+run that was stopped goes on where it was; what was made from other samples, or with other options, is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from powerinfer.config import TrainConfig
+from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
+from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
+from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize
+from powerinfer.formats.samples_file import SamplesFile, open_samples
+from powerinfer.neurons import Predictor
+from powerinfer.sparsity.fitting import Figures, Fitted, LayerFit, split_rows
+from powerinfer.sparsity.selectors import RECTIFIED
+
+MIN_ROWS = 512
+"""Samples below which nothing can be learnt, and nothing measured."""
+
+_METHOD = 1
+"""Goes up when the same samples and options give another predictor."""
+
+_RUNG = 32  # units: whole blocks of Q8_0
+_WORTH = 0.97  # growing goes on while what is lost falls below this share of what was
+_UNFINISHED = re.compile(r"predictor\.\d+\.\d+\.safetensors(\.part)?")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Predictors that were made. seconds: of the work; resumed: sizes of layers that an earlier run had finished;
+    notes: lines for the user."""
+
+    file: PredictorFile
+    seconds: float
+    resumed: int
+    notes: tuple[str, ...]
+
+
+def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -> PredictorFile | None:
+    """The predictors that are there already, if `train` would make them from the same samples with the same options."""
+    check(checkpoint, config)
+    try:
+        file = open_predictor(checkpoint, prepared)
+        samples = open_samples(checkpoint, prepared)
+    except ModelError:
+        return None
+    made = (file.training or {}).get("key")
+    return file if made == _key(samples, config, _type(checkpoint, config)) else None
+
+
+def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
+    """RequestError if the model cannot have predictors, or an option is out of its range."""
+    activation = checkpoint.config.activation
+    if activation not in RECTIFIED:
+        raise RequestError(
+            f"no neuron of a model with {activation} is ever exactly silent, so there is nothing to predict: "
+            "use --selector threshold, which needs no predictor"
+        )
+    for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
+        value = getattr(config, name)
+        if not (low <= value <= high and value > 0) and not (name == "lost" and value == 0):
+            raise RequestError(f"--{name} {value} does not lie between {low or 0:g} and {high:g}")
+    if config.steps < 0 or config.batch < 1 or config.seed < 0:
+        raise RequestError("--steps and --seed cannot be negative, and --batch must be at least 1")
+    if config.type == "q8_0" and checkpoint.config.d_model % 32:
+        raise RequestError(f"rows of {checkpoint.config.d_model} weights are not whole blocks of Q8_0; use --type f16")
+    _type(checkpoint, config)
+
+
+def train(
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    config: TrainConfig,
+    progress: Progress | None = None,
+    threads: int = 0,
+) -> Trained:
+    """Make the predictors of a model from its samples, and write them into the folder `prepared` (None: beside it).
+
+    threads: of the CPU, 0 for all. Memory: that of one layer (`LayerFit`). The same samples, options, device and number
+    of threads give the same file. RequestError for what cannot be had, ModelError for samples that cannot be used,
+    PowerInferError without torch or when a file cannot be written; the next run takes up the sizes that were finished.
+    """
+    begin = time.perf_counter()
+    check(checkpoint, config)
+    _import_torch()
+    device = _device(config)
+    samples = open_samples(checkpoint, prepared)
+    if samples.rows < MIN_ROWS:
+        raise RequestError(
+            f"{samples.path} holds {samples.rows} samples and at least {MIN_ROWS} are needed: profile a longer corpus"
+        )
+    with _threads(threads):
+        work = _Work(checkpoint, prepared, config, samples, device, progress)
+        file = work.run()
+    return Trained(file, time.perf_counter() - begin, work.resumed, tuple(work.notes))
+
+
+def model_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the model's weights in the types they are used in, without predictors."""
+    total = 0
+    for name, _, shape, nbytes in checkpoint.tensor_list():
+        if ".predictor_" in name:
+            continue
+        kind = block_type(checkpoint.taken_type(name.removesuffix("_rows")))
+        fits = checkpoint.quantize is not None and shape[-1] % kind.block == 0
+        total += math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) if fits else nbytes
+    return total
+
+
+@dataclass(frozen=True)
+class Point:
+    """A size of a layer that was fitted: all but its weights, which are on disk."""
+
+    predictor: Predictor
+    method: str
+    chosen: Figures
+    figures: Figures
+    svd: Figures
+    svd_form: str
+    steps: int
+
+
+class _Work:
+    """One run: the points that are known, and the file in the end."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prepared: str | None,
+        config: TrainConfig,
+        samples: SamplesFile,
+        device: str,
+        progress: Progress | None,
+    ) -> None:
+        self.notes: list[str] = []
+        self.resumed = 0
+        self._checkpoint, self._prepared, self._config = checkpoint, prepared, config
+        self._samples, self._device, self._progress = samples, device, progress
+        self._type = _type(checkpoint, config)
+        self._key = _key(samples, config, self._type)
+        self._rows = split_rows(samples.rows, samples.windows)
+        self._points: list[dict[int, Point]] = [{} for _ in range(checkpoint.config.n_layers)]
+        self._layer: tuple[int, LayerFit] | None = None
+        self._whole = model_bytes(checkpoint)
+        self._budget = int(config.share * self._whole)
+        self._ladder = self._rungs()
+        self._done = 0.0
+
+    def run(self) -> PredictorFile:
+        ranks = [self._search(layer) for layer in range(len(self._points))]
+        lowered = self._lowered(ranks)
+        for layer, rank in enumerate(lowered):
+            self._point(layer, rank)
+        self._layer = None
+        short = [n for n, rank in enumerate(lowered) if not self._met(self._points[n][rank])]
+        if lowered != ranks:
+            changed = sum(a != b for a, b in zip(lowered, ranks, strict=True))
+            self.notes.append(f"{changed} layers were made smaller to keep {self._config.share:.0%} of the model")
+        if short:
+            self.notes.append(
+                f"{len(short)} of {len(ranks)} layers name more than {self._config.lost:.1%} of the neurons in vain"
+            )
+        file = self._write(lowered)
+        self._remove_unfinished()
+        return file
+
+    # ------------------------------------------------------------ sizes
+
+    def _rungs(self) -> list[int]:
+        """The ranks that are tried: steps of 32, and from 256 on of an eighth to a quarter."""
+        config = self._checkpoint.config
+        layers = config.n_layers
+        if config.d_model < _RUNG:
+            rungs = [config.d_model]
+        else:
+            rungs, step = [_RUNG], _RUNG
+            while rungs[-1] + step <= config.d_model:
+                rungs.append(rungs[-1] + step)
+                if rungs[-1] >= 8 * step:
+                    step *= 2
+        least = layers * self._bytes(rungs[0])
+        if least > self._budget:
+            raise RequestError(
+                f"the smallest predictors take {least / 1e6:.2f} MB, more than {self._config.share:.0%} of the model's "
+                f"{self._whole / 1e6:.2f} MB: --share {math.ceil(100 * least / self._whole) / 100:.2f} would do"
+            )
+        room = self._budget - least + self._bytes(rungs[0])
+        return [rank for rank in rungs if self._bytes(rank) <= room]
+
+    def _bytes(self, rank: int) -> int:
+        kind, config = block_type(self._type), self._checkpoint.config
+        return rank * kind.row_bytes(config.d_model) + config.d_ff * kind.row_bytes(rank)
+
+    def _search(self, layer: int) -> int:
+        """The smallest rank that keeps the target, or the one beyond which growing gains nothing."""
+        ladder = self._ladder
+        fit = self._fit(layer)
+        if fit.constant:
+            self._point(layer, ladder[0])
+            return ladder[0]
+        at = min(len(ladder) - 1, bisect_left(ladder, fit.start_rank()))
+        low, high = -1, len(ladder)  # the target is not kept at low and below, and kept at high and above
+        step = 1
+        while high - low > 1:
+            if self._met(self._point(layer, ladder[at])):
+                high = at
+            elif low >= 0 and high == len(ladder) and not self._worth(layer, low, at):
+                return ladder[low]
+            else:
+                low = at
+            if low < 0:  # shrink, by ever larger steps, until the target is lost; then halve the gap
+                at = max(0, high - step)
+            elif high == len(ladder):
+                at = min(len(ladder) - 1, low + step)
+            else:
+                at = (low + high) // 2
+            step *= 2
+        return ladder[min(high, len(ladder) - 1)]
+
+    def _met(self, point: Point) -> bool:
+        return point.chosen.lost <= self._config.lost
+
+    def _worth(self, layer: int, before: int, after: int) -> bool:
+        """Whether the larger of two sizes, neither of which keeps the target, is better enough to go on growing."""
+        small, large = (self._points[layer][self._ladder[at]].chosen.lost for at in (before, after))
+        return large <= _WORTH * small
+
+    def _lowered(self, ranks: list[int]) -> list[int]:
+        """The ranks, lowered until they keep the budget, each time where it is expected to cost least for a byte."""
+        ranks = list(ranks)
+        total = sum(map(self._bytes, ranks))
+        while total > self._budget:
+            steps = []
+            for layer, rank in enumerate(ranks):
+                below = self._ladder.index(rank) - 1
+                if below >= 0:
+                    lower = self._ladder[below]
+                    saved = self._bytes(rank) - self._bytes(lower)
+                    steps.append(((self._expected(layer, lower) - self._expected(layer, rank)) / saved, layer, lower))
+            _, layer, lower = min(steps)
+            total -= self._bytes(ranks[layer]) - self._bytes(lower)
+            ranks[layer] = lower
+        return ranks
+
+    def _expected(self, layer: int, rank: int) -> float:
+        """What a rank would lose: on the line through the known ones, and through rank 0, which names all."""
+        known = sorted((one, point.chosen.lost) for one, point in self._points[layer].items())
+        active = self._points[layer][known[0][0]].chosen.active_fraction
+        ends = [(0, 1 - active), *known]
+        return float(np.interp(rank, [one for one, _ in ends], [lost for _, lost in ends]))
+
+    # ------------------------------------------------------------ points
+
+    def _fit(self, layer: int) -> LayerFit:
+        """What fits the layer; only one lies in memory."""
+        if self._layer is None or self._layer[0] != layer:
+            self._layer = None
+            self._samples.file.check()
+            x, active = self._samples.layers[layer]
+            fit = LayerFit(self._checkpoint, layer, x, active, self._rows, self._config, self._type, self._device)
+            self._layer = (layer, fit)
+        return self._layer[1]
+
+    def _point(self, layer: int, rank: int) -> Point:
+        """The point, from an earlier run if that had it."""
+        known = self._points[layer]
+        if rank not in known:
+            found = self._kept(layer, rank)
+            if found is None:
+                fit = self._fit(layer)
+                found = self._keep(layer, fit.fit(rank, lambda share: self._tell(layer, len(known) + share)))
+            else:
+                self.resumed += 1
+            known[rank] = found
+        self._tell(layer, len(known))
+        return known[rank]
+
+    def _tell(self, layer: int, points: float) -> None:
+        """Progress after so many sizes of a layer; how many it takes is not known, four are usual."""
+        self._done = max(self._done, layer + 1 - 0.6**points)
+        if self._progress is not None:
+            total = 1000 * len(self._points)
+            self._progress("training predictors", min(total, int(1000 * self._done)), total)
+
+    def _place(self, layer: int, rank: int) -> PreparedFile:
+        kind = Kind(f"predictor.{layer}.{rank}", "part of a predictor", "train")
+        return PreparedFile(kind, self._checkpoint, self._prepared)
+
+    def _keep(self, layer: int, fitted: Fitted) -> Point:
+        point = Point(**{name: getattr(fitted, name) for name in Point.__dataclass_fields__})
+        description = {"key": self._key, "point": asdict(point)}
+        tensors = {"in": fitted.inner, "out": fitted.outer}
+        place = self._place(layer, fitted.predictor.rank)
+        with place.write(description, [(name, "U8", (data.size,)) for name, data in tensors.items()]) as write:
+            for name, data in tensors.items():
+                write(name, data.reshape(-1))
+        return point
+
+    def _kept(self, layer: int, rank: int) -> Point | None:
+        """What an earlier run kept under the same key."""
+        try:
+            description, tensors, _ = self._place(layer, rank).read()
+            if description.get("key") != self._key or {t.shape for t in tensors.values()} != self._shapes(rank):
+                return None
+            told = dict(description["point"])
+            for name in ("chosen", "figures", "svd"):
+                told[name] = Figures(**told[name])
+            point = Point(**{**told, "predictor": Predictor(**told["predictor"])})
+            return point if point.predictor.rank == rank else None
+        except (ModelError, KeyError, TypeError, ValueError, AssertionError):
+            return None
+
+    def _shapes(self, rank: int) -> set[tuple[int, ...]]:
+        kind, config = block_type(self._type), self._checkpoint.config
+        return {(rank * kind.row_bytes(config.d_model),), (config.d_ff * kind.row_bytes(rank),)}
+
+    def _weights(self, layer: int, rank: int) -> tuple[Floats, Floats]:
+        """in and out; written in the same type, they give the same bytes."""
+        _, tensors, file = self._place(layer, rank).read()
+        file.check()
+        config = self._checkpoint.config
+        shapes = {"in": (rank, config.d_model), "out": (config.d_ff, rank)}
+        inner, outer = (_floats(tensors[name].data, self._type, shape) for name, shape in shapes.items())
+        return inner, outer
+
+    # ------------------------------------------------------------ the file
+
+    def _write(self, ranks: list[int]) -> PredictorFile:
+        points = [known[rank] for known, rank in zip(self._points, ranks, strict=True)]
+        total = sum(map(self._bytes, ranks))
+        training = {
+            "key": self._key,
+            "recall_target": self._config.recall,
+            "lost_target": self._config.lost,
+            "type": self._type,
+            "seed": self._config.seed,
+            "layers": [_told(point) for point in points],
+            "bytes": total,
+            "share_of_model": total / self._whole,
+            "trained_tokens": len(self._rows.train),
+            "held_out_tokens": len(self._rows.choose) + len(self._rows.report),
+        }
+        weights = (self._weights(layer, rank) for layer, rank in enumerate(ranks))
+        write_predictor(
+            self._checkpoint, self._prepared, self._type, [one.predictor for one in points], weights, training
+        )
+        return open_predictor(self._checkpoint, self._prepared)
+
+    def _remove_unfinished(self) -> None:
+        with suppress(OSError):
+            for path in prepared_folder(self._checkpoint.path, self._prepared).iterdir():
+                if _UNFINISHED.fullmatch(path.name):
+                    path.unlink()
+
+
+def _told(point: Point) -> dict[str, Any]:
+    return {
+        "rank": point.predictor.rank,
+        "recall": point.figures.recall,
+        "precision": point.figures.precision,
+        "candidate_fraction": point.figures.candidate_fraction,
+        "active_fraction": point.figures.active_fraction,
+        "method": point.method,
+        "svd_recall": point.svd.recall,
+        "svd_candidate_fraction": point.svd.candidate_fraction,
+        "svd_form": point.svd_form,
+        "steps": point.steps,
+    }
+
+
+def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Floats:
+    return dequantize(data.reshape(shape[0], -1), type_name).reshape(shape)
+
+
+def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:
+    if config.type != "auto":
+        return config.type.upper()
+    return "Q8_0" if checkpoint.config.d_model % 32 == 0 else "F16"
+
+
+def _key(samples: SamplesFile, config: TrainConfig, type_name: str) -> str:
+    """All that the predictors hang on, beside the model; the device is not told apart: its results are as good."""
+    options = {**asdict(config), "type": type_name}
+    del options["device"]
+    identity = [samples.file.size, samples.file.modified_ns, samples.rows, samples.about]
+    facts = {"method": _METHOD, "samples": identity, "options": options}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise PowerInferError("training needs torch: pip install 'powerinfer[train]'") from None
+    return torch
+
+
+def _device(config: TrainConfig) -> str:
+    has = _import_torch().cuda.is_available()
+    if config.device == "cuda" and not has:
+        raise RequestError("--device cuda: torch finds no GPU here; --device cpu does without")
+    return "cuda" if has and config.device != "cpu" else "cpu"
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Torch with so many threads of the CPU, 0 for all that the process may use."""
+    from powerinfer.kernels import cpu
+
+    torch = _import_torch()
+    before = torch.get_num_threads()
+    torch.set_num_threads(cpu.choose_threads(number)[0])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
