@@ -22,7 +22,7 @@ from test_cli import error_line, powerinfer
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.neurons import Placement, Profile, Tier
-from powerinfer.placement import budget, plan
+from powerinfer.placement import budget, cost, plan
 from powerinfer.placement.hardware import Hardware, load, save
 from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, read_plan, save_plan
 from powerinfer.placement.power_law import FAMILIES, Law, assumed_profile, fit_skew
@@ -219,6 +219,25 @@ def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: flo
     assert others["time"].seconds <= others["ilp"].seconds
     assert others["random"].mass_on_gpu == pytest.approx(share, abs=0.02)
     assert others["greedy"].mass_on_gpu > share
+
+
+def test_the_times_of_both_devices_are_kept_apart() -> None:
+    """Of each layer those of one way: the GPU's, the CPU's and the wait between them, worked out without the tables."""
+    model = small_model(layers=4, d_ff=1024)
+    for groups in (20, 64):
+        made = make_plan(with_groups(request_of(model), groups))
+        request = made.request
+        orders = [request.profile.order(layer) for layer in range(4)]
+        wanted = cost.expected(request.profile, orders, model.config, model.named, 1, GROUP)
+        hardware, ways = request.hardware, cost.WAYS["predicted"]
+        split = [
+            cost.split_time(hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us) for way in ways
+        ]
+        for layer, found in enumerate(made.choice.layer_seconds):
+            k = made.choice.gpu[layer]
+            each = [[float(part[layer, k]) for part in (one.gpu, one.cpu, one.sync)] for one in split]
+            assert [found[name] for name in ("gpu", "cpu", "sync")] in each
+            assert found["gpu"] > 0 if k else found["gpu"] == 0
 
 
 # ---------------------------------------------------------------- budgets

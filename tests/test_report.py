@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama
 from test_cli import COMMAND, error_line, powerinfer
 
+from powerinfer.cli.main import main
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.report import plots, writing
@@ -37,14 +39,21 @@ def a_plan(**changes: Any) -> dict[str, Any]:
     layer = {"layer": 0, "gpu": 64, "cpu": 24, "disk": 8, "mass_on_gpu": 0.75}
     document = {
         "model": "Tiny",
+        "fingerprint": "",
+        "profile": "",
         "fits": True,
         "policy": "time",
+        "selector": "exact",
+        "context": 128,
+        "batch": 1,
+        "budgets": {"vram": 20000, "ram": 40000},
         "hardware": "pc-high",
         "mass_on_gpu": 0.75,
-        "bytes": {"gpu": {"attention": 4000, "neurons": 9000}, "cpu": {"neurons": 3000}, "disk": {"neurons": 1000}},
+        "bytes": {"gpu": {"attention": 4000, "ffn": 9000}, "cpu": {"ffn": 3000}, "disk": {"ffn": 1000}},
         "layers": [layer | {"layer": n, "seconds": {"gpu": 1e-5, "cpu": 2e-5, "sync": 1e-6}} for n in range(2)],
         "predicted": {"decode_tok_s": 12.5, "policies": {"greedy": {"decode_tok_s": 11.0, "mass_on_gpu": 0.7}}},
         "reasons": ["8 neurons a layer rest on the disk"],
+        "helps": [{"what": "all of it in RAM", "flag": "--ram", "bytes": 3 << 30, "within_machine": False}],
     }
     return document | changes
 
@@ -179,8 +188,28 @@ def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
     assert profile is not None
     active = f"{100 * profile.active_fraction():.0f} %"
     assert f"A token needs {active} of the neurons on average" in reader.text
-    assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer rest on the disk" in reader.text
+    assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer rest on the disk." in reader.text
+    assert "all of it in RAM --ram 3 GiB more than the machine has" in reader.text
     assert "greedy 11 70 %" in reader.text and "hidden sizes 32" in reader.text
+
+
+def test_what_training_measured(opened: Checkpoint, tmp_path: Path) -> None:
+    found = findings(opened)
+    assert found.predictor.value is not None
+    figures = {"precision": 0.5, "candidate_fraction": 0.2, "active_fraction": 0.1, "svd_recall": 0.9}
+    figures["svd_candidate_fraction"] = 0.3
+    layers = [
+        figures | {"rank": 32, "method": method, "recall": recall, "steps": 5}
+        for method, recall in (("svd", 0.987), ("trained", 0.991))
+    ]
+    training = {"recall_target": 0.985, "held_out_tokens": 1234, "share_of_model": 0.0625, "layers": layers}
+    value = replace(found.predictor.value, training=training)
+    report = write_report(replace(found, predictor=replace(found.predictor, value=value)), tmp_path / "out")
+    is_a_plot((tmp_path / "out" / "recall.png").read_bytes())
+    text = read(report.page).text
+    assert "They are 6.2 % of the model. On 1,234 tokens that training did not see" in text
+    assert "named 98.9 % of the neurons that fired, where 98.5 % was asked for, and 20 % of all neurons." in text
+    assert "In 1 of 2 layers the training-free baseline was as good." in text and "99.1 % 50 % 20 % training" in text
 
 
 def test_a_report_is_drawn_once(opened: Checkpoint, tmp_path: Path, undrawn: None) -> None:
@@ -272,7 +301,9 @@ def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path) -> None
             hardware=HOSTILE,
             policy=HOSTILE,
             reasons=[HOSTILE],
-            bytes={tier: {HOSTILE: 5, "neurons": 9} for tier in ("gpu", "cpu", "disk")},
+            assumed=[HOSTILE],
+            helps=[{"what": HOSTILE, "flag": HOSTILE, "bytes": 1, "within_machine": True}],
+            bytes={tier: {HOSTILE: 5, "ffn": 9} for tier in ("gpu", "cpu", "disk")},
             predicted={"decode_tok_s": 1.0, "policies": {HOSTILE: {"decode_tok_s": 1.0, "mass_on_gpu": 0.5}}},
         )
     )
@@ -319,6 +350,8 @@ def test_a_page_escapes_everything_it_is_given(tmp_path: Path) -> None:
         ({"bytes": {"gpu": {}}}, "bytes.cpu. is not an object"),
         ({"bytes": {"gpu": {"x": 10**30}, "cpu": {}, "disk": {}}}, "bytes.gpu.x is '1000"),
         ({"reasons": [1]}, "reasons is '1', not a text"),
+        ({"assumed": {}}, "assumed is"),
+        ({"helps": [{"what": "x", "flag": "--ram", "bytes": 1.5}]}, r"helps\[0\].bytes is '1.5'"),
         ({"reasons": ["x" * 3000]}, "not a text"),
         ({"policy": None}, "policy is 'None', not a text"),
     ],
@@ -428,6 +461,60 @@ def test_profiles_of_any_shape_are_drawn(shape: tuple[int, int]) -> None:
     for profile in (profile_of(*shape), silent):
         for draw in (plots.draw_cumulative, plots.draw_heat_map, lambda fig, one: plots.draw_sparsity(fig, one, None)):
             is_a_plot(plots.png(lambda figure, draw=draw, one=profile: draw(figure, one)))
+
+
+# ---------------------------------------------------------------- plans that are kept
+
+
+def test_the_newest_plan_is_shown_while_it_holds(
+    tmp_path: Path, undrawn: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = give_profile(give_bundles(tiny_llama(tmp_path / "tiny.gguf")))
+
+    def plan(*flags: str) -> dict[str, Any]:
+        assert main(["plan", "-m", str(path), "--hardware", "pc-8gb", "--selector", "exact", *flags, "--json"]) == 0
+        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+    first = plan()
+    found = findings(open_checkpoint(path)).plan
+    assert found.value is not None and found.value.document == {k: v for k, v in first.items() if k != "assumed"}
+    second = plan("--vram", "2GiB", "--batch", "3")
+    os.utime(first["path"], ns=(1, 1))
+    found = findings(open_checkpoint(path)).plan
+    assert str(found.path) == second["path"] and found.value is not None and found.value.batch == 3
+    reader = read(write_report(findings(open_checkpoint(path)), tmp_path / "out").page)
+    assert "with 2 GiB of VRAM" in reader.text and "for 3 requests" in reader.text
+
+    main(["inspect", "-m", str(path), "--json"])
+    shown = json.loads(capsys.readouterr().out)["prepared"]["plan"]
+    assert (shown["batch"], shown["mass_on_gpu"], shown["stale"]) == (3, second["mass_on_gpu"], None)
+    main(["inspect", "-m", str(path)])
+    assert re.search(r"^plan +2 GiB of VRAM and .* tokens/s predicted", capsys.readouterr().out, re.MULTILINE)
+
+    give_profile(path, seed=8)
+    found = findings(open_checkpoint(path)).plan
+    assert found.value is None and "made from another profile" in str(found.stale)
+    main(shlex.split(found.command)[1:])
+    renewed = findings(open_checkpoint(path)).plan
+    assert renewed.value is not None and renewed.value.batch == 3 and renewed.value.budgets["gpu"] == 2 << 30
+    assert renewed.path != found.path, "the command that is named makes the same plan anew"
+    tiny_llama(path, "relu2")
+    stale = [one.stale for one in findings(open_checkpoint(path))]
+    assert all("another model" in str(why) for why in stale if why) and len([why for why in stale if why]) == 3
+
+
+def test_damaged_plans_are_stale(tmp_path: Path, undrawn: None) -> None:
+    path = give_profile(tiny_llama(tmp_path / "tiny.gguf"))
+    kept = Path(f"{path}.powerinfer/plan-0123456789abcdef.json")
+    for content in (b"", b"[1]", b'{"layers": 3}', b"\0" * 100, json.dumps(a_plan(fits=7)).encode()):
+        kept.write_bytes(content)
+        found = findings(open_checkpoint(path))
+        assert found.plan.value is None and str(kept) in str(found.plan.stale)
+        reader = read(write_report(found, tmp_path / "out").page)
+        assert f"powerinfer plan -m {path}" in reader.text
+    kept.unlink()
+    kept.mkdir()
+    assert findings(open_checkpoint(path)).plan.value is None
 
 
 # ---------------------------------------------------------------- the command

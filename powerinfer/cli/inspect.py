@@ -2,9 +2,11 @@
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (layers, d_model, heads, ...), rope, activation,
 quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why),
-prepared (folder; profile, predictor, bundles, null where there are none: path, bytes, stale (null, or why they cannot
-be used), and if they can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 % of activations)
-and thresholds of a profile, type, layers and training of a predictor, the types of bundles; report: path of its page).
+prepared (folder; profile, predictor, bundles and the newest plan, null where there is none: path, bytes, stale (null,
+or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 %
+of activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles,
+selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report:
+path of its page).
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
     from powerinfer.formats.pack import BundleFile
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
+    from powerinfer.report.planned import PlanFacts
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "context_length")
+MEMORIES = {"gpu": "VRAM", "cpu": "RAM"}
 SWITCHES = ("tied_embeddings", "qkv_bias", "o_bias", "ffn_bias", "qk_norm", "sliding_window")
 
 
@@ -80,7 +84,7 @@ def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
     from powerinfer.report.writing import PAGE, report_folder
 
     details: dict[str, Callable[[Any], dict[str, Any]]]
-    details = {"profile": _profile, "predictor": _predictor, "bundles": _bundles}
+    details = {"profile": _profile, "predictor": _predictor, "bundles": _bundles, "plan": _plan}
     document: dict[str, Any] = {"folder": str(prepared_folder(checkpoint.path, option))}
     for one in findings(checkpoint, option):
         document[one.noun] = None
@@ -114,6 +118,11 @@ def _bundles(file: BundleFile) -> dict[str, Any]:
     return {"types": {"gate": gate, "up": file.layout.gate_type, "down": file.layout.down_type}}
 
 
+def _plan(plan: PlanFacts) -> dict[str, Any]:
+    names = ("selector", "policy", "hardware", "budgets", "context", "batch", "fits", "mass_on_gpu", "decode_tok_s")
+    return {name: getattr(plan, name) for name in names}
+
+
 def _choices(engine: EngineConfig) -> dict[str, str]:
     from powerinfer.kernels.cpu import choices
 
@@ -145,7 +154,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
 
 
 def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
-    said = {"profile": _profile_line, "predictor": _predictor_line, "bundles": _bundles_line}
+    said = {"profile": _profile_line, "predictor": _predictor_line, "bundles": _bundles_line, "plan": _plan_line}
     lines = {}
     for noun, line in said.items():
         found = document[noun]
@@ -180,6 +189,14 @@ def _show_training(predictor: dict[str, Any] | None, out: Output) -> None:
 def _bundles_line(found: dict[str, Any]) -> str:
     types = ", ".join(f"{part} {name}" for part, name in found["types"].items() if name)
     return f"{types}, {_size(found)}, up to date"
+
+
+def _plan_line(found: dict[str, Any]) -> str:
+    budgets = " and ".join(f"{found['budgets'][tier] / 2**30:.3g} GiB of {name}" for tier, name in MEMORIES.items())
+    return (
+        f"{budgets}, up to date; {100 * found['mass_on_gpu']:.1f} % of activations on the GPU, "
+        f"{found['decode_tok_s']:.3g} tokens/s predicted with --selector {found['selector']} on {found['hardware']}"
+    )
 
 
 def _size(found: dict[str, Any]) -> str:

@@ -198,7 +198,7 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     each = [neuron_seconds(cpu, model.bundles, way, kept[layer], model.config.d_ff) for layer in range(layers)]
     seconds = np.full_like(nothing, np.inf)
     seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
-    return FfnTime(nothing, seconds, nothing)
+    return FfnTime(nothing, seconds, nothing.copy())
 
 
 def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Floats:

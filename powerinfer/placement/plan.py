@@ -217,6 +217,7 @@ class Plan:
             "key": request.key,
             "model": request.model.name,
             "fingerprint": request.model.fingerprint,
+            "profile": request.profile.digest,
             "policy": request.policy,
             "selector": request.selector,
             "budgets": {"vram": vram, "ram": ram},

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile
+from powerinfer.placement.hardware import ready_made
+from powerinfer.report.planned import PlanFacts, read_plan
 from powerinfer.sparsity.selectors import RECTIFIED
 
 if TYPE_CHECKING:
@@ -16,7 +21,6 @@ if TYPE_CHECKING:
     from powerinfer.formats.pack import BundleFile
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
-    from powerinfer.report.planned import PlanFacts
 
 T = TypeVar("T")
 
@@ -71,12 +75,13 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     from powerinfer.kernels.cpu import part_bytes
 
     config = checkpoint.config
+    profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared))
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
         f"{config.n_layers} layers of {config.d_ff} neurons, {config.activation}",
-        Found("plan", None, None, None, "powerinfer plan"),
-        _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared)),
+        _newest_plan(checkpoint, prepared, profile.value),
+        profile,
         _found(
             PREDICTOR,
             checkpoint,
@@ -117,3 +122,34 @@ def _found(
         return Found(kind.noun, read(), place.path, None, place.command, wanted)
     except ModelError as error:
         return Found(kind.noun, None, place.path, str(error), place.command, wanted)
+
+
+def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanFacts]:
+    """The plan that was kept last; of budgets, context and machine there may be several."""
+    place = PreparedFile(Kind("plan", "plan", "plan"), checkpoint, prepared)
+    with suppress(OSError):
+        kept = [(os.stat(path).st_mtime_ns, path) for path in place.path.parent.glob("plan-*.json")]
+        if kept:
+            _, path = max(kept)
+            try:
+                plan, stale = read_plan(path), None
+            except PowerInferError as error:
+                return Found("plan", None, path, str(error), place.command)
+            if plan.fingerprint != checkpoint.fingerprint:
+                stale = f"{path} was made for another model, or the model has changed"
+            elif profile is not None and plan.profile != profile.digest:
+                stale = f"{path} was made from another profile"
+            command = place.command + _options(plan)
+            stale = stale and f"{stale}; `{command}` makes it anew"
+            return Found("plan", None if stale else plan, path, stale, command)
+    return Found("plan", None, None, None, place.command)
+
+
+def _options(plan: PlanFacts) -> str:
+    """Of the command that makes such a plan again."""
+    options = {
+        "vram": plan.budgets["gpu"], "ram": plan.budgets["cpu"], "context": plan.context, "batch": plan.batch,
+        "selector": plan.selector, "policy": plan.policy,
+    }  # fmt: skip
+    named = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | named).items())

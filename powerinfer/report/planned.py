@@ -1,6 +1,6 @@
-"""The document of a plan, as `powerinfer plan --json` ends with it, read back for a report.
+"""The document of a plan, as `powerinfer plan` keeps it and --json ends with it, read back for a report.
 
-The file may come from anywhere, so every figure is checked before it is drawn.
+The file may come from anywhere, so every figure is checked before it is shown.
 """
 
 from __future__ import annotations
@@ -34,13 +34,33 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Help:
+    """A budget at which more fits: what, the flag that gives it, its bytes, and whether the machine has so many."""
+
+    what: str
+    flag: str
+    nbytes: int
+    within_machine: bool
+
+
+@dataclass(frozen=True)
 class PlanFacts:
-    """What a plan's document says. bytes: tier -> part -> bytes; policies: name -> (tokens a second, mass on GPU)."""
+    """What a plan's document says.
+
+    fingerprint, profile: of the model and of the profile that it was made for, "" for none. budgets: tier -> bytes;
+    bytes: tier -> part -> bytes; policies: name -> (tokens a second, mass on the GPU).
+    """
 
     document: Document
     model: str
+    fingerprint: str
+    profile: str
     fits: bool
     policy: str
+    selector: str
+    context: int
+    batch: int
+    budgets: dict[str, int]
     hardware: str
     mass_on_gpu: float
     decode_tok_s: float
@@ -48,6 +68,8 @@ class PlanFacts:
     layers: list[LayerPlan]
     policies: dict[str, tuple[float, float]]
     reasons: list[str]
+    assumed: list[str]
+    helps: list[Help]
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -56,7 +78,7 @@ class PlanFacts:
 
 
 def read_plan(path: Path) -> PlanFacts:
-    """The plan in a file: the JSON document of `powerinfer plan`, alone or at the end of other lines.
+    """The plan in a file: the JSON document of `powerinfer plan`, alone or as the last of several lines.
 
     RequestError if the file cannot be read, ModelError if it holds no plan.
     """
@@ -67,7 +89,10 @@ def read_plan(path: Path) -> PlanFacts:
         raise RequestError(f"cannot read {path} ({error.strerror or error})") from None
     if len(raw) > _LIMIT:
         raise ModelError(f"{path} is larger than any plan")
-    document = parse_json(raw.strip().rpartition(b"\n")[2] if not raw.lstrip().startswith(b"{\n") else raw, str(path))
+    try:
+        document = parse_json(raw, str(path))
+    except ModelError:
+        document = parse_json(raw.rstrip().rpartition(b"\n")[2], str(path))
     try:
         return plan_facts(document)
     except ModelError as error:
@@ -78,7 +103,7 @@ def plan_facts(document: Any) -> PlanFacts:
     """What a plan's document says; ModelError where it does not say what it should."""
     root = _Fields(document, "")
     predicted = root.within("predicted")
-    tiers = root.within("bytes")
+    tiers, budgets = root.within("bytes"), root.within("budgets")
     layers = root.list("layers", _MOST_LAYERS)
     if not layers:
         raise ModelError("no layers")
@@ -86,8 +111,14 @@ def plan_facts(document: Any) -> PlanFacts:
     return PlanFacts(
         document,
         root.text("model"),
+        root.text("fingerprint"),
+        root.text("profile"),
         root.flag("fits"),
         root.text("policy"),
+        root.text("selector"),
+        root.count("context"),
+        root.count("batch"),
+        {"gpu": budgets.count("vram"), "cpu": budgets.count("ram")},
         root.text("hardware"),
         root.number("mass_on_gpu", 1.0),
         predicted.number("decode_tok_s"),
@@ -98,7 +129,14 @@ def plan_facts(document: Any) -> PlanFacts:
             for name in policies.names()
         },
         [_text(one, "reasons") for one in root.list("reasons", _MOST_WORDS)],
+        [_text(one, "assumed") for one in root.list("assumed", _MOST_WORDS)] if "assumed" in root.names() else [],
+        [_help(one, number) for number, one in enumerate(root.list("helps", _MOST_WORDS))],
     )
+
+
+def _help(one: Any, number: int) -> Help:
+    fields = _Fields(one, f"helps[{number}].")
+    return Help(fields.text("what"), fields.text("flag"), fields.count("bytes"), fields.flag("within_machine"))
 
 
 def _layer(one: Any, number: int) -> LayerPlan:

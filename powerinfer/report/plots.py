@@ -269,6 +269,7 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
 # What people tell apart, of the parts that a plan counts; what is none of these is "other".
 PARTS = {
     "neurons": ("neurons", _GREEN),
+    "dense": ("neurons once more, for prompts", "#8fd9c4"),
     "attention": ("attention", _PURPLE),
     "ends": ("embedding, output head", _ORANGE),
     "kv": ("keys and values", _SKY),
@@ -333,15 +334,16 @@ def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     bottom = np.zeros(len(layers))
+    unit, one_unit = ("ms", 1e-3) if max(sum(one.seconds.values()) for one in layers) > 2e-3 else ("us", 1e-6)
     for key, (label, colour) in _TIMES.items():
-        values = 1e6 * np.array([one.seconds.get(key, 0.0) for one in layers])
+        values = np.array([one.seconds.get(key, 0.0) for one in layers]) / one_unit
         if values.any():
             axes.bar(at, values, bottom=bottom, color=colour, width=_bar_width(layers), label=label)
             bottom += values
-    gpu = 1e6 * np.array([one.seconds.get("gpu", 0.0) for one in layers])
+    gpu = np.array([one.seconds.get("gpu", 0.0) for one in layers]) / one_unit
     if gpu.any():
         steps = {"where": "mid", "color": TIER_COLOURS["gpu"], "linewidth": 1.8}
         axes.step([-0.5, *at, len(layers) - 0.5], [gpu[0], *gpu, gpu[-1]], label="neurons on GPU, meanwhile", **steps)
-    axes.set(ylabel="predicted, us a token", ylim=(0, None))
+    axes.set(ylabel=f"predicted, {unit} a token", ylim=(0, None))
     _layer_axis(axes, len(layers))
     figure.legend(loc="outside upper center", ncols=3)

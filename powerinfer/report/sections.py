@@ -53,6 +53,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1e3:.3g} kB"
 
 
+def gib(nbytes: float) -> str:
+    """Memory for people."""
+    return f"{nbytes / 2**30:.3g} GiB"
+
+
 # ---------------------------------------------------------------- activations
 
 
@@ -128,7 +133,7 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
     }
     tiles = [(size(predictor.nbytes), "of predictors")]
     said = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
-    training = getattr(predictor, "training", None)
+    training = predictor.training
     if training is None:
         section.paragraphs.append(said + " How well they guess was not measured when they were made.")
         return section, tiles, rows
@@ -170,7 +175,7 @@ def _sizes(predictor: PredictorFile) -> list[int]:
 # ---------------------------------------------------------------- placements
 
 _PARTS = {
-    "neurons": "neurons", "ffn": "neurons", "attention": "attention", "embedding": "ends", "head": "ends", "kv": "kv",
+    "ffn": "neurons", "panels": "dense", "attention": "attention", "embedding": "ends", "head": "ends", "kv": "kv",
     "predictor": "predictor",
 }  # fmt: skip
 
@@ -179,11 +184,14 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
     """What a plan decided, and what it expects."""
     section = Section("Placement")
     section.paragraphs.append(
-        f"{'It fits.' if plan.fits else 'It does not fit.'} Policy {plan.policy}, on {plan.hardware}: "
-        f"{percent(plan.mass_on_gpu)} of the activations are computed on the GPU, and {plan.decode_tok_s:.3g} tokens a "
-        "second are predicted."
+        f"On {plan.hardware}, with {gib(plan.budgets['gpu'])} of VRAM and {gib(plan.budgets['cpu'])} of RAM, for "
+        f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context, selector "
+        f"{plan.selector}, policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the "
+        f"GPU, and {plan.decode_tok_s:.3g} tokens a second are predicted."
+        + ("" if plan.fits else " Not everything fits; what does not is read from disk.")
     )
-    section.paragraphs += plan.reasons
+    section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
+    section.paragraphs += [f"{line[:1].upper()}{line[1:]}." for line in plan.reasons]
     tiers: dict[str, dict[str, int]] = {}
     for tier, parts in plan.bytes.items():
         known: dict[str, int] = {}
@@ -195,7 +203,7 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
         section,
         "bytes",
         "Bytes in each memory, by what they are for.",
-        lambda figure: plots.draw_bytes(figure, tiers, {}),
+        lambda figure: plots.draw_bytes(figure, tiers, plan.budgets),
     )
     drawn.add(
         section,
@@ -216,6 +224,10 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
         for tier, parts in plan.bytes.items()
     ]
     section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and part", True))
+    if plan.helps:
+        beyond = {True: "", False: "more than the machine has"}
+        helps = [[one.what, one.flag, gib(one.nbytes), beyond[one.within_machine]] for one in plan.helps]
+        section.tables.append(Table(["what would fit", "from", "", ""], helps, "Larger budgets"))
     if plan.policies:
         policies = [[name, f"{rate:.3g}", percent(mass)] for name, (rate, mass) in plan.policies.items()]
         section.tables.append(Table(["policy", "tokens a second", "activations on GPU"], policies, "Policies compared"))
