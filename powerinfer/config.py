@@ -5,6 +5,7 @@ Every default and every help text lives here once; the command line and the Pyth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,31 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """How a model is profiled. Field names are keyword arguments and, with dashes, flags."""
+
+    corpus: Sequence[str] = option(
+        (),
+        "text to profile: a text file, a JSONL file or a folder of them; may be repeated, and each is a corpus of its "
+        "own; default: a small built-in sample",
+        metavar="PATH",
+    )
+    tokens: int = option(200_000, "most tokens to profile, all corpora together", metavar="N")
+    window: int = option(512, "tokens of a window; what comes before it is not seen from it", metavar="N", least=8)
+    samples: int = option(
+        1 << 30,
+        "most bytes of samples to keep, from which predictors are trained; 0: none (default 1GiB)",
+        size=True,
+        least=0,
+    )
+    perplexity_cost: float = option(
+        0.01,
+        "for activations that are never exactly zero: what leaving small ones out may cost in perplexity, as a share",
+        metavar="X",
+    )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
 
@@ -106,7 +132,11 @@ class EngineConfig:
     )
     trial: bool = option(True, "measure at load, for each layer and batch size, where the selector is slower than all")
     retrial: bool = option(False, "measure anew instead of taking what was measured when the model was loaded earlier")
-    threshold: float | None = option(None, "selector threshold: activations up to this size are left out", metavar="X")
+    threshold: float | None = option(
+        None,
+        "selector threshold: activations up to this size are left out; default: what `profile` calibrated",
+        metavar="X",
+    )
     prepared: str | None = option(
         None, "folder of what was prepared for the model (bundles, predictor); None: MODEL.powerinfer", metavar="PATH"
     )

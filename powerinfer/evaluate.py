@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,16 +53,24 @@ def perplexity(
             f"the text has {len(tokens)} tokens, but two windows of {context} need {2 * context}: "
             f"use a longer text or a smaller context"
         )
-    first = context // 2
+    cut = list(_windows(llm.tokenizer, tokens[: windows * context], context))
+    return windows_perplexity(llm, cut, progress, step)
+
+
+def windows_perplexity(
+    llm: LLM, windows: Sequence[list[int]], progress: Progress | None = None, step: int = SCORE_ROWS
+) -> Perplexity:
+    """The same of windows of token ids, of which the second half is scored."""
     losses: list[NDArray[np.float64]] = []
-    for window, inside in enumerate(_windows(llm.tokenizer, tokens[: windows * context], context)):
+    for window, inside in enumerate(windows):
 
         def use(at: int, logits: NDArray[np.float32], inside: list[int] = inside) -> None:
             losses.append(_losses(logits, inside[at + 1 :]))
 
-        llm.score(inside[:-1], first, use, step)  # the last token predicts nothing that is in the window
+        # the last token predicts nothing that is in the window
+        llm.score(inside[:-1], len(inside) // 2, use, step)
         if progress is not None:
-            progress("perplexity", window + 1, windows)
+            progress("perplexity", window + 1, len(windows))
     return _summary(np.concatenate(losses))
 
 

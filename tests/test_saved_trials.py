@@ -23,7 +23,7 @@ from powerinfer.kernels import cpu
 from powerinfer.runtime.engine import LLM
 from powerinfer.sparsity import saved_trials, trial
 from powerinfer.sparsity.saved_trials import LIMIT, MOST, Key, SavedTrials, trial_key
-from powerinfer.sparsity.selectors import Exact, Predicted
+from powerinfer.sparsity.selectors import Exact, Predicted, Threshold
 from powerinfer.sparsity.trial import Verdict
 
 SIZES = [1, 2, 4, 8]
@@ -240,6 +240,7 @@ def key_of(folder: Path, **options: Any) -> Key:
         {"threshold": 0.5},
         {"recall_every": 7},
         {"selector": Predicted()},
+        {"selector": Threshold(0.5, (0.5, 0.25))},
         {"sizes": [1, 2, 4]},
         {"files": ["neurons", "predictor"]},
         {"seed": 2},

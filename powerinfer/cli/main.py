@@ -18,6 +18,7 @@ VERBS = {
     "chat": "talk with a model",
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity, eval agreement",
+    "profile": "count how often each neuron fires over a text",
     "pack": "lay out the neurons of a model for sparse decoding",
     "train": "train predictors of which neurons will fire",
     "measure": "measure how fast this machine decodes, for plans",

@@ -9,6 +9,7 @@ from types import TracebackType
 FIRST_AFTER = 0.7  # seconds of silence; quick work shows nothing at all
 REDRAW = 0.1  # seconds between two states of a bar
 PLAIN_LINE = 5.0  # seconds between two plain lines
+LEFT_AFTER = 3.0  # seconds before the time that is left is guessed
 WIDTH = 30
 
 
@@ -19,24 +20,37 @@ class Bar:
         self._terminal = sys.stderr.isatty()
         self._next = time.monotonic() + FIRST_AFTER
         self._label: str | None = None
+        self._since = (0.0, 0)  # when what is shown began, and what was done then
         self._shown = False
 
     def __call__(self, label: str, done: int, total: int) -> None:
         now = time.monotonic()
         if label != self._label and self._label is not None:
             self.close()
+        if label != self._label:
+            self._since = (now, done)
         self._label = label
         if now < self._next and not (self._shown and done >= total):
             return
         self._next = now + (REDRAW if self._terminal else PLAIN_LINE)
         percent = 100 * done // total if total > 0 else 0
+        left = self._left(now, done, total)
         if self._terminal:
             full = WIDTH * percent // 100
-            sys.stderr.write(f"\r{label} [{'#' * full}{' ' * (WIDTH - full)}] {percent:3d}%\033[K")
+            sys.stderr.write(f"\r{label} [{'#' * full}{' ' * (WIDTH - full)}] {percent:3d}%{left}\033[K")
         else:
-            sys.stderr.write(f"{label}: {percent}%\n")
+            sys.stderr.write(f"{label}: {percent}%{left}\n")
         sys.stderr.flush()
         self._shown = True
+
+    def _left(self, now: float, done: int, total: int) -> str:
+        """How long it will still take, where that is worth telling."""
+        begin, first = self._since
+        if done <= first or done >= total or now - begin < LEFT_AFTER:
+            return ""
+        seconds = round((total - done) * (now - begin) / (done - first))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f", {hours}:{minutes:02d}:{seconds % 60:02d} left" if hours else f", {minutes}:{seconds % 60:02d} left"
 
     def close(self) -> None:
         """Remove the bar; plain lines stay."""

@@ -77,6 +77,7 @@ BUNDLES = Kind("neurons", "bundles", "pack")
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")
+PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 
 
 def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
@@ -174,12 +175,19 @@ class PreparedFile:
             filler.close()
 
     def remove(self) -> None:
-        """Remove the file and what a process that ended early left of it; PowerInferError where that cannot be done."""
-        for path in (self.path, self.path.with_name(self.path.name + ".part")):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise PowerInferError(f"cannot remove {path} ({error.strerror or error})") from None
+        """Remove the file and what `fill` left of one; PowerInferError where that cannot be done."""
+        self.remove_part()
+        self._unlink(self.path)
+
+    def remove_part(self) -> None:
+        """Remove what `fill` left of a file that was not finished."""
+        self._unlink(self.path.with_name(self.path.name + ".part"))
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise PowerInferError(f"cannot remove {path} ({error.strerror or error})") from None
 
     def _header(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> _Header:
         whole = {

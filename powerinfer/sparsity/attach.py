@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile
+from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
+from powerinfer.formats.profile_file import open_profile
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
-from powerinfer.sparsity.selectors import RECTIFIED, Selector, selector_named
+from powerinfer.sparsity.selectors import RECTIFIED, Selector, Threshold, selector_named
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -112,7 +113,7 @@ def attach(
         executor.choices["selector"] = f"all ({reason})"
         return None
     prepared = _open(checkpoint, engine, selector)
-    _load(executor, engine, prepared, progress)
+    _load(executor, engine, selector, prepared, progress)
     from powerinfer.sparsity.trial import apply, forced, sizes_tried
 
     layers, sizes = checkpoint.config.n_layers, sizes_tried(executor, engine.max_batch)
@@ -141,13 +142,30 @@ def _choose(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[Selector | No
         reason = _why_dense(checkpoint, engine)
         if reason is not None:
             return None, reason
-    selector = selector_named("exact" if engine.selector == "auto" else engine.selector, engine.threshold)
+    name = "exact" if engine.selector == "auto" else engine.selector
+    selector = selector_named(name, engine.threshold, lambda: _calibrated(checkpoint, engine))
     if selector.name == "all":
         return None, "asked for"
     unsuited = selector.unsuited(checkpoint.config)
     if unsuited is not None:
         raise RequestError(f"selector {selector.name}: {unsuited}")
     return selector, "bundles are prepared" if engine.selector == "auto" else "asked for"
+
+
+def _calibrated(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[float, ...]:
+    """The thresholds that `profile` found for the layers."""
+    place = PreparedFile(PROFILE, checkpoint, engine.prepared)
+    if not place.exists():
+        raise RequestError(
+            f"--selector threshold needs --threshold X, or a profile with calibrated thresholds: `{place.command}`"
+        )
+    thresholds = open_profile(checkpoint, engine.prepared).thresholds
+    if thresholds is None:
+        raise RequestError(
+            f"{place.path} has no thresholds, because the model's activations are zero by themselves: use --selector "
+            "exact, or give --threshold X"
+        )
+    return thresholds
 
 
 def _tried(
@@ -237,14 +255,16 @@ def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> _
     return _Prepared(bundles, trained, [bundles.path, file.path])
 
 
-def _load(executor: CpuExecutor, engine: EngineConfig, prepared: _Prepared, progress: Progress | None) -> None:
+def _load(
+    executor: CpuExecutor, engine: EngineConfig, selector: Selector, prepared: _Prepared, progress: Progress | None
+) -> None:
     from powerinfer.devices.cpu import available_memory
 
     bundles = prepared.bundles
     if bundles.nbytes < available_memory():
         bundles.file.populate()
-    most = 0.0 if engine.threshold is None else engine.threshold
     for layer, rows in enumerate(bundles.layers):
+        most = selector.of(layer) if isinstance(selector, Threshold) else 0.0
         predictor = None if prepared.predictors is None else prepared.predictors(layer)
         executor.sparsify(layer, rows, bundles.layout, most=most, predictor=predictor, recall_every=engine.recall_every)
         if progress is not None:

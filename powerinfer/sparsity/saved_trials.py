@@ -22,7 +22,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.kernels import cpu
-from powerinfer.sparsity.selectors import Selector
+from powerinfer.sparsity.selectors import Selector, Threshold
 from powerinfer.sparsity.trial import Verdict
 
 FORMAT = 1
@@ -49,6 +49,7 @@ def trial_key(
         "files": ", ".join(map(_identity, files)),
         "selector": selector.name,
         "threshold": engine.threshold,
+        "thresholds": selector.layers if isinstance(selector, Threshold) else None,
         "recall_every": engine.recall_every,
         "sizes": " ".join(map(str, sizes)),
     }

@@ -10,6 +10,7 @@ The native operators do this work (csrc/sparse.cpp); `select` says in numpy what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,10 +98,18 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Activations of a magnitude up to `most` count as silent (CATS, arXiv 2404.08763)."""
+    """Activations of a magnitude up to `most` count as silent (CATS, arXiv 2404.08763).
+
+    layers: where each layer has a threshold of its own, these.
+    """
 
     most: float
+    layers: tuple[float, ...] | None = None
     name, way, needs_predictor = "threshold", "exact", False
+
+    def of(self, layer: int) -> float:
+        """The threshold of a layer."""
+        return self.most if self.layers is None else self.layers[layer]
 
     def unsuited(self, config: ModelConfig) -> str | None:
         return None
@@ -110,9 +119,17 @@ class Threshold:
         return mask
 
 
-def selector_named(name: str, threshold: float | None) -> Selector:
-    """The selector of that name. RequestError for a threshold where none belongs, or none where one does."""
+def selector_named(
+    name: str, threshold: float | None, calibrated: Callable[[], tuple[float, ...]] | None = None
+) -> Selector:
+    """The selector of that name. RequestError for a threshold where none belongs, or none where one does.
+
+    calibrated: gives the thresholds of the layers where there is no single one.
+    """
     if name == "threshold":
+        if threshold is None and calibrated is not None:
+            layers = calibrated()
+            return Threshold(max(layers), layers)
         if threshold is None or not 0 < threshold < float("inf"):
             raise RequestError("--selector threshold needs --threshold X, a positive number")
         return Threshold(threshold)

@@ -1,0 +1,126 @@
+"""Thresholds for activations that are never exactly zero: how much can be left out at a stated cost in perplexity.
+
+As in CATS (arXiv 2404.08763, section 3.2): the threshold of a layer is a quantile of the magnitudes of act(gate . n),
+and all layers take the same quantile. CATS chooses it by hand; here it is the largest one, found by bisection, whose
+perplexity on windows of the text that were held out stays within the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
+from powerinfer.sparsity.profile import run_windows
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Progress
+    from powerinfer.neurons import Counts
+    from powerinfer.sparsity.corpus import Windows
+
+MOST = 0.98
+"""The largest quantile that is tried."""
+
+HALVINGS = 7
+"""Of the interval that the quantile lies in: it ends below 0.008."""
+
+SCORED, MEASURED = 32, 64  # most windows whose perplexity, and whose magnitudes, are measured
+
+Perplexity = Callable[[Sequence[float] | None], float]
+"""Of the held-out windows, with the thresholds of the layers, or dense."""
+
+
+class Silenced:
+    """An executor that leaves out what does not exceed thresholds, where logits are asked for, as decode would.
+
+    What comes before these tokens is computed as a prompt is: densely.
+    """
+
+    def __init__(self, executor: CpuExecutor, most: Sequence[float] | None) -> None:
+        self.page_size, self.n_pages = executor.page_size, executor.n_pages
+        self.max_tokens, self.vocab_size = executor.max_tokens, executor.vocab_size
+        self._executor, self._most = executor, most
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        decoded = self._most is not None and len(batch.logit_rows)
+        with self._executor.observed(None, self._most, silence=True) if decoded else nullcontext():
+            return self._executor.forward(batch)
+
+    def close(self) -> None:
+        pass  # it is not ours
+
+
+def held_out(number: int) -> tuple[list[int], list[int]]:
+    """Of so many windows (those whose perplexity decides, those that magnitudes are taken from).
+
+    Evenly spread, and apart from each other where there is more than one.
+    """
+    scored = _spread(range(number), min(SCORED, max(1, number // 5)))
+    rest = [window for window in range(number) if window not in set(scored)]
+    return scored, _spread(rest, MEASURED) if rest else scored
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    number = min(most, len(items))
+    return [items[(2 * at + 1) * len(items) // (2 * number)] for at in range(number)]
+
+
+def measure_magnitudes(
+    executor: CpuExecutor, windows: Windows, which: Sequence[int], layers: int, progress: Progress | None = None
+) -> Counts:
+    """Histograms of the magnitudes of the layers' activations over some windows: int64 [layers, bins]."""
+    found: dict[int, Counts] = {}
+
+    class Adder:
+        def reads(self, layer: int, x: NDArray[np.float32]) -> None:
+            pass
+
+        def fires(self, layer: int, fired: Fired) -> None:
+            found[layer] = found.get(layer, 0) + fired.magnitudes
+
+    with executor.observed(Adder(), [0.0] * layers, measure=True):
+        for done, window in enumerate(which):
+            run_windows(executor, windows.ids[window : window + 1])
+            if progress is not None:
+                progress("measuring activations", done + 1, len(which))
+    return np.stack([found[layer] for layer in range(layers)])
+
+
+def thresholds_at(magnitudes: Counts, quantile: float) -> tuple[float, ...]:
+    """For each layer the magnitude that the share `quantile` of its activations does not exceed.
+
+    magnitudes: int64 [layers, bins]; within a bin they count as evenly spread.
+    """
+    edges = magnitude(np.arange(magnitudes.shape[1] + 1))
+    found = []
+    for bins in magnitudes:
+        below = np.concatenate([[0], np.cumsum(bins)])
+        wanted = quantile * below[-1]
+        at = int(np.searchsorted(below, wanted, side="right")) - 1
+        at = min(at, len(bins) - 1)
+        part = (wanted - below[at]) / bins[at] if bins[at] else 0.0
+        found.append(float(edges[at] + part * (edges[at + 1] - edges[at])))
+    return tuple(found)
+
+
+def calibrate(measure: Callable[[float], float], cost: float) -> float:
+    """The largest quantile, as far as bisection finds it, whose perplexity is at most 1 + cost times the dense one.
+
+    measure: the perplexity at a quantile; at 0 the dense one. 0: none is good enough.
+    """
+    limit = (1 + cost) * measure(0.0)
+    if measure(MOST) <= limit:
+        return MOST
+    low, high = 0.0, MOST
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if measure(middle) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low

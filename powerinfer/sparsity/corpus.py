@@ -1,0 +1,294 @@
+"""Texts to profile a model with: files and folders, read piece by piece, as windows of token ids.
+
+A corpus is what one --corpus names: a text file, a JSONL file, or a folder with any number of both. However much it
+holds, a piece of text at a time is in memory; the token ids lie in a temporary file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import RequestError
+from powerinfer.formats.mapped import shown
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Progress
+    from powerinfer.formats.tokenizer import Tokenizer
+
+SAMPLE = "built-in sample"
+SAMPLE_SOURCE = (
+    "the beginnings of Alice's Adventures in Wonderland, Pride and Prejudice, A Tale of Two Cities, On the Origin of "
+    "Species and Moby-Dick, and the Gettysburg Address: in the public domain"
+)
+JSONL = (".jsonl", ".ndjson")
+TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".raw", *JSONL)
+"""Files of a folder that are read, by the ends of their names."""
+
+PIECE = 1 << 16  # characters that are encoded at once
+LINE = 1 << 26  # most bytes of a line of JSON
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A named text. paths: its files, in order; none: the built-in sample."""
+
+    name: str
+    paths: tuple[Path, ...]
+
+    def pieces(self) -> Iterator[str]:
+        """The text in pieces that end where a line does, as far as they can. RequestError names what cannot be read."""
+        if not self.paths:
+            yield files("powerinfer.sparsity").joinpath("sample.txt").read_text(encoding="utf-8")
+        for path in self.paths:
+            with _opened(path) as file:
+                yield from _documents(file, path) if path.suffix.lower() in JSONL else _pieces(file, path)
+
+
+def open_corpora(named: Sequence[str]) -> list[Corpus]:
+    """The corpora of --corpus options, the built-in sample where there are none; their contents are not read yet.
+
+    RequestError for what is not there or holds no texts, and for a corpus that is named twice.
+    """
+    if not named:
+        return [Corpus(SAMPLE, ())]
+    paths = [Path(name).expanduser() for name in named]
+    for path in paths:
+        if "\0" in str(path):
+            raise RequestError(f"corpus {shown(path)} cannot be the name of a file")
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise RequestError("a corpus is named twice: give each of them once")
+    short = [path.name or str(path) for path in paths]
+    return [
+        Corpus(name if short.count(name) == 1 else str(path), _files(path))
+        for name, path in zip(short, paths, strict=True)
+    ]
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    try:
+        if not path.is_dir():
+            with _opened(path) as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise RequestError(f"corpus {path} is empty")
+                return (path,)
+        found = sorted(
+            Path(folder) / name
+            for folder, folders, names in os.walk(path, onerror=_raise)
+            for name in names
+            if name.lower().endswith(TEXT) and not name.startswith(".")
+        )
+    except OSError as error:
+        raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
+    if not found:
+        raise RequestError(f"the folder {path} holds no text: nothing in it ends in {', '.join(TEXT)}")
+    return tuple(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file; RequestError unless it is a regular one that can be read: a pipe or a device may never end."""
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    except OSError as error:
+        raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RequestError(f"corpus {path} is no regular file")
+    return file
+
+
+def _pieces(file: BinaryIO, path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    rest, at = "", 0
+    while True:
+        raw = _read(file, path)
+        held = len(decoder.getstate()[0])  # bytes of a character that is not complete
+        try:
+            rest += decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            raise RequestError(f"corpus {path} is not UTF-8 text: byte {at - held + error.start} cannot be") from None
+        if "\0" in rest:
+            raise RequestError(f"corpus {path} is not text: it holds a zero byte")
+        at += len(raw)
+        if not raw:
+            break
+        cut = _line_end(rest)
+        if cut:
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _read(file: BinaryIO, path: Path) -> bytes:
+    try:
+        return file.read(PIECE)
+    except OSError as error:
+        raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
+
+
+def _line_end(text: str) -> int:
+    """Where to cut: behind the last line break that no white space follows, else the last space, else at the end."""
+    cut = len(text)
+    while (cut := text.rfind("\n", 0, cut) + 1) > 0:
+        if cut < len(text) and not text[cut].isspace():
+            return cut
+        cut -= 1
+    if len(text) < 4 * PIECE:
+        return 0
+    return text.rfind(" ") if " " in text[1:] else len(text)
+
+
+def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
+    """The texts of a JSONL file: of each line's "text", or its "messages" or "conversations", one after another."""
+    number = 0
+    while line := file.readline(LINE + 1):
+        number += 1
+        where = f"corpus {path}, line {number}"
+        if len(line) > LINE:
+            raise RequestError(f"{where}: longer than {LINE >> 20} MiB, which no text is")
+        if not line.strip():
+            continue
+        try:
+            text = _document(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+        except UnicodeDecodeError:
+            raise RequestError(f"{where}: not UTF-8") from None
+        except RecursionError:
+            raise RequestError(f"{where}: nested too deeply") from None
+        except ValueError as error:
+            reason = str(error).split(": line 1 ")[0]
+            raise RequestError(f"{where}: not JSON ({reason})") from None
+        if text is None:
+            raise RequestError(f'{where}: neither "text" nor "messages" nor "conversations" with something to read')
+        for at in range(0, len(text), PIECE):
+            yield text[at : at + PIECE]
+        if text:
+            yield "\n\n"
+
+
+def _document(value: Any) -> str | None:
+    """The text of a line, None where it has none. A conversation is rendered plainly: `role: content`, line by line."""
+    if type(value) is not dict:
+        return None
+    if type(value.get("text")) is str:
+        return str(value["text"])
+    for turns, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
+        if type(value.get(turns)) is list:
+            said = [_said(turn, role, content) for turn in value[turns]]
+            return None if None in said else "\n".join(turn for turn in said if turn is not None)
+    return None
+
+
+def _said(turn: Any, role: str, content: str) -> str | None:
+    if type(turn) is not dict:
+        return None
+    who, what = turn.get(role), turn.get(content)
+    if type(what) is list:  # parts, of which the texts count
+        what = "".join(part["text"] for part in what if type(part) is dict and type(part.get("text")) is str)
+    if type(what) is not str:
+        return None
+    return f"{who}: {what}" if type(who) is str else what
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Texts as windows of token ids, int32 [windows, size]; those of a corpus together, in its order.
+
+    number: windows of each corpus; digest: hex SHA-256 of all of it.
+    """
+
+    ids: NDArray[np.int32]
+    corpora: tuple[str, ...]
+    number: tuple[int, ...]
+    digest: str
+
+    @property
+    def size(self) -> int:
+        """Tokens of a window."""
+        return int(self.ids.shape[1])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all windows."""
+        return self.ids.size
+
+    def corpus_of(self, window: int) -> int:
+        """The corpus that a window belongs to."""
+        return int(np.searchsorted(np.cumsum(self.number), window, side="right"))
+
+
+def read_windows(
+    corpora: Sequence[Corpus], tokenizer: Tokenizer, size: int, limit: int, progress: Progress | None = None
+) -> Windows:
+    """The corpora as windows of `size` tokens that do not overlap, as `evaluate.perplexity` cuts them.
+
+    What does not fill a window is left out. Where the model puts a BOS token before a text, the first token of every
+    window is replaced by it. limit: of all tokens; each corpus gets its share of what those before it left.
+    RequestError for a corpus that cannot be read or fills no window. progress: called with ("reading the corpus",
+    tokens, limit).
+    """
+    assert size > 0
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    digest = hashlib.sha256(f"{size} {bos}".encode())
+    number: list[int] = []
+    with tempfile.TemporaryFile() as spool:
+        for at, corpus in enumerate(corpora):
+            room = max(1, (limit // size - sum(number)) // (len(corpora) - at))
+            count = 0
+            for ids in _cut(corpus, tokenizer, size, room):
+                if bos is not None:
+                    ids[:, 0] = bos
+                raw = ids.tobytes()
+                digest.update(raw)
+                spool.write(raw)
+                count += len(ids)
+                if progress is not None:
+                    progress("reading the corpus", (sum(number) + count) * size, limit)
+            number.append(count)
+            digest.update(f"{corpus.name} {count}".encode(errors="surrogateescape"))
+        if progress is not None:
+            progress("reading the corpus", limit, limit)
+        spool.flush()
+        ids = np.memmap(spool, np.int32, "r", shape=(sum(number), size))  # stays when the file is closed
+    return Windows(ids, tuple(corpus.name for corpus in corpora), tuple(number), digest.hexdigest())
+
+
+def _cut(corpus: Corpus, tokenizer: Tokenizer, size: int, room: int) -> Iterator[NDArray[np.int32]]:
+    """At most `room` windows of a corpus, int32 [some, size]."""
+    rest: list[int] = []
+    seen = done = 0
+    for text in corpus.pieces():
+        fresh = tokenizer.encode(text, special=False, add_bos=False)
+        seen += len(fresh)
+        rest += fresh
+        count = min(len(rest) // size, room - done)
+        if count:
+            yield np.array(rest[: count * size], np.int32).reshape(count, size)
+            done += count
+            rest = rest[count * size :]
+        if done == room:
+            return
+    if not done:
+        raise RequestError(
+            f"corpus {corpus.name} has {seen} tokens, less than one window of {size}: use a longer text, or a smaller "
+            "--window"
+        )

@@ -1,0 +1,370 @@
+"""Profiling: a text runs through the engine, window by window, and what fires is counted.
+
+An `Executor` is observed while it computes whole windows as a prompt is computed, densely; nothing is generated and no
+logits are asked for. What was counted so far is saved now and then, so that a process that is killed loses little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import __version__
+from powerinfer.devices.batch import Batch
+from powerinfer.errors import ModelError
+from powerinfer.formats.prepared import PROFILE_STATE, SAMPLES, PreparedFile
+from powerinfer.formats.profile_file import BINS, ProfileFile, open_profile_file, write_profile
+from powerinfer.formats.samples_file import SamplesWriter, open_samples, write_samples
+from powerinfer.neurons import Counts, Profile
+
+if TYPE_CHECKING:
+    from powerinfer.config import ModelConfig
+    from powerinfer.devices.cpu import CpuExecutor, Fired
+    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.sparsity.corpus import Windows
+
+SAVE_EVERY = 20.0  # seconds
+CALL = 512  # tokens of short windows that are computed at once
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a profile is made of. rows: of the samples, 0 for none; cost: of calibrated thresholds, None for none."""
+
+    windows: Windows
+    rows: int
+    cost: float | None
+
+    @property
+    def key(self) -> str:
+        """Hex digits that change with anything that the result hangs on, but the model."""
+        what = [__version__, self.windows.digest, self.windows.corpora, self.rows, self.cost]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+    def first_row(self, window: int) -> int:
+        """The first row of the samples that lies in that window or behind it; row r is token r * tokens // rows."""
+        at, tokens = window * self.windows.size, self.windows.tokens
+        return -(-at * self.rows // tokens)
+
+    def tokens_of(self, window: int) -> NDArray[np.int64]:
+        """Positions of a window whose tokens are sampled, ascending."""
+        rows = np.arange(self.first_row(window), self.first_row(window + 1))
+        return rows * self.windows.tokens // max(1, self.rows) - window * self.windows.size
+
+    def starts(self) -> NDArray[np.int64]:
+        """For each window of which tokens are sampled its first row."""
+        return np.unique([self.first_row(window) for window in range(len(self.windows.ids)) if self._sampled(window)])
+
+    def _sampled(self, window: int) -> bool:
+        return self.first_row(window) < self.first_row(window + 1)
+
+
+def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> ProfileFile | None:
+    """The profile that is there already, with its samples, if this task would make the same."""
+    try:
+        file = open_profile_file(checkpoint, prepared)
+        if file.about.get("key") != task.key:
+            return None
+        if task.rows and open_samples(checkpoint, prepared).about.get("key") != task.key:
+            return None
+    except ModelError:
+        return None
+    return file
+
+
+class State:
+    """How far a profile has come: what is saved, and found again by the next process.
+
+    windows: that are done with; counts [layers, corpora, d_ff], active [layers, 101] and pairs [layers, 2] (neurons
+    that fired for a token and the one before it, and all that fired for tokens that have one before them), of these.
+    magnitudes [layers, bins] and measured (quantile -> perplexity) belong to the calibration.
+    """
+
+    def __init__(self, config: ModelConfig, corpora: int) -> None:
+        layers = config.n_layers
+        self.windows = 0
+        self.counts = np.zeros((layers, corpora, config.d_ff), np.int64)
+        self.active = np.zeros((layers, BINS), np.int64)
+        self.pairs = np.zeros((layers, 2), np.int64)
+        self.magnitudes = np.zeros((layers, 0), np.int64)
+        self.measured: dict[float, float] = {}
+
+    _ARRAYS = ("counts", "active", "pairs", "magnitudes")
+
+
+class Saved:
+    """The place of a task's `State` beside the model."""
+
+    def __init__(self, checkpoint: Checkpoint, prepared: str | None, task: Task) -> None:
+        self._place = PreparedFile(PROFILE_STATE, checkpoint, prepared)
+        self._checkpoint = checkpoint
+        self._task = task
+        self._next = time.monotonic() + SAVE_EVERY
+
+    def exists(self) -> bool:
+        """Whether some state is saved, of whatever."""
+        return self._place.exists()
+
+    def load(self) -> State | None:
+        """What was saved of this very task; None where nothing was, or it cannot be used."""
+        state = State(self._checkpoint.config, len(self._task.windows.corpora))
+        try:
+            description, tensors, _ = self._place.read()
+        except ModelError:
+            return None
+        windows, measured = description.get("windows"), description.get("measured")
+        if description.get("key") != self._task.key or type(measured) is not list:
+            return None
+        if type(windows) is not int or not 0 <= windows <= len(self._task.windows.ids):
+            return None
+        state.windows = windows
+        for pair in measured:
+            if type(pair) is not list or [type(value) for value in pair] != [float, float]:
+                return None
+            if not (0 <= pair[0] <= 1 and 0 < pair[1] < math.inf):
+                return None
+            state.measured[pair[0]] = pair[1]
+        for name in State._ARRAYS:
+            found, wanted = tensors.get(name), getattr(state, name)
+            if found is None and name == "magnitudes":
+                continue
+            if found is None or found.type != "I64" or len(found.shape) != wanted.ndim:
+                return None
+            if found.shape[0] != len(wanted) or (name != "magnitudes" and found.shape != wanted.shape):
+                return None
+            setattr(state, name, np.frombuffer(found.data.tobytes(), "<i8").astype(np.int64).reshape(found.shape))
+        return state if self._can_be(state) else None
+
+    def _can_be(self, state: State) -> bool:
+        """Whether the numbers are such as are counted."""
+        windows = self._task.windows
+        ends = np.cumsum(windows.number)
+        done = np.clip(state.windows - (ends - windows.number), 0, windows.number) * windows.size  # of each corpus
+        return bool(
+            (state.counts >= 0).all()
+            and (state.counts <= done[:, None]).all()
+            and (state.active >= 0).all()
+            and (state.active <= done.sum()).all()
+            and (state.active.sum(axis=1) == done.sum()).all()
+            and (state.pairs >= 0).all()
+            and (state.pairs[:, 0] <= state.pairs[:, 1]).all()
+            and (state.magnitudes >= 0).all()
+            and (state.magnitudes < 1 << 50).all()
+        )
+
+    def due(self) -> bool:
+        """Whether it is time to save again."""
+        return time.monotonic() >= self._next
+
+    def save(self, state: State) -> None:
+        """Put it in the place of what was saved before."""
+        measured = [[float(quantile), float(value)] for quantile, value in state.measured.items()]
+        description = {"key": self._task.key, "windows": state.windows, "measured": measured}
+        arrays = [(name, getattr(state, name)) for name in State._ARRAYS if getattr(state, name).size]
+        with self._place.write(description, [(name, "I64", values.shape) for name, values in arrays]) as write:
+            for name, values in arrays:
+                write(name, np.ascontiguousarray(values, "<i8").reshape(-1).view(np.uint8))
+        self._next = time.monotonic() + SAVE_EVERY
+
+    def remove(self) -> None:
+        """Nothing is unfinished any more."""
+        self._place.remove()
+
+
+class Tally:
+    """The observer that fills a `State`, and puts samples where there is a writer for them."""
+
+    def __init__(self, config: ModelConfig, task: Task, state: State, samples: SamplesWriter | None) -> None:
+        self._d_ff = config.d_ff
+        self._task = task
+        self._state = state
+        self._samples = samples
+        self._before = np.zeros((config.n_layers, -(-config.d_ff // 8)), np.uint8)  # of the last token of a call
+        self._x: NDArray[np.float32] | None = None
+
+    def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
+        """Let an executor that it observes compute the windows from `first` to `last`, all of one corpus."""
+        task, windows = self._task, self._task.windows
+        sampled = np.concatenate(
+            [task.tokens_of(window) + (window - first) * windows.size for window in range(first, last)]
+        )
+        self._corpus = windows.corpus_of(first)
+
+        def expect(positions: NDArray[np.int32], at: int) -> None:
+            begin, end = np.searchsorted(sampled, [at, at + len(positions)])
+            self._positions, self._sampled = positions, sampled[begin:end] - at
+            self._row = task.first_row(first) + int(begin)  # of the first of these
+
+        run_windows(executor, windows.ids[first:last], expect)
+        self._state.windows = last
+
+    def reads(self, layer: int, x: NDArray[np.float32]) -> None:
+        if self._samples is not None and len(self._sampled):
+            self._x = x[self._sampled]
+
+    def fires(self, layer: int, fired: Fired) -> None:
+        active = np.ascontiguousarray(fired.active)
+        state, follows = self._state, self._positions > 0
+        state.counts[layer, self._corpus] += fired.counts
+        number = np.bitwise_count(active).sum(axis=1, dtype=np.int64)
+        state.active[layer] += np.bincount(number * 100 // self._d_ff, minlength=BINS)
+        before = np.concatenate([self._before[layer][None], active[:-1]])
+        state.pairs[layer, 0] += int(np.bitwise_count(active & before)[follows].sum(dtype=np.int64))
+        state.pairs[layer, 1] += int(number[follows].sum())
+        self._before[layer] = active[-1]
+        if self._samples is not None and self._x is not None:
+            self._samples.put(layer, self._row, self._x, active[self._sampled])
+        self._x = None
+
+
+def profile(
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    executor: CpuExecutor,
+    task: Task,
+    state: State,
+    thresholds: tuple[float, ...] | None = None,
+    about: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> ProfileFile:
+    """Count what fires, from where `state` is, and write the profile and its samples into the folder `prepared`.
+
+    executor: of the model, with room in its cache for `contexts(task.windows.size)` windows; thresholds: of the layers,
+    for activations that are never exactly zero; about: what the file shall say besides. What a killed process did is
+    kept and gone on with by the next one with the same task. ModelError for a model that computes numbers which are not
+    finite, PowerInferError if something cannot be written. progress: ("profiling", tokens done, tokens).
+    """
+    windows = task.windows
+    saved = Saved(checkpoint, prepared, task)
+    try:
+        _profile_windows(checkpoint, prepared, executor, task, state, thresholds, saved, progress)
+    except ModelError:  # it will fail again: nothing to go on with
+        PreparedFile(SAMPLES, checkpoint, prepared).remove_part()
+        saved.remove()
+        raise
+    made = _profile(checkpoint.config, task, state, thresholds)
+    whole = {"key": task.key, "window": windows.size, "samples": task.rows, **(about or {})}
+    path = write_profile(checkpoint, prepared, made, whole)
+    if not task.rows:
+        PreparedFile(SAMPLES, checkpoint, prepared).remove()  # those of an earlier profile
+    saved.remove()
+    return ProfileFile(made, whole, path)
+
+
+def _profile_windows(
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    executor: CpuExecutor,
+    task: Task,
+    state: State,
+    thresholds: tuple[float, ...] | None,
+    saved: Saved,
+    progress: Progress | None,
+) -> None:
+    """Fill the state, and write the samples."""
+    windows, total = task.windows, len(task.windows.ids)
+    if task.rows and not (state.windows == total and _has_samples(checkpoint, prepared, task)):
+        starts, own = task.starts(), {"key": task.key, "tokens": windows.tokens}
+        with write_samples(checkpoint, prepared, task.rows, starts, own, resume=state.windows > 0) as samples:
+            if state.windows and not samples.resumed:  # what they were is gone
+                _restart(state)
+            _count(checkpoint.config, executor, task, state, thresholds, samples, saved, progress)
+            samples.sync()
+            saved.save(state)
+    else:
+        _count(checkpoint.config, executor, task, state, thresholds, None, saved, progress)
+
+
+def contexts(size: int) -> int:
+    """Windows of that size that are computed together."""
+    return max(1, CALL // size)
+
+
+def run_windows(
+    executor: CpuExecutor, ids: NDArray[np.int32], expect: Callable[[NDArray[np.int32], int], None] | None = None
+) -> None:
+    """Compute windows [n, size], n up to `contexts(size)`, as prompts; without logits.
+
+    expect: called before each call with the positions of its tokens and the position of the first among all of them.
+    """
+    number, size = ids.shape
+    pages = -(-size // executor.page_size)
+    table = np.arange(number * pages, dtype=np.int32).reshape(number, pages)
+    tokens = np.ascontiguousarray(ids.reshape(-1), np.int32)
+    positions = np.tile(np.arange(size, dtype=np.int32), number)
+    rows = np.repeat(np.arange(number, dtype=np.int32), size)
+    step = executor.max_tokens if number == 1 else number * size
+    for at in range(0, number * size, step):
+        part = slice(at, at + step)
+        if expect is not None:
+            expect(positions[part], at)
+        executor.forward(Batch(tokens[part], positions[part], rows[part], table, np.empty(0, np.int32)))
+
+
+def groups(windows: Windows, begin: int) -> Iterator[tuple[int, int]]:
+    """(first, behind the last) of the windows that are computed together, from `begin` on: all of one corpus."""
+    ends = np.cumsum(windows.number)
+    while begin < len(windows.ids):
+        end = min(begin + contexts(windows.size), int(ends[windows.corpus_of(begin)]))
+        yield begin, end
+        begin = end
+
+
+def _count(
+    config: ModelConfig,
+    executor: CpuExecutor,
+    task: Task,
+    state: State,
+    thresholds: tuple[float, ...] | None,
+    samples: SamplesWriter | None,
+    saved: Saved,
+    progress: Progress | None,
+) -> None:
+    windows = task.windows
+    tally = Tally(config, task, state, samples)
+    with executor.observed(tally, thresholds):
+        for first, last in groups(windows, state.windows):
+            tally.look_at(executor, first, last)
+            if saved.due():
+                if samples is not None:
+                    samples.sync()
+                saved.save(state)
+            if progress is not None:
+                progress("profiling", last * windows.size, windows.tokens)
+
+
+def _restart(state: State) -> None:
+    state.windows = 0
+    for array in (state.counts, state.active, state.pairs):
+        array.fill(0)
+
+
+def _has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
+    try:
+        return open_samples(checkpoint, prepared).about.get("key") == task.key
+    except ModelError:
+        return False
+
+
+def _profile(config: ModelConfig, task: Task, state: State, thresholds: Sequence[float] | None) -> Profile:
+    windows, layers = task.windows, range(config.n_layers)
+    counts: tuple[Counts, ...] = tuple(state.counts[layer].sum(axis=0) for layer in layers)
+    return Profile(
+        windows.tokens,
+        config.d_ff,
+        counts,
+        windows.corpora,
+        tuple(number * windows.size for number in windows.number),
+        tuple(state.counts),
+        tuple(state.active),
+        tuple(float(both / max(1, fired)) for both, fired in state.pairs),
+        None if thresholds is None else tuple(thresholds),
+    )
