@@ -190,7 +190,24 @@ def test_progress_is_silent_when_quick_and_clean_when_slow(stream: type, monkeyp
         assert "loading" in screen.getvalue() and "50%" in screen.getvalue()
         bar("loading", 3, 4)
         assert "75%" not in screen.getvalue(), "not redrawn within a moment"
-    assert screen.getvalue().endswith("\r\033[K" if stream is Terminal else "50%\n")
+    assert screen.getvalue().endswith("\r\033[K" if stream is Terminal else "50%, 0:20 left\n")
+
+
+def test_progress_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    bar = progress.Bar()
+    for seconds, done in ((0, 50), (10, 60), (20, 70), (3000, 99), (4000, 100)):
+        now[0] = seconds
+        bar("work", done, 100)
+    expected = ["work: 60%, 0:40 left", "work: 70%, 0:30 left", "work: 99%, 1:01 left", "work: 100%"]
+    assert screen.getvalue().splitlines() == expected, "50 were done when it began"
+    now[0] += 10
+    bar("more", 1, 1000)
+    now[0] += 10
+    bar("more", 2, 1000)
+    assert screen.getvalue().splitlines()[-1] == "more: 0%, 2:46:20 left"
 
 
 def test_completion_words(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ struct Ffn : Op {
     p.kernels->neurons->fires(a, n, watch.most, watch.bits.data() + i * watch.words + c0 / PI_LANES);
     if (!watch.measure) return;
     int64_t* bins = watch.magnitudes.data() + t.id * Watch::BINS;
-    const int64_t real = std::min(n, p.sizes.d_ff - c0);
+    const int64_t real = std::min(n, in.up->rows - c0);
     for (int64_t j = 0; j < real; j++) bins[bin_of(a[j])]++;
   }
   static int bin_of(float a) {
@@ -394,6 +394,7 @@ Watch::Watch(int64_t d_ff, int64_t max_tokens, int threads)
 
 void Watch::clear() {
   std::fill(counts.begin(), counts.end(), 0);
+  std::fill(bits.begin(), bits.end(), 0);
   std::fill(magnitudes.begin(), magnitudes.end(), 0);
   std::fill(damaged.begin(), damaged.end(), 0);
 }

@@ -110,7 +110,7 @@ struct FfnInput {
 
 // What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not zero.
 // By `gate`: those whose activation (of the gate; plain: of up), before it meets up, exceeds `most` in magnitude. It
-// keeps what it saw until it is cleared; the bits are those of the last FFN that ran.
+// keeps what it saw until it is cleared, as it must be before each FFN.
 struct Watch {
   Watch(int64_t d_ff, int64_t max_tokens, int threads);
   void clear();
