@@ -179,5 +179,5 @@ class TrainConfig:
     device: str = option("auto", "what trains; auto: a GPU where torch has one", choices=("auto", "cpu", "cuda"))
     steps: int = option(3000, "most steps of training for a size of a layer; 0: low rank only", metavar="N", least=0)
     batch: int = option(256, "tokens of a step", metavar="N")
-    lr: float = option(0.03, "rate of learning, of the size of the weights", metavar="X")
+    lr: float = option(0.02, "rate of learning, of the size of the weights", metavar="X")
     seed: int = option(0, "seed of what is random", metavar="N", least=0)

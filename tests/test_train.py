@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -361,19 +361,18 @@ def test_the_model_is_counted_as_it_is_used(model: Path) -> None:
 
 
 class Ladder(training._Work):
-    """The search alone, in a world where each rank loses what a function says."""
+    """The search alone, in a world where each rank loses what a function says, and more without training."""
 
-    def __init__(self, ladder: list[int], lost: Any, start: float) -> None:
+    def __init__(self, ladder: list[int], lost: Callable[[int], float], start: float, gain: float = 0.5) -> None:
         self._ladder, self._config, self.tried = ladder, TrainConfig(lost=0.03), []  # type: ignore[misc]
-        self._lost, self._start, self._points = lost, start, [{}]
-
-    def _fit(self, layer: int) -> Any:
-        return type("Fit", (), {"constant": False, "start_rank": lambda _: self._start})()
+        self._lost, self._points = lost, [{}]
+        fit = {"constant": False, "start_rank": lambda _: start, "low_rank_lost": lambda _, rank: lost(rank) / gain}
+        self._layer = (0, type("Fit", (), fit)())
 
     def _point(self, layer: int, rank: int) -> Any:
         self.tried.append(rank)
         figures = fitting.Figures(0.99, 0.9, 0.1 + self._lost(rank), 0.1)
-        self._points[0][rank] = type("Point", (), {"chosen": figures})()  # type: ignore[assignment]
+        self._points[0][rank] = type("Point", (), {"chosen": figures})()
         return self._points[0][rank]
 
 
@@ -382,10 +381,11 @@ class Ladder(training._Work):
     needed=st.integers(1, 1400),
     start=st.floats(0, 1400),
     steep=st.floats(0.002, 0.05),
+    gain=st.floats(0.01, 1),
 )
-def test_the_search_finds_the_smallest_rank(size: int, needed: int, start: float, steep: float) -> None:
+def test_the_search_finds_the_smallest_rank(size: int, needed: int, start: float, steep: float, gain: float) -> None:
     ladder = [32 * (n + 1) for n in range(size)]
-    work = Ladder(ladder, lambda rank: 0.03 * 2.0 ** (steep * (needed - rank)), start)
+    work = Ladder(ladder, lambda rank: 0.03 * 2.0 ** (steep * (needed - rank)), start, gain)
     found = work._search(0)
     enough = [rank for rank in ladder if rank >= needed]
     assert found == (enough[0] if enough else ladder[-1])
@@ -395,6 +395,11 @@ def test_the_search_finds_the_smallest_rank(size: int, needed: int, start: float
 def test_growing_ends_where_it_gains_nothing() -> None:
     work = Ladder([32 * n for n in range(1, 41)], lambda rank: 0.2 if rank < 256 else 0.199, 200)
     assert work._search(0) == 224 and work.tried == [224, 256]
+
+
+def test_a_size_that_needs_no_training_bounds_the_search() -> None:
+    work = Ladder([32 * n for n in range(1, 41)], lambda rank: 0.02 if rank >= 512 else 0.1, 200, gain=0.9)
+    assert work._search(0) == 512 and work.tried == [480], "512 keeps the target untrained"
 
 
 # ---------------------------------------------------------------- again and again

@@ -208,6 +208,10 @@ class LayerFit:
         entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
         return 0.5 * self._checkpoint.config.d_model * float(entropy.mean())
 
+    def low_rank_lost(self, rank: int) -> float:
+        """What the predictor of low rank of that size loses, about: weights are not yet in their stored type."""
+        return self._lost(*map(self._nearly, self._low_rank_of(rank)[1:]))
+
     def fit(self, rank: int, tick: Callable[[float], None]) -> Fitted:
         """The better of the predictor of low rank and the trained one. tick: gets the share of the work done."""
         if self.constant:

@@ -219,8 +219,12 @@ class _Work:
         if fit.constant:
             self._point(layer, ladder[0])
             return ladder[0]
+        # The target is not kept at low and below, and kept at high and above.
+        low, high = -1, len(ladder)
         at = min(len(ladder) - 1, bisect_left(ladder, fit.start_rank()))
-        low, high = -1, len(ladder)  # the target is not kept at low and below, and kept at high and above
+        untrained = bisect_left(ladder, True, at, key=lambda rank: fit.low_rank_lost(rank) <= self._config.lost)
+        if untrained < len(ladder):  # large enough even without training, which costs most of the time
+            high, at = untrained, max(0, untrained - 1)
         step = 1
         while high - low > 1:
             if self._met(self._point(layer, ladder[at])):
