@@ -165,7 +165,7 @@ class PlanConfig:
         choices=("time", "ilp", "greedy", "random"),
     )
     seed: int = option(0, "of the policy random", metavar="N")
-    time_limit: float = option(10.0, "seconds for the solver", metavar="X")
+    time_limit: float = option(10.0, "seconds of computing for the solver", metavar="X")
 
 
 @dataclass(frozen=True)
