@@ -16,6 +16,7 @@ from powerinfer.errors import PowerInferError, RequestError
 VERBS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
+    "prepare": "find out all that makes a model run better, in one go",
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity, eval agreement",
     "profile": "count how often each neuron fires over a text",

@@ -59,7 +59,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.plan import make_plan, save_plan
 
     wanted, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
-    _check(args, wanted, engine)
+    _check(args)
+    check(wanted, engine)
     place: Path | None = None
     if args.shape is None:
         from powerinfer.formats.checkpoint import open_checkpoint
@@ -78,12 +79,16 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, wanted: PlanConfig, engine: EngineConfig) -> None:
+def _check(args: argparse.Namespace) -> None:
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
+
+
+def check(wanted: PlanConfig, engine: EngineConfig) -> None:
+    """RequestError for options that no plan can have."""
     for name, count in (("--batch", wanted.batch), ("--prefill-chunk", engine.prefill_chunk)):
         if not 1 <= count <= MOST:
             raise RequestError(f"{name} must lie between 1 and {MOST}, not {count}")
@@ -169,9 +174,17 @@ def _weights(model: Model) -> int:
 
 
 def model_request(
-    args: argparse.Namespace, wanted: PlanConfig, engine: EngineConfig, checkpoint: Any, out: Output
+    args: argparse.Namespace,
+    wanted: PlanConfig,
+    engine: EngineConfig,
+    checkpoint: Any,
+    out: Output,
+    fresh: bool = False,
 ) -> tuple[PlanRequest, list[str]]:
-    """The request for a model, from its headers, its profile and its predictor; and what is assumed about it."""
+    """The request for a model, from its headers, its profile and its predictor; and what is assumed about it.
+
+    fresh: as if nothing were packed or trained yet.
+    """
     from powerinfer.formats.prepared import PREDICTOR, PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.power_law import Law, assumed_profile
@@ -179,7 +192,7 @@ def model_request(
     from powerinfer.sparsity.selectors import RECTIFIED
 
     config = checkpoint.config
-    model = checkpoint_model(checkpoint, engine.prepared)
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=fresh)
     selector = engine.selector
     if selector == "auto":
         selector = "exact" if config.activation in RECTIFIED else "all"

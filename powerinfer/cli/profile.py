@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.profile_file import ProfileFile
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.sparsity.corpus import Windows
-    from powerinfer.sparsity.profile import State
+    from powerinfer.sparsity.profile import State, Task
 
 ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
 
@@ -57,7 +57,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     check(options)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
     with Bar() as bar:
-        made = make(checkpoint, engine, options, out.note, bar, args.force)
+        task = read(checkpoint, options, out.note, bar)
+        made = make(checkpoint, engine, task, out.note, bar, args.force)
     document = describe(checkpoint, engine.prepared, made)
     _show(document, out)
     out.document(document)
@@ -84,34 +85,45 @@ def check(options: ProfileConfig) -> None:
         raise RequestError(f"--perplexity-cost must lie between 0 and 1 (0.01 is 1 %), not {options.perplexity_cost}")
 
 
-def make(
-    checkpoint: Checkpoint,
-    engine: EngineConfig,
-    options: ProfileConfig,
-    say: Callable[[str], None],
-    progress: Progress | None = None,
-    force: bool = False,
-) -> Made:
-    """The profile of a model, made now unless it is there already.
+def read(
+    checkpoint: Checkpoint, options: ProfileConfig, say: Callable[[str], None], progress: Progress | None = None
+) -> Task:
+    """The corpus, read, and what is to be made of it. say: takes remarks for people.
 
-    say: takes remarks for people. RequestError for a corpus that cannot be read, ModelError for a model that computes
-    numbers which are not finite, PowerInferError when something cannot be written.
+    RequestError for a corpus that cannot be read, or options that do not suit the model.
     """
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.sparsity.corpus import SAMPLE_SOURCE, open_corpora, read_windows
-    from powerinfer.sparsity.profile import Saved, State, Task, current, profile
+    from powerinfer.sparsity.profile import Task
     from powerinfer.sparsity.selectors import RECTIFIED
 
     config = checkpoint.config
     if options.window > config.context_length:
         raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
     corpora = open_corpora(options.corpus)
-    tokenizer = checkpoint.tokenizer()
-    windows = read_windows(corpora, tokenizer, options.window, options.tokens, progress)
+    windows = read_windows(corpora, checkpoint.tokenizer(), options.window, options.tokens, progress)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
-    task = Task(windows, rows, None if config.activation in RECTIFIED else options.perplexity_cost)
+    return Task(windows, rows, None if config.activation in RECTIFIED else options.perplexity_cost)
+
+
+def make(
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    task: Task,
+    say: Callable[[str], None],
+    progress: Progress | None = None,
+    force: bool = False,
+) -> Made:
+    """The profile of a model, made now unless it is there already.
+
+    say: takes remarks for people. ModelError for a model that computes numbers which are not finite, PowerInferError
+    when something cannot be written.
+    """
+    from powerinfer.sparsity.profile import Saved, State, current, profile
+
+    config, windows = checkpoint.config, task.windows
     found = None if force else current(checkpoint, engine.prepared, task)
     if found is not None:
         return Made(found, 0, 0.0)
@@ -121,13 +133,13 @@ def make(
         say(f"going on where it was stopped: {state.windows * windows.size} of {windows.tokens} tokens are done")
     elif saved.exists() and not force:
         say("an unfinished profile was of another text, other options or another model: this one starts anew")
-    state = state or State(config, len(corpora))
+    state = state or State(config, len(windows.corpora))
     executor = _load(checkpoint, engine, windows, progress)
     try:
         thresholds, calibration = None, None
         if task.cost is not None:
             thresholds, calibration = _calibrated(
-                executor, tokenizer, checkpoint, windows, state, task.cost, saved.save, progress
+                executor, checkpoint.tokenizer(), checkpoint, windows, state, task.cost, saved.save, progress
             )
         begin, before = time.perf_counter(), state.windows
         made = profile(

@@ -109,11 +109,14 @@ class Model:
 # ---------------------------------------------------------------- from what there is
 
 
-def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, named: float = NAMED) -> Model:
+def checkpoint_model(
+    checkpoint: Checkpoint, prepared: str | None = None, named: float = NAMED, fresh: bool = False
+) -> Model:
     """The model of a checkpoint, from its headers.
 
     The predictor is the one that was trained for it, else one that its file brings along. Bundles are those that are
-    packed, else those that `pack` would make. named: of predictors whose training is not described.
+    packed, else those that `pack` would make. named: of predictors whose training is not described; fresh: as if
+    nothing were packed or trained yet.
     """
     from powerinfer.formats.pack import bundle_layout, open_bundles
     from powerinfer.formats.predictor_file import open_predictor
@@ -121,14 +124,14 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, named:
     from powerinfer.sparsity.packing import choose_types
 
     config = checkpoint.config
-    if PreparedFile(BUNDLES, checkpoint, prepared).exists():
+    if PreparedFile(BUNDLES, checkpoint, prepared).exists() and not fresh:
         layout = open_bundles(checkpoint, prepared, cpu.part_bytes).layout
     else:
         types = choose_types(checkpoint)
         layout = bundle_layout(checkpoint, types.gate, types.down, cpu.part_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (named,) * config.n_layers
-    if PreparedFile(PREDICTOR, checkpoint, prepared).exists():
+    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(_predictor(config, one.predictor.rank, file.type, file.type) for one in file.layers)
         ratios = _named(getattr(file, "training", None), ratios)

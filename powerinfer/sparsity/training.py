@@ -38,6 +38,7 @@ from powerinfer.sparsity.selectors import RECTIFIED
 MIN_ROWS = 512
 """Samples below which nothing can be learnt, and nothing measured."""
 
+_NO_TORCH = "training needs torch: pip install 'powerinfer[train]'"
 _METHOD = 1
 """Goes up when the same samples and options give another predictor."""
 
@@ -85,7 +86,7 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
         raise RequestError("--steps and --seed cannot be negative, and --batch must be at least 1")
     if config.type == "q8_0" and checkpoint.config.d_model % 32:
         raise RequestError(f"rows of {checkpoint.config.d_model} weights are not whole blocks of Q8_0; use --type f16")
-    _type(checkpoint, config)
+    _ladder(checkpoint, config)
 
 
 def train(
@@ -164,7 +165,7 @@ class _Work:
         self._layer: tuple[int, LayerFit] | None = None
         self._whole = model_bytes(checkpoint)
         self._budget = int(config.share * self._whole)
-        self._ladder = self._rungs()
+        self._ladder = _ladder(checkpoint, config)
         self._done = 0.0
 
     def run(self) -> PredictorFile:
@@ -187,30 +188,8 @@ class _Work:
 
     # ------------------------------------------------------------ sizes
 
-    def _rungs(self) -> list[int]:
-        """The ranks that are tried: steps of 32, and from 256 on of an eighth to a quarter."""
-        config = self._checkpoint.config
-        layers = config.n_layers
-        if config.d_model < _RUNG:
-            rungs = [config.d_model]
-        else:
-            rungs, step = [_RUNG], _RUNG
-            while rungs[-1] + step <= config.d_model:
-                rungs.append(rungs[-1] + step)
-                if rungs[-1] >= 8 * step:
-                    step *= 2
-        least = layers * self._bytes(rungs[0])
-        if least > self._budget:
-            raise RequestError(
-                f"the smallest predictors take {least / 1e6:.2f} MB, more than {self._config.share:.0%} of the model's "
-                f"{self._whole / 1e6:.2f} MB: --share {math.ceil(100 * least / self._whole) / 100:.2f} would do"
-            )
-        room = self._budget - least + self._bytes(rungs[0])
-        return [rank for rank in rungs if self._bytes(rank) <= room]
-
     def _bytes(self, rank: int) -> int:
-        kind, config = block_type(self._type), self._checkpoint.config
-        return rank * kind.row_bytes(config.d_model) + config.d_ff * kind.row_bytes(rank)
+        return _bytes(self._checkpoint, self._type, rank)
 
     def _search(self, layer: int) -> int:
         """The smallest rank that keeps the target, or the one beyond which growing gains nothing."""
@@ -397,6 +376,35 @@ def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Floats:
     return dequantize(data.reshape(shape[0], -1), type_name).reshape(shape)
 
 
+def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
+    """The ranks that are tried: steps of 32, and from 256 on of an eighth to a quarter.
+
+    RequestError where even the smallest predictors take more than their share.
+    """
+    layers, d_model = checkpoint.config.n_layers, checkpoint.config.d_model
+    rungs, step = [min(_RUNG, d_model)], _RUNG
+    while rungs[-1] + step <= d_model:
+        rungs.append(rungs[-1] + step)
+        if rungs[-1] >= 8 * step:
+            step *= 2
+    sizes = {rank: _bytes(checkpoint, _type(checkpoint, config), rank) for rank in rungs}
+    whole = model_bytes(checkpoint)
+    budget, least = int(config.share * whole), layers * sizes[rungs[0]]
+    if least > budget:
+        raise RequestError(
+            f"the smallest predictors take {least / 1e6:.2f} MB, more than {config.share:.0%} of the model's "
+            f"{whole / 1e6:.2f} MB: --share {math.ceil(100 * least / whole) / 100:.2f} would do"
+        )
+    room = budget - least + sizes[rungs[0]]
+    return [rank for rank in rungs if sizes[rank] <= room]
+
+
+def _bytes(checkpoint: Checkpoint, type_name: str, rank: int) -> int:
+    """Of the predictor of a layer."""
+    kind, config = block_type(type_name), checkpoint.config
+    return rank * kind.row_bytes(config.d_model) + config.d_ff * kind.row_bytes(rank)
+
+
 def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:
     if config.type != "auto":
         return config.type.upper()
@@ -412,11 +420,21 @@ def _key(samples: SamplesFile, config: TrainConfig, type_name: str) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def need_torch() -> None:
+    """PowerInferError, naming the command that installs it, where torch is missing. It is not loaded yet."""
+    from importlib.util import find_spec
+
+    with suppress(ValueError):  # of a module that was put out of reach
+        if find_spec("torch") is not None:
+            return
+    raise PowerInferError(_NO_TORCH)
+
+
 def _import_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise PowerInferError("training needs torch: pip install 'powerinfer[train]'") from None
+        raise PowerInferError(_NO_TORCH) from None
     return torch
 
 
