@@ -52,15 +52,17 @@ class Claims:
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
-    """(VRAM, RAM) in bytes; None asks for all that is not taken already. RequestError for more than there is."""
+    """(VRAM, RAM) in bytes; None asks for all that is not taken already. RequestError for more than there is.
+
+    A budget is what may be used at most, so without a GPU there is none to use, whatever --vram says; the plan's
+    reasons tell.
+    """
     gpu, cpu = hardware.gpu, hardware.cpu
-    if vram and gpu is None:
-        raise RequestError(
-            f"--vram {gib(vram)}, but {hardware.name} has no GPU; --hardware names or describes a machine that has one"
-        )
-    if vram is None:
-        vram = 0 if gpu is None else gpu.memory_bytes
-    elif gpu is not None and vram > gpu.memory_bytes:
+    if gpu is None:
+        vram = 0
+    elif vram is None:
+        vram = gpu.memory_bytes
+    elif vram > gpu.memory_bytes:
         raise RequestError(f"--vram {gib(vram)}, but {gpu.name} has {gib(gpu.memory_bytes)}")
     if ram is None:
         ram = cpu.memory_bytes - cpu.reserved_bytes

@@ -467,7 +467,8 @@ def _explain(
     reasons: list[str] = []
     wanted: list[tuple[str, str, int]] = []
     if not vram:
-        reasons.append("no GPU is used: " + ("--vram is 0" if hardware.gpu else f"{hardware.name} has none"))
+        unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
+        reasons.append("no GPU is used: " + ("--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"))
     elif not claims.gpu_layers:
         reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
     elif claims.gpu_layers < config.n_layers:
