@@ -396,6 +396,7 @@ def test_a_gpu_that_would_only_slow_things_down_is_left_alone() -> None:
     tight = with_groups(request, 1)
     made = make_plan(tight)
     assert made.claims.gpu_layers == 0 and "the CPU alone is faster" in made.reasons[0]
+    assert not any("--vram" in line for line in made.reasons)
     check(made)
     assert make_plan(replace(tight, policy="ilp")).claims.gpu_layers == 3, "the paper's program does not ask"
 

@@ -272,7 +272,7 @@ def make_plan(request: PlanRequest) -> Plan:
     alone = _without_gpu(request) if request.policy == "time" and claims.gpu_layers else None
     if alone is not None and alone.choice.seconds < choice.seconds:
         slower = f"with the GPU a step would take {1e3 * choice.seconds:.1f} ms: the CPU alone is faster"
-        return replace(alone, request=request, reasons=(slower, *alone.reasons))
+        return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU is used
     reasons, helps = _explain(request, claims, choice, tables[False])
     return Plan(request, claims, choice, others, tuple(reasons), tuple(helps))
 

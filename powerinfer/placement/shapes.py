@@ -134,7 +134,7 @@ def checkpoint_model(
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(_predictor(config, one.predictor.rank, file.type, file.type) for one in file.layers)
-        ratios = _named(getattr(file, "training", None), ratios)
+        ratios = _named(file.training, ratios)
     elif checkpoint.predictor_threshold is not None:
         ranks = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
         ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
@@ -181,18 +181,14 @@ def _predictor(config: ModelConfig, rank: int, inner: str, outer: str) -> tuple[
     return _matrix(rank, config.d_model, inner), _matrix(config.d_ff, rank, outer)
 
 
-def _named(training: Any, otherwise: tuple[float, ...]) -> tuple[float, ...]:
-    """Neurons named by those that fire, as training found; `otherwise` for layers that it does not say it of."""
-    layers = training.get("layers") if type(training) is dict else None
-    if type(layers) is not list or len(layers) != len(otherwise):
+def _named(training: dict[str, Any] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
+    """For each layer, the neurons named by those that fire, as training found; `otherwise` where it does not say."""
+    if training is None:
         return otherwise
-    found = []
-    for one, other in zip(layers, otherwise, strict=True):
-        stated = one if type(one) is dict else {}
-        pair: list[Any] = [stated.get(name) for name in ("candidate_fraction", "active_fraction")]
-        good = all(type(value) in (int, float) and 0 < value <= 1 for value in pair)
-        found.append(max(1.0, pair[0] / pair[1]) if good else other)
-    return tuple(found)
+    pairs = [(one["candidate_fraction"], one["active_fraction"]) for one in training["layers"]]
+    return tuple(
+        max(1.0, named / fire) if fire else other for (named, fire), other in zip(pairs, otherwise, strict=True)
+    )
 
 
 def _model(
