@@ -5,12 +5,14 @@
 Profiling is what `powerinfer profile` does with a window of 512 tokens: every layer's counts, histograms, reuse, and
 samples written to a file as for a text of --tokens tokens and 1 GiB; models whose activations are never exactly zero
 are counted by a threshold. Medians over the rounds; the ratio is the median of the ratios within a round. Text: random
-tokens. Saving what was counted every 20 seconds is timed apart. Writes a JSON document to benchmarks/results.
+tokens. Saving what was counted, every 20 seconds, is timed apart. Writes a JSON document to benchmarks/results; with
+--out, what an earlier run at the same commit found out about other models stays in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -96,7 +98,11 @@ def main() -> None:
         )
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H%M")
     out = arguments.out or ROOT / "benchmarks" / "results" / f"profile-speed-{stamp}.json"
-    write_json(out, {**description(), "window": WINDOW, "results": found})
+    about = description()
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    if earlier.get("commit") == about["commit"]:
+        found = [one for one in earlier["results"] if one["model"] not in {two["model"] for two in found}] + found
+    write_json(out, {**about, "window": WINDOW, "results": found})
 
 
 if __name__ == "__main__":
