@@ -185,9 +185,9 @@ struct Ffn : Op {
     const auto& m = p.middle;
     if (c0 < c1) {
       Watch* watch = p.watch.get();
-      if (watch) check_inputs(t, *watch, tokens, c0, (p1 - p0) * PI_LANES);
       for (int64_t i = 0; i < tokens; i++) {
         float* row = p.gate + i * p.ldh + c0;
+        if (watch) check_inputs(t, *watch, i, c0, (p1 - p0) * PI_LANES);
         if (watch && watch->gate) look_at_gate(t, *watch, i, c0, (p1 - p0) * PI_LANES);
         p.kernels->activate(in.act, in.threshold, row, in.gate ? p.up + i * p.ldh + c0 : nullptr, (p1 - p0) * PI_LANES);
         if (watch && !watch->gate) p.kernels->neurons->fires(row, (p1 - p0) * PI_LANES, 0.0f, watch->bits.data() + i * watch->words + c0 / PI_LANES);
@@ -206,13 +206,10 @@ struct Ffn : Op {
   }
 
   // What the watch sees. Each thread looks at its own columns, n from c0 on, of which the bits are whole words.
-  void check_inputs(Thread& t, Watch& watch, int64_t tokens, int64_t c0, int64_t n) const {
+  void check_inputs(Thread& t, Watch& watch, int64_t i, int64_t c0, int64_t n) const {
     Program& p = *t.program;
-    int odd = 0;
-    for (int64_t i = 0; i < tokens; i++) {
-      odd |= p.kernels->neurons->fires(p.gate + i * p.ldh + c0, n, FLT_MAX, nullptr);
-      if (in.gate) odd |= p.kernels->neurons->fires(p.up + i * p.ldh + c0, n, FLT_MAX, nullptr);
-    }
+    int odd = p.kernels->neurons->fires(p.gate + i * p.ldh + c0, n, FLT_MAX, nullptr);
+    if (in.gate) odd |= p.kernels->neurons->fires(p.up + i * p.ldh + c0, n, FLT_MAX, nullptr);
     if (odd) watch.damaged[(size_t)t.id] = 1;
   }
   // The activations of token i, before they meet up; they stay in t.f.
@@ -237,22 +234,28 @@ struct Ffn : Op {
     const float* a = t.f.data();
     for (int64_t j = 0; j < n; j++) row[j] = fabsf(a[j]) <= watch.most ? 0.0f : row[j];
   }
-  // Adds up the bits of `words` columns of words: 16 counters at once, bit i of each in planes[i].
+  // Adds up the bits of `words` columns of words: up to 64 counters at once, bit i of each in planes[i].
   void count(Watch& watch, int64_t tokens, int64_t first, int64_t words) const {
-    for (int64_t w = first; w < first + words; w++) {
-      uint16_t planes[32] = {};
+    for (int64_t w = 0; w < words; w += 4) {
+      const int64_t some = std::min<int64_t>(words - w, 4);
+      const uint16_t* column = watch.bits.data() + first + w;
+      uint64_t planes[32] = {};
+      int used = 0;
       for (int64_t i = 0; i < tokens; i++) {
-        uint16_t carry = watch.bits[(size_t)(i * watch.words + w)];
+        uint64_t carry = 0;
+        if (some == 4) memcpy(&carry, column + i * watch.words, 8);
+        else memcpy(&carry, column + i * watch.words, (size_t)some * 2);
         for (int plane = 0; carry; plane++) {
-          const uint16_t both = planes[plane] & carry;
+          const uint64_t both = planes[plane] & carry;
           planes[plane] ^= carry;
           carry = both;
+          used = std::max(used, plane + 1);
         }
       }
-      for (int bit = 0; bit < PI_LANES; bit++) {
+      for (int64_t bit = 0; bit < some * PI_LANES; bit++) {
         int64_t sum = 0;
-        for (int plane = 0; plane < 32; plane++) sum += (int64_t)(planes[plane] >> bit & 1) << plane;
-        watch.counts[(size_t)(w * PI_LANES + bit)] += sum;
+        for (int plane = 0; plane < used; plane++) sum += (int64_t)(planes[plane] >> bit & 1) << plane;
+        watch.counts[(size_t)((first + w) * PI_LANES + bit)] += sum;
       }
     }
   }
