@@ -687,3 +687,23 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert rows[0][3] in shown.err
     told = json.loads(shown.out.splitlines()[-1])["prepared"]["predictor"]["training"]
     assert told["layers"] == document["layers"] and told["recall_target"] == 0.99
+
+
+def test_from_a_text_to_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As people do it: profile, train, pack, and what `eval` then measures is what `train` had said."""
+    path = few_directions(tmp_path / "m.gguf", 12)
+    rng = np.random.default_rng(8)
+    texts = []
+    for name, letters in (("corpus.txt", 6000), ("other.txt", 400)):
+        (tmp_path / name).write_text("".join(rng.choice(list("abcdefghij "), letters)))
+        texts.append(str(tmp_path / name))
+    model = ["-m", str(path), "--threads", "1", "--json"]
+    assert main(["profile", *model, "--corpus", texts[0], "--window", "64"]) == 0
+    assert main(["train", *model, "--share", "0.5", "--steps", "100"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    give_bundles(path)
+    measure = ["eval", "agreement", *model, "--file", texts[1], "--context", "64"]
+    assert main([*measure, "--selector", "predicted"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["recall"] == pytest.approx(told["recall"], abs=0.02)
+    assert found["candidate_fraction"] == pytest.approx(told["candidate_fraction"], abs=0.05)

@@ -38,13 +38,15 @@ Tensor = Any
 """A torch tensor; torch is imported only where predictors are made."""
 
 _BATCH = 1024  # rows that are measured at once
+_CELLS = 1 << 22  # at most so many neurons of rows
 _MOMENT_ROWS = 1 << 16  # rows that the covariance is taken from
 _CHECK_ROWS = 4096  # rows that training is checked on
 _BINS_SHIFT = 12  # bits of a float that a bin of z leaves out: bins are 2^-11 of z wide
 _RISE = 0.02  # how fast the weight of firing neurons follows the recall
 _SLOPES = [2.0**n for n in range(-2, 9)]  # of the logistic, tried at the beginning
 _ALIKE_ROWS = 256  # rows that the beginning is adjusted on
-_PATIENCE = 6  # checks without a gain; there are twenty
+_PATIENCE = 5  # checks, of twenty, over which a gain is looked for
+_EASILY = 0.75  # of what may be lost
 _AS_GOOD = 0.001  # what a trained predictor must save to be preferred to one of low rank
 
 
@@ -188,6 +190,7 @@ class LayerFit:
         self._x, self._active, self._rows = x, active, rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
         self._d_ff = checkpoint.config.d_ff
+        self._at_once = max(1, min(_BATCH, _CELLS // self._d_ff))
         self.frequency = self._counted() / len(rows.train)
         """Share of the rows for training that each neuron fires for, float64 [d_ff]."""
         self._low_rank: _LowRank | None = None
@@ -240,13 +243,14 @@ class LayerFit:
     def _counted(self) -> NDArray[np.float64]:
         """How often each neuron fires in the rows for training; all rows are looked at."""
         counts = np.zeros(self._d_ff)
-        for at in range(0, len(self._x), _BATCH):
-            if not np.isfinite(self._x[at : at + _BATCH]).all():
+        for at in range(0, len(self._x), self._at_once):
+            part = slice(at, at + self._at_once)
+            if not np.isfinite(self._x[part]).all():
                 raise ModelError(
                     f"the samples of layer {self._layer} are not all numbers: the model's weights may be damaged; "
                     "profile it anew"
                 )
-            bits = np.unpackbits(self._active[at : at + _BATCH], axis=1, bitorder="little", count=self._d_ff)
+            bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._d_ff)
             counts += bits[: max(0, len(self._rows.train) - at)].sum(axis=0)  # training rows come first
         return counts
 
@@ -260,8 +264,8 @@ class LayerFit:
         return x, bits.reshape(len(rows), -1)[:, : self._d_ff].bool()
 
     def _batches(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
-        for at in range(0, len(rows), _BATCH):
-            yield self._batch(rows[at : at + _BATCH])
+        for at in range(0, len(rows), self._at_once):
+            yield self._batch(rows[at : at + self._at_once])
 
     # ------------------------------------------------------------ measuring
 
@@ -372,7 +376,8 @@ class LayerFit:
         neurons have z >= 0, and falls while more do (the multiplier of: least candidates such that the recall is
         reached). All neurons share it, because they share a threshold. In Q8_0, gradients go straight through the
         rounding of weights and activations. Adam; the rate is of each matrix's root mean square and falls to 0, sooner
-        where the sparsity lost on the rows that choose no longer falls. The best weights met on the way are taken.
+        where the sparsity lost on the rows that choose no longer falls, or falls so slowly that the size cannot keep
+        what may be lost; it is over where it keeps that easily. The best weights met on the way are taken.
         """
         torch, config = self._torch, self._config
         inner, outer, log_weight = self._beginning(low[1], low[2])
@@ -384,10 +389,11 @@ class LayerFit:
         adam = torch.optim.Adam(groups, betas=(0.9, 0.99))
         active = float(self.frequency.mean())
         random = np.random.default_rng([config.seed, self._layer, rank])
-        best, kept, stale = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach())), None, 0
+        best, kept = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach())), None
+        course = [best]  # the best at each check
         every = max(1, config.steps // 20)
         begin, end, from_rate, step = 0, config.steps, 1.0, 0
-        while step < end and best > 0.5 * config.lost:
+        while step < end and best > _EASILY * config.lost:
             for group, rate in zip(adam.param_groups, rates, strict=True):
                 group["lr"] = rate * from_rate * (end - step) / (end - begin)
             rows = np.sort(random.integers(0, len(self._rows.train), config.batch))
@@ -409,13 +415,23 @@ class LayerFit:
             if step % every and step != end:
                 continue
             lost = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach()))
-            stale = 0 if lost < 0.99 * best else stale + 1
             if lost < best:
                 best, kept = lost, (inner.detach().clone(), outer.detach().clone())
-            if stale >= _PATIENCE and end == config.steps:  # no gain at this rate: cool down, and end
+            course.append(best)
+            if end == config.steps and self._in_vain(course, (end - step) / every):  # cool down, and end
                 from_rate *= (end - step) / (end - begin)
                 begin, end = step, min(end, step + 3 * every)
         return kept, step
+
+    def _in_vain(self, course: list[float], checks_left: float) -> bool:
+        """Whether what is lost, from check to check, does not fall, or will not fall far enough.
+
+        Cooling down brings it down by a tenth or so more; a fifth is counted on.
+        """
+        if len(course) <= _PATIENCE:
+            return False
+        gain = (course[-_PATIENCE - 1] - course[-1]) / _PATIENCE
+        return gain < 0.002 * course[-1] or 0.8 * course[-1] - gain * checks_left > self._config.lost
 
     def _beginning(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(in, out, log w): the same predictor as training wants it.
