@@ -44,7 +44,7 @@ _CHECK_ROWS = 4096  # rows that training is checked on
 _BINS_SHIFT = 12  # bits of a float that a bin of z leaves out: bins are 2^-11 of z wide
 _RISE = 0.02  # how fast the weight of firing neurons follows the recall
 _SLOPES = [2.0**n for n in range(-2, 9)]  # of the logistic, tried at the beginning
-_ALIKE_ROWS = 256  # rows that the beginning is adjusted on
+_SOME_ROWS = 256  # rows that scales are taken from
 _PATIENCE = 5  # checks, of twenty, over which a gain is looked for
 _EASILY = 0.75  # of what may be lost
 _AS_GOOD = 0.001  # what a trained predictor must save to be preferred to one of low rank
@@ -220,12 +220,12 @@ class LayerFit:
         if self.constant:
             return self._constant(rank)
         low = self._low_rank_of(rank)
-        trained, steps = self._fit(low, rank, tick)
+        weights, steps = self._fit(low, rank, tick)
         tick(1.0)
-        measured = [self._measured(*low[1:]), *([self._measured(*trained)] if trained else [])]
-        svd, best = measured[0], measured[-1]
-        better = trained is not None and best.chosen.lost < svd.chosen.lost - _AS_GOOD
-        kept = best if better else svd
+        svd = self._measured(*low[1:])
+        trained = self._measured(*weights) if steps else svd
+        better = trained.chosen.lost < svd.chosen.lost - _AS_GOOD
+        kept = trained if better else svd
         return Fitted(
             Predictor(rank, kept.threshold, 0),
             kept.inner,
@@ -345,7 +345,11 @@ class LayerFit:
         """(form, in, out): of the ways to write a predictor of that rank the one that loses least as it is stored."""
         if self._low_rank is None:
             self._low_rank = _LowRank(self._torch, margins(self._checkpoint, self._layer), *self._moments())
-        forms = [(name, inner.float(), outer.float()) for name, inner, outer in self._low_rank.forms(rank)]
+        x, _ = self._some()
+        forms = [
+            (name, *self._balanced(x, inner.float(), outer.float()))
+            for name, inner, outer in self._low_rank.forms(rank)
+        ]
         return min(forms, key=lambda form: self._lost(self._nearly(form[1]), self._nearly(form[2])))
 
     def _nearly(self, weights: Tensor) -> Tensor:
@@ -367,8 +371,8 @@ class LayerFit:
 
     def _fit(
         self, low: tuple[str, Tensor, Tensor], rank: int, tick: Callable[[float], None]
-    ) -> tuple[tuple[Tensor, Tensor] | None, int]:
-        """((in, out) trained from a predictor of low rank, or None where nothing was gained; steps).
+    ) -> tuple[tuple[Tensor, Tensor], int]:
+        """((in, out) trained from a predictor of low rank, steps).
 
         Loss of a neuron on a row, z the predictor's answer on r / scale(r): w softplus(-z) where it fires, softplus(z)
         where it does not, over w f + 1 - f, f the layer's share of firing neurons. w balances the classes at the
@@ -383,13 +387,12 @@ class LayerFit:
         inner, outer, log_weight = self._beginning(low[1], low[2])
         weights = [inner.requires_grad_(), outer.requires_grad_()]
         rates = [config.lr * float(one.detach().square().mean().sqrt()) for one in weights]
-        if not all(rates):
-            return None, 0
         groups = [{"params": [one], "lr": rate} for one, rate in zip(weights, rates, strict=True)]
         adam = torch.optim.Adam(groups, betas=(0.9, 0.99))
         active = float(self.frequency.mean())
         random = np.random.default_rng([config.seed, self._layer, rank])
-        best, kept = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach())), None
+        kept = (inner.detach().clone(), outer.detach().clone())
+        best = self._lost(*map(self._nearly, kept))
         course = [best]  # the best at each check
         every = max(1, config.steps // 20)
         begin, end, from_rate, step = 0, config.steps, 1.0, 0
@@ -436,26 +439,37 @@ class LayerFit:
     def _beginning(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(in, out, log w): the same predictor as training wants it.
 
-        Hidden units have standard deviation 1, so that one rate of learning suits all; the recall is reached at z = 0,
-        by the unit that is constant; and z is as steep as the logistic loss likes it.
+        The recall is reached at z = 0, by the unit that is constant, and z is as steep as the logistic loss likes it.
         """
         torch, nn = self._torch, self._torch.nn.functional
-        x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _ALIKE_ROWS)])
-        x = x / _scale(torch, self._checkpoint, x)
-        z = torch.relu(x @ inner.T) @ outer.T
+        x, fires = self._some()
+        hidden = torch.relu(x @ inner.T)
+        z = hidden @ outer.T
         losses = [float(nn.softplus(slope * torch.where(fires, -z, z)).mean()) for slope in _SLOPES]
         slope = _SLOPES[int(np.argmin(losses))]
         outer = slope * outer
         if fires.any():
             firing = z[fires].sort().values
-            outer[:, -1] -= slope * firing[int((1 - self._config.recall) * len(firing))]
-        hidden = torch.relu(x @ inner.T)
+            at = slope * firing[int((1 - self._config.recall) * len(firing))]
+            outer[:, -1] -= at / hidden[:, -1].mean().clamp(min=1e-6)
         z = hidden @ outer.T
         forces = [torch.sigmoid(z)[~fires].sum(), torch.sigmoid(-z)[fires].sum()]
-        spread = hidden.std(0)
-        spread = torch.where(spread > 0, spread, 1.0)
         log_weight = (forces[0].clamp(min=1e-6) / forces[1].clamp(min=1e-6)).log().clamp(-3.0, 7.0)
-        return inner / spread[:, None], outer * spread, log_weight
+        return inner.clone(), outer, log_weight
+
+    def _some(self) -> tuple[Tensor, Tensor]:
+        """(r / scale(r), fires) of a few rows for training, spread evenly."""
+        x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
+        return x / _scale(self._torch, self._checkpoint, x), fires
+
+    def _balanced(self, x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+        """The same predictor with hidden units of root mean square 1.
+
+        One rate of learning then suits all, and units that share a block of Q8_0 are of one size.
+        """
+        size = self._torch.relu(x @ inner.T).square().mean(0).sqrt()
+        size = self._torch.where(size > 0, size, 1.0)
+        return inner / size[:, None], outer * size
 
     def _through(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
         """z in the stored type, with gradients as if nothing was rounded."""
