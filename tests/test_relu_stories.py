@@ -214,7 +214,7 @@ def test_losses_are_zero_for_the_teacher_itself():
     same, other = (Llama(SHAPE, teacher.weights, activation) for activation in ("silu", "relu"))
     words = torch.arange(SHAPE.vocab)
     assert float(relu_llama.regression_loss(same, teacher, rows)[0]) < 1e-9
-    assert float(relu_llama.regression_loss(other, teacher, rows)[0]) > 0.1
+    assert float(relu_llama.regression_loss(other, teacher, rows)[0]) > 0.05
     assert abs(float(relu_llama.distillation_loss(same, teacher, rows, words)[0])) < 1e-5
     found, _ = relu_llama.distillation_loss(other, teacher, rows, words)
     p, q = ((m.logits(m.states(rows)).log_softmax(-1).detach()) for m in (teacher, other))
