@@ -53,7 +53,7 @@ from powerinfer.placement.budget import dense_on_gpu
 from powerinfer.placement.hardware import Device, Hardware, load
 from powerinfer.placement.measure import measure
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
-from powerinfer.placement.shapes import Model, checkpoint_model
+from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.placement.solver import GROUP
 
 PROFILED = 256  # tokens of the profile
@@ -99,9 +99,14 @@ class Subject:
         self.prepared = self._links(prepared)
         self.checkpoint = open_checkpoint(path)
         self.config = self.checkpoint.config
-        self.sparse = (Path(self.prepared) / "neurons.safetensors").exists()
-        self.profile = self._profile()
-        self.model = self._model()
+        counts, ratios = self._seen(prepared)
+        layers, d_ff = self.config.n_layers, self.config.d_ff
+        none = tuple(np.zeros((0, d_ff), np.int64) for _ in range(layers))
+        active = tuple(np.zeros(101, np.int64) for _ in range(layers))
+        self.profile = Profile(PROFILED, d_ff, tuple(counts), (), (), none, active, (0.0,) * layers)
+        self.model = checkpoint_model(self.checkpoint, self.prepared)
+        if ratios:
+            self.model = dataclasses.replace(self.model, named=tuple(ratios))
 
     def _links(self, folder: Path) -> str:
         """A folder that shows the model's prepared files: trials are kept in it, and the model's own stays as it is."""
@@ -113,27 +118,28 @@ class Subject:
             link.symlink_to(file)
         return str(own)
 
-    def _profile(self) -> Profile:
-        layers, d_ff = self.config.n_layers, self.config.d_ff
+    def _seen(self, prepared: Path) -> tuple[list[NDArray[np.int64]], list[float]]:
+        """(counts of each layer, named neurons by those that fire), counted once and kept."""
+        kept = prepared / f"{self.path.name}.npz"
+        if kept.exists():
+            with np.load(kept) as file:
+                if str(file["fingerprint"]) == self.checkpoint.fingerprint:
+                    return list(file["counts"]), file["ratios"].tolist()
+        layers, d_ff, vocab = self.config.n_layers, self.config.d_ff, self.config.vocab_size
         counter = Counter(layers, d_ff)
         with LLM(self.path, selector="all", **self.options) as llm, llm._executor.observed(counter):
-            step(llm._executor, random_tokens(self.config.vocab_size, PROFILED), 0)
-        none = tuple(np.zeros((0, d_ff), np.int64) for _ in range(layers))
-        active = tuple(np.zeros(101, np.int64) for _ in range(layers))
-        return Profile(PROFILED, d_ff, tuple(counter.counts), (), (), none, active, (0.0,) * layers)
-
-    def _model(self) -> Model:
-        model = checkpoint_model(self.checkpoint, self.prepared)
-        if not model.predictors:
-            return model
-        options = self.options | {"trial": False, "recall_every": 0, "prepared": self.prepared}
-        with LLM(self.path, selector="predicted", **options) as llm:
-            for at, token in enumerate(random_tokens(self.config.vocab_size, 24)):
-                step(llm._executor, np.full(1, token, np.int32), at)
-            report = llm.sparsity
-        assert report is not None
-        ratios = tuple(one["candidate_fraction"] / max(one["active_fraction"], 1e-6) for one in report["layers"])
-        return dataclasses.replace(model, named=ratios)
+            step(llm._executor, random_tokens(vocab, PROFILED), 0)
+        ratios = []
+        if (Path(self.prepared) / "predictor.safetensors").exists():
+            options = self.options | {"trial": False, "recall_every": 0, "prepared": self.prepared}
+            with LLM(self.path, selector="predicted", **options) as llm:
+                for at, token in enumerate(random_tokens(vocab, 24)):
+                    step(llm._executor, np.full(1, token, np.int32), at)
+                report = llm.sparsity
+            assert report is not None
+            ratios = [one["candidate_fraction"] / max(one["active_fraction"], 1e-6) for one in report["layers"]]
+        np.savez(kept, fingerprint=self.checkpoint.fingerprint, counts=np.stack(counter.counts), ratios=ratios)
+        return counter.counts, ratios
 
     def request(self, hardware: Hardware, selector: str, vram: int, context: int) -> PlanRequest:
         return PlanRequest(
@@ -327,13 +333,10 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
 
 
 def measured_quietly(engine: EngineConfig) -> tuple[Hardware, bool]:
-    """This machine, and whether others left it alone meanwhile; measured twice where they did not at first."""
-    for _ in range(2):
-        with machine.Load() as load:
-            here = measure(engine)
-        if load.others + load.steal <= machine.DISTURBED_CORES:
-            return here, True
-    return here, False
+    """This machine, and whether others left it alone meanwhile."""
+    with machine.Load() as load:
+        here = measure(engine)
+    return here, load.others + load.steal <= machine.DISTURBED_CORES
 
 
 def brief(device: Device) -> dict[str, Any]:
@@ -347,7 +350,10 @@ def added_to(path: Path | None) -> Iterator[list[dict[str, Any]]]:
     document: dict[str, Any] = {"kind": "plan", **machine.description(), "rounds": []}
     if path is not None and path.exists():
         document["rounds"] = json.loads(path.read_text())["rounds"]
+    before = len(document["rounds"])
     yield document["rounds"]
+    if len(document["rounds"]) == before:
+        return
     if path is not None:
         machine.write_json(path, document)
     else:
@@ -363,12 +369,15 @@ def main() -> None:
     parser.add_argument("--gpu", default="pc-8gb", help="machine whose GPU is stood in for (default %(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=(0.25, 0.5, 0.75), help="of the neurons, on it")
     parser.add_argument("--work", type=Path, default=Path("plan-check"), help="folder for what is kept meanwhile")
+    parser.add_argument("--profile-only", action="store_true", help="only what need not be timed; it is kept in --work")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     for text in arguments.models:
         name, _, selectors = text.partition(":")
         with added_to(arguments.out) as rounds:
             subject = Subject(Path(name), arguments.work, arguments.threads)
+            if arguments.profile_only:
+                continue
             here, quiet = measured_quietly(EngineConfig(threads=arguments.threads))
             gpu = load(arguments.gpu)
             one: dict[str, Any] = {
