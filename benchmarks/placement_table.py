@@ -1,6 +1,6 @@
 """Write the tables of docs/plan.md from the newest results of placement_time.py.
 
-    python benchmarks/placement_table.py [--check]     --check: only say whether the tables are up to date
+python benchmarks/placement_table.py [--check]     --check: only say whether the tables are up to date
 """
 
 from __future__ import annotations

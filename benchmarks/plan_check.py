@@ -381,6 +381,7 @@ def main() -> None:
             here, quiet = measured_quietly(EngineConfig(threads=arguments.threads))
             gpu = load(arguments.gpu)
             one: dict[str, Any] = {
+                "commit": machine.commit(),
                 "model": subject.path.stem,
                 "stand_in": arguments.gpu if arguments.stand_in else None,
                 "threads": arguments.threads,

@@ -26,7 +26,8 @@ def cases(document: dict[str, Any]) -> dict[Case, list[dict[str, Any]]]:
     for one in document["rounds"]:
         for selector, result in one["selectors"].items():
             for each in result if one["stand_in"] else [result]:
-                found.setdefault((one["model"], selector, each.get("share")), []).append(each)
+                case = (one["model"], selector, each.get("share"))
+                found.setdefault(case, []).append(each | {"landed": not one["commit"].endswith("+changes")})
     return {case: [one for one in rounds if one["quiet"]] or rounds for case, rounds in found.items()}
 
 
@@ -40,12 +41,20 @@ def middle(rounds: list[dict[str, Any]], name: str) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def count(rounds: list[dict[str, Any]]) -> str:
+    """How many rounds there are: * other programs ran in all of them; + the code had not landed yet."""
+    disturbed = not any(one["quiet"] for one in rounds)
+    return f"{len(rounds)}" + "*" * disturbed + "+" * (not all(one["landed"] for one in rounds))
+
+
 def heading(document: dict[str, Any]) -> Iterator[str]:
     cpu = document["cpu"]
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in document["rounds"]))
     yield (
-        f"{document['date'][:10]}, commit {document['commit']}, {document['rounds'][0]['threads']} threads on "
+        f"{document['date'][:10]}, commit {commits}, {document['rounds'][0]['threads']} threads on "
         f"{cpu['cores']} cores of {cpu['name']} ({', '.join(cpu['units'])}). Milliseconds a token, medians of the "
-        "rounds; in each round the machine was measured anew, and off is the median of predicted by measured."
+        "rounds; in each round the machine was measured anew, and off is the median of predicted by measured. "
+        "* other programs ran meanwhile; + measured before the code had landed."
     )
 
 
@@ -55,7 +64,7 @@ def alone_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
     for (model, selector, share), rounds in sorted(found.items(), key=lambda item: item[0][:2]):
         if share is None:
             ways = ", ".join(f"{way} {count}" for way, count in rounds[-1]["ways"].items())
-            cells = [model, f"`{selector}`", ways, str(len(rounds))]
+            cells = [model, f"`{selector}`", ways, count(rounds)]
             cells += [middle(rounds, "measured_ms"), middle(rounds, "predicted_ms"), f"{100 * off(rounds):+.0f} %"]
             yield "| " + " | ".join(cells) + " |"
 
@@ -72,7 +81,7 @@ def stand_in_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
             cells += [
                 f"{100 * median(one[name] for one in rounds):.0f} %" for name in ("neurons_on_gpu", "mass_on_gpu")
             ]
-            cells.append(str(len(rounds)))
+            cells.append(count(rounds))
             for part in ("", "cpu_"):
                 cells += [middle(rounds, f"{kind}_{part}ms") for kind in ("measured", "predicted")]
                 cells.append(f"{100 * off(rounds, part):+.0f} %")
@@ -82,13 +91,15 @@ def stand_in_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
 def summary(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
     """How many cases came how near."""
     for name, wanted in (("for the CPU alone", False), ("with a GPU stood in for", True)):
-        offs = [abs(off(rounds)) for (_, _, share), rounds in found.items() if (share is not None) == wanted]
-        if offs:
-            near = [sum(one <= most for one in offs) for most in (0.1, 0.2)]
-            yield (
-                f"- {name}: {near[0]} of {len(offs)} predictions within 10 %, {near[1]} within 20 %, the worst "
-                f"{100 * max(offs):.0f} % off"
-            )
+        own = {case: rounds for case, rounds in found.items() if (case[2] is not None) == wanted}
+        for kind, quiet in (("undisturbed", True), ("disturbed", False)):
+            offs = [abs(off(rounds)) for rounds in own.values() if any(one["quiet"] for one in rounds) == quiet]
+            if offs:
+                near = [sum(one <= most for one in offs) for most in (0.1, 0.2)]
+                yield (
+                    f"- {name}, {kind}: {near[0]} of {len(offs)} predictions within 10 %, {near[1]} within 20 %, the "
+                    f"worst {100 * max(offs):.0f} % off"
+                )
 
 
 def predictions() -> str:

@@ -78,7 +78,10 @@ def test_rounds_and_tables(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
             assert (0 < rounds[0]["measured_cpu_ms"] < 1e3) or selector == "predicted"  # a difference of two times
     rows = [*plan_table.alone_rows(found), *plan_table.stand_in_rows(found), *plan_table.summary(found)]
     assert sum(line.startswith("| tiny |") for line in rows) == 6
-    assert len([line for line in rows if "within 10 %" in line]) == 2
+    assert {line.split(",")[0] for line in rows if "within 10 %" in line} == {
+        "- for the CPU alone",
+        "- with a GPU stood in for",
+    }
 
 
 def test_the_middle_of_the_rounds() -> None:
@@ -90,13 +93,17 @@ def test_the_middle_of_the_rounds() -> None:
         case | {"predicted_ms": 12.0},
         case | {"quiet": False, "measured_ms": 99.0},
     ]
-    document = {"rounds": [{"model": "m", "stand_in": "gpu", "selectors": {"all": [one]}} for one in rounds]}
+    document = {
+        "rounds": [{"commit": "abc", "model": "m", "stand_in": "gpu", "selectors": {"all": [one]}} for one in rounds]
+    }
     (kept,) = plan_table.cases(document).values()
     assert (
         len(kept) == 3
         and plan_table.off(kept) == pytest.approx(0.09)
         and plan_table.middle(kept, "predicted_ms") == "10.9"
     )
+    assert plan_table.count(kept) == "3"
+    assert plan_table.count([case | {"quiet": False, "landed": False}]) == "1*+"
     assert list(plan_table.summary({("m", "all", 0.5): kept})) == [
-        "- with a GPU stood in for: 1 of 1 predictions within 10 %, 1 within 20 %, the worst 9 % off"
+        "- with a GPU stood in for, undisturbed: 1 of 1 predictions within 10 %, 1 within 20 %, the worst 9 % off"
     ]
