@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from gguf_bytes import F32, STRING, Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, tiny_gguf, weights
+from prepared_models import checkpoint
 from sparse_models import give_bundles
 from test_prepared import describe, left_in
 
@@ -358,6 +360,17 @@ def test_the_model_is_counted_as_it_is_used(model: Path) -> None:
     plain, quantised = open_checkpoint(model), open_checkpoint(model, quantize="q8_0")
     assert model_bytes(plain) == 4 * plain.parameters
     assert 0.25 * model_bytes(plain) < model_bytes(quantised) < 0.8 * model_bytes(plain)
+
+
+@pytest.mark.parametrize(
+    ("d_model", "some", "last"),
+    [(64, {32, 64}, 64), (288, {224, 256, 288}, 288), (20, {20}, 20), (4096, {1024, 1280}, 4096)],
+)
+def test_the_sizes_that_are_tried(tmp_path: Path, d_model: int, some: set[int], last: int) -> None:
+    model = checkpoint(tmp_path / "m.gguf", d_model=d_model, d_ff=d_model)
+    rungs = training._ladder(model, TrainConfig(share=1.0))
+    assert rungs == sorted(set(rungs)) and some <= set(rungs) and rungs[-1] == last
+    assert all(b - a <= max(32, a / 4) for a, b in itertools.pairwise(rungs))
 
 
 class Ladder(training._Work):

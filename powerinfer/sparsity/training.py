@@ -39,7 +39,7 @@ MIN_ROWS = 512
 """Samples below which nothing can be learnt, and nothing measured."""
 
 _NO_TORCH = "training needs torch: pip install 'powerinfer[train]'"
-_METHOD = 1
+_METHOD = 2
 """Goes up when the same samples and options give another predictor."""
 
 _RUNG = 32  # units: whole blocks of Q8_0
@@ -387,6 +387,8 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
         rungs.append(rungs[-1] + step)
         if rungs[-1] >= 8 * step:
             step *= 2
+    if rungs[-1] < d_model // _RUNG * _RUNG:  # as many units as dimensions: the most that the engine takes
+        rungs.append(d_model // _RUNG * _RUNG)
     sizes = {rank: _bytes(checkpoint, _type(checkpoint, config), rank) for rank in rungs}
     whole = model_bytes(checkpoint)
     budget, least = int(config.share * whole), layers * sizes[rungs[0]]
