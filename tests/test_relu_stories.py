@@ -233,8 +233,8 @@ def test_the_penalty_is_about_the_share_that_fires(activation):
         return relu_llama.firing(relu_llama.Pass(gate, gate * scale, up * scale, h, h), activation)
 
     fires = float((relu_llama.hidden_of(gate, up, activation) != 0).double().mean())
-    assert float(share(1)) == pytest.approx(fires, abs=0.02) and 0.1 < fires < 0.6
-    assert float(share(100)) == pytest.approx(float(share(0.01)), rel=1e-4)
+    assert share(1).item() == pytest.approx(fires, abs=0.02) and 0.1 < fires < 0.6
+    assert share(100).item() == pytest.approx(share(0.01).item(), rel=1e-4)
     (slope,) = torch.autograd.grad(share(1), gate)
     assert (slope > 0).any() and (slope >= 0).all()
 
