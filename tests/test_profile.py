@@ -55,7 +55,9 @@ def made(path: Path, corpora: list[str], force: bool = False, **options: Any) ->
     notes = options.pop("notes", [])
     engine = EngineConfig(**{name: options.pop(name) for name in ("threads", "prepared") if name in options})
     settings = {"corpus": corpora, "window": WINDOW, "samples": 1 << 20} | options
-    return verb.make(open_checkpoint(path), engine, ProfileConfig(**settings), notes.append, progress, force)
+    checkpoint = open_checkpoint(path)
+    task = verb.read(checkpoint, ProfileConfig(**settings), notes.append)
+    return verb.make(checkpoint, engine, task, notes.append, progress, force)
 
 
 def files(path: Path) -> dict[str, bytes]:
