@@ -188,7 +188,7 @@ class Training:
 
     def stage(self, name: str, steps: int, loss: Callable[[Tensor, float], tuple[Tensor, str]]) -> None:
         """`steps` batches of `loss(windows, share of the stage that is done)`, which is (loss, what to print)."""
-        done = self._kept(name)
+        done = min(steps, self._kept(name))
         optimizer = torch.optim.Adam(self._parameters, lr=RATES[name], betas=(0.9, 0.98), foreach=True)
         if done:
             self._load(optimizer)
@@ -211,7 +211,7 @@ class Training:
                 self._save(optimizer, name, done)
 
     def _kept(self, name: str) -> int:
-        """Steps of this stage that are in the file; those of a later stage: all."""
+        """Steps of this stage that are in the file; more than there can be where the file is of a later stage."""
         if not self._state.exists():
             return 0
         with safe_open(self._state, "pt") as file:

@@ -219,6 +219,8 @@ def test_it_goes_on_where_it_was_stopped(
     before, after = order[1 : order.index(step)], order[order.index(step) :]
     assert {states(document)[name] for name in before} <= {"skipped"}
     assert {states(document)[name] for name in after} == {"done"}
+    if where == "predictor.1.":
+        assert document["steps"]["train"]["resumed"] > 0, "sizes of layer 0 were there"
     assert left(model) - plans(model) == FILES, "nothing unfinished stays"
 
 

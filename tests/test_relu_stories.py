@@ -18,7 +18,7 @@ import relu_llama  # noqa: E402
 import relu_stories  # noqa: E402
 from llama2c import BOS, Shape, read_checkpoint, read_tokens, write_gguf  # noqa: E402
 from relu_llama import Cache, Llama  # noqa: E402
-from relu_stories import Original  # noqa: E402
+from relu_stories import Original, Recipe, Training  # noqa: E402
 
 from powerinfer import LLM  # noqa: E402
 from powerinfer.evaluate import perplexity  # noqa: E402
@@ -237,6 +237,45 @@ def test_the_penalty_is_about_the_share_that_fires(activation):
     assert share(100).item() == pytest.approx(share(0.01).item(), rel=1e-4)
     (slope,) = torch.autograd.grad(share(1), gate)
     assert (slope > 0).any() and (slope >= 0).all()
+
+
+def test_training_lowers_the_loss_and_goes_on_where_it_was(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(relu_stories, "fast_type", lambda: torch.float32)
+    monkeypatch.setattr(Training, "SAVE_EVERY", 4)
+    made, text = original(), random_windows(40)
+    recipe = Recipe("relu", regress=8, distil=8, penalty=(0.0, 0.1))
+    folders = [tmp_path / name for name in ("whole", "broken")]
+    for folder in folders:
+        folder.mkdir()
+    model = relu_stories.train("m", recipe, made, text, folders[0])
+    teacher, first = made.model(), Llama(SHAPE, made.weights, "relu")
+    with torch.no_grad():
+        losses = [float(relu_llama.regression_loss(m, teacher, text)[0]) for m in (first, model)]
+    assert losses[1] < 0.8 * losses[0]
+    assert not any(torch.equal(w, made.weights[name]) for name, w in model.weights.items() if relu_llama.is_ffn(name))
+    assert all(torch.equal(w, made.weights[name]) for name, w in model.weights.items() if not relu_llama.is_ffn(name))
+
+    class Killed(Exception):
+        pass
+
+    def kill_in(name: str, step: int) -> None:
+        calls = iter(range(1, 100))
+        whole = getattr(relu_llama, name)
+
+        def loss(*args):
+            if next(calls) == step:
+                raise Killed
+            return whole(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(relu_stories, name, loss)
+            relu_stories.train("m", recipe, made, text, folders[1])
+
+    kill_in("regression_loss", 7)
+    kill_in("distillation_loss", 6)
+    again = relu_stories.train("m", recipe, made, text, folders[1])
+    for name, values in model.weights.items():
+        assert torch.equal(values, again.weights[name]), name
 
 
 def test_the_rate_rises_then_falls():

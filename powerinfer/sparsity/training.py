@@ -39,7 +39,7 @@ MIN_ROWS = 512
 """Samples below which nothing can be learnt, and nothing measured."""
 
 _NO_TORCH = "training needs torch: pip install 'powerinfer[train]'"
-_METHOD = 2
+_METHOD = 3
 """Goes up when the same samples and options give another predictor."""
 
 _RUNG = 32  # units: whole blocks of Q8_0
@@ -169,7 +169,11 @@ class _Work:
         self._done = 0.0
 
     def run(self) -> PredictorFile:
-        ranks = [self._search(layer) for layer in range(len(self._points))]
+        ranks = []
+        for layer in range(len(self._points)):
+            rank = self._search(layer)
+            self._point(layer, rank)  # while what fits the layer is in memory; it may not have been tried yet
+            ranks.append(rank)
         lowered = self._lowered(ranks)
         for layer, rank in enumerate(lowered):
             self._point(layer, rank)
