@@ -1,0 +1,376 @@
+"""Kernels over torch tensors: plain torch on any device, or Triton on a GPU, chosen by where the tensors lie.
+
+Activations are float32 between operators; weights rest in their own type and are dequantised on their way into a
+product, whose sums are float32. The plain functions here are what the Triton kernels must compute. Every sum has a
+fixed order: the same arguments give the same bits.
+
+torch is imported inside the functions: the sizes below are asked for without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+PAGE = 32
+"""Tokens of a page of the KV cache."""
+
+FEW = 8
+"""Most tokens that go through matrices vector by vector; more of them are multiplied as a matrix."""
+
+GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+"""The types in which matrices lie on a GPU. Parts of bundles may be Q4_0X32 besides."""
+
+HALF_MOST = 65504.0
+"""The largest float16."""
+
+_PIECE = 1 << 24  # elements of a matrix that are converted, or multiplied with many tokens, at a time
+
+_forced = [False]
+
+
+def force_triton(on: bool) -> None:
+    """Whether Triton kernels serve tensors of any device: for Triton's interpreter, which runs on the CPU."""
+    _forced[0] = on
+
+
+def which(tensor: Tensor) -> str:
+    """ "triton" or "torch": the kind of kernel that serves tensors which lie where this one does."""
+    return "triton" if _forced[0] or (tensor.is_cuda and _has_triton()) else "torch"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A matrix [rows, k] on a device.
+
+    F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
+    byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), 8 above
+    their values; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales lie in `Neurons.shared`.
+    """
+
+    type: str
+    rows: int
+    k: int
+    data: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return _nbytes(self.data) + _nbytes(self.scales)
+
+
+def gpu_type(type_name: str, k: int = 32) -> str:
+    """The type in which a matrix with rows of k elements, stored as `type_name`, lies on a GPU."""
+    if type_name in GPU_TYPES:
+        return type_name
+    if block_type(type_name).block == 1:  # F64 and the like
+        return "F32"
+    return "Q8_0" if k % 32 == 0 else "F16"
+
+
+def weight_bytes(type_name: str, rows: int, k: int) -> int:
+    """Bytes on a GPU of a matrix [rows, k] that is stored as `type_name`; they are those of the type it gets there."""
+    return rows * block_type(gpu_type(type_name, k)).row_bytes(k)
+
+
+def upload(tensor: RawTensor, device: Any, row_map: NDArray[np.int32] | None = None) -> Weight:
+    """A stored matrix [rows, k] on a torch device, in the type that `gpu_type` names.
+
+    row_map: int32 [n], row r of the result is row row_map[r] of the tensor, zeros where it is -1. ModelError for values
+    that the type cannot hold; what torch raises when the device has no room.
+    """
+    rows, k = tensor.shape
+    kind = gpu_type(tensor.type, k)
+    stored = tensor.gathered().rows()
+    source = np.arange(rows, dtype=np.int32) if row_map is None else row_map
+    weight = _empty(kind, len(source), k, device)
+    for begin, end in _pieces(len(source), k):
+        part = source[begin:end]
+        raw = stored[part[0] : part[-1] + 1] if row_map is None else stored[np.maximum(part, 0)]
+        if row_map is not None:
+            raw[part < 0] = 0  # zero in every type that is stored: its scales are
+        if kind != tensor.type:
+            raw = convert(RawTensor(tensor.type, (len(part), k), raw.reshape(-1)), kind, lambda _: None).rows()
+        codes, scales = _split(kind, raw)
+        _put(weight.data, begin, codes)
+        _put(weight.scales, begin, scales)
+    return weight
+
+
+def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
+    import torch
+
+    def new(columns: int, dtype: Any) -> Tensor:
+        return torch.empty((rows, columns), dtype=dtype, device=device)
+
+    if kind in FLOAT_TYPES:
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        return Weight(kind, rows, k, new(k, dtype))
+    scales = new(k // 32, torch.float16) if kind != "Q4_0X32" else None
+    return Weight(kind, rows, k, new(k, torch.int8) if kind == "Q8_0" else new(k // 2, torch.uint8), scales)
+
+
+def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
+    """Rows as they are stored -> the bytes of their codes and of their scales."""
+    if kind in FLOAT_TYPES:
+        return raw, None
+    blocks = raw.reshape(len(raw), -1, block_type(kind).nbytes)
+    return blocks[..., 2:].reshape(len(raw), -1), blocks[..., :2].reshape(len(raw), -1)
+
+
+def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
+    """Rows of `out` from `first` on get these bytes."""
+    import torch
+
+    if out is None or rows is None or not rows.size:
+        return
+    host = torch.empty((len(rows), out.shape[1]), dtype=out.dtype)  # of its own: `rows` may be a read-only mapping
+    host.view(torch.uint8).numpy()[...] = rows
+    out[first : first + len(rows)].copy_(host)
+
+
+def _pieces(rows: int, k: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _PIECE // k)
+    for begin in range(0, rows, step):
+        yield begin, min(begin + step, rows)
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.numel()) * int(tensor.element_size())
+
+
+def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tensor | None = None) -> Tensor:
+    """Rows begin .. end of a weight as float32 [end - begin, k]. scales: of Q4_0X32, [end - begin, k]."""
+    import torch
+
+    data = weight.data[begin:end]
+    if weight.type in FLOAT_TYPES:
+        return data.float()
+    blocks = weight.k // 32
+    if weight.type != "Q8_0":
+        bytes_ = data.view(-1, blocks, 16)
+        data = torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
+    codes = data.view(-1, blocks, 32).float()
+    if weight.type != "Q8_0":
+        codes = codes - 8
+    if weight.scales is not None:
+        return (codes * weight.scales[begin:end].float()[..., None]).view(-1, weight.k)
+    assert scales is not None
+    return codes.view(-1, weight.k) * scales.float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+def linear(w: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x . W^T + bias, float32 [T, rows]. x: float32 [T, k]; bias: float32 [rows]."""
+    import torch
+
+    out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
+    for begin, end in _pieces(w.rows, w.k):
+        out[:, begin:end] = _product(x, values(w, begin, end).T)
+    return out if bias is None else out + bias
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
+    """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32."""
+    import torch
+
+    centred = x - x.mean(dim=-1, keepdim=True) if layer else x
+    out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
+    return out if bias is None else out + bias
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
+    """Rotary embedding in place: pairs (i, i + pairs) of every head turn by position * frequency. Returns x.
+
+    x: float32 [T, heads, head_dim], dimensions from 2 * pairs on stay as they are; positions: int32 [T]; frequencies:
+    float32 [pairs], radians per position; factor: what sine and cosine are multiplied by.
+    """
+    import torch
+
+    n = frequencies.shape[0]
+    angle = positions.float()[:, None, None] * frequencies
+    c, s = torch.cos(angle) * factor, torch.sin(angle) * factor
+    first, second = x[..., :n].clone(), x[..., n : 2 * n].clone()
+    x[..., :n] = first * c - second * s
+    x[..., n : 2 * n] = first * s + second * c
+    return x
+
+
+def store_kv(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Keys and values of T tokens go to their slots of a layer's cache.
+
+    cache_k, cache_v: float16 or float32 [pages, PAGE, kv_heads, head_dim]; k, v: float32 [T, kv_heads, head_dim];
+    slots: int64 [T], page * PAGE + place, no two alike; a token whose slot is negative is not stored. What float16
+    cannot hold becomes the largest value it can.
+    """
+    kept = slots >= 0
+    for cache_, new in ((cache_k, k), (cache_v, v)):
+        if cache_.dtype != new.dtype:
+            new = new.clamp(-HALF_MOST, HALF_MOST).to(cache_.dtype)
+        cache_.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
+
+
+def attention(
+    q: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    page_table: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads, head_dim].
+
+    q: float32 [T, heads, head_dim]; caches as in `store_kv`, with this step's keys and values in them; page_table:
+    int32 [S, P]; rows: int32 [T], the row of page_table of a token; positions: int32 [T]. The token at position p sees
+    0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores.
+    """
+    import torch
+
+    out = torch.zeros_like(q)
+    heads, kv_heads = q.shape[1], cache_k.shape[2]
+    for row in torch.unique(rows).tolist():
+        tokens = ((rows == row) & (positions >= 0)).nonzero()[:, 0]
+        if not len(tokens):
+            continue
+        last = int(positions[tokens].max()) + 1
+        pages = page_table[row, : -(-last // PAGE)].long()
+        keys, held = (c[pages].flatten(0, 1)[:last].float() for c in (cache_k, cache_v))  # [last, kv_heads, dim]
+        grouped = q[tokens].view(len(tokens), kv_heads, heads // kv_heads, -1)
+        scores = torch.einsum("tghd,sgd->tghs", grouped, keys) * scale
+        place, seen = torch.arange(last, device=q.device), positions[tokens].long()[:, None]
+        hidden = place > seen
+        if window:
+            hidden |= place <= seen - window
+        weights = scores.masked_fill_(hidden[:, None, None, :], -torch.inf).softmax(dim=-1)
+        out[tokens] = torch.einsum("tghs,sgd->tghd", weights, held).flatten(1, 2)
+    return out
+
+
+def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
+    """The neurons that a predictor names for each token: 1 or 0, uint8 [T, d_ff].
+
+    inner: [rank, d_model]; outer: [d_ff, rank]; x: float32 [T, d_model]. A neuron is named when z = outer .
+    relu(inner . x) is at least `threshold` (or no number), and where fewer than `floor` are, the `floor` of largest z,
+    of equals the first.
+    """
+    z = linear(outer, linear(inner, x).relu_())
+    named = ~(z < threshold)
+    floor = min(floor, outer.rows)
+    if floor:
+        first = z.nan_to_num_(nan=float("inf")).argsort(dim=-1, descending=True, stable=True)[:, :floor]
+        named.scatter_(1, first, True)
+    return named.byte()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Neurons
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neurons:
+    """The neurons of a layer that rest on a device.
+
+    up, and gate unless the FFN is plain: [n, d_model]; down: [n, d_model], row i is neuron i's column of down; its type
+    may be Q4_0X32, then neuron i's scales are row group[i] of `shared`, float16 [groups, d_model], group int32 [n].
+    gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu.
+    """
+
+    gate: Weight | None
+    up: Weight
+    down: Weight
+    shared: Tensor | None
+    group: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    activation: str
+    threshold: float
+
+    @property
+    def n(self) -> int:
+        """How many they are."""
+        return self.up.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        weights = sum(w.nbytes for w in (self.gate, self.up, self.down) if w is not None)
+        return weights + sum(_nbytes(t) for t in (self.shared, self.group, self.gate_bias, self.up_bias))
+
+
+def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None = None, most: float = 0.0) -> tuple[Tensor, Tensor]:
+    """What the neurons add to the output of T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
+
+    x: float32 [T, d_model]; named: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
+    activation of at most `most` in magnitude is zero. A neuron fires for a token when its product h is not zero.
+    """
+    import torch
+
+    total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device)
+    fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
+    if not neurons.n or not x.shape[0]:
+        return total, fired
+    h = products(neurons, x, named, most)
+    torch.sum(h != 0, dim=0, dtype=torch.int32, out=fired)
+    for begin, end in _pieces(neurons.n, neurons.down.k):
+        scales = None
+        if neurons.shared is not None and neurons.group is not None:
+            scales = neurons.shared[neurons.group[begin:end].long()]
+        total += _product(h[:, begin:end], values(neurons.down, begin, end, scales))
+    return total, fired
+
+
+def products(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> Tensor:
+    """h of all neurons, float32 [T, n], with arguments as `neuron_sum`."""
+    first = neurons.up if neurons.gate is None else neurons.gate
+    h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
+    h = _activate(h, neurons.activation, neurons.threshold)
+    if named is not None:
+        h = h.masked_fill_(named == 0, 0)
+    if most > 0:
+        h = h.masked_fill_(h.abs() <= most, 0)
+    if neurons.gate is not None:
+        up = linear(neurons.up, x, neurons.up_bias)
+        h *= up.relu_() if neurons.activation == "drelu" else up
+    return h
+
+
+def _activate(x: Tensor, activation: str, threshold: float) -> Tensor:
+    """The activation, of drelu its half; NaN stays."""
+    if activation == "silu":
+        return x * x.sigmoid()
+    if activation == "fatrelu":
+        return x.masked_fill(x <= threshold, 0)
+    kept = x.relu()
+    return kept * kept if activation == "relu2" else kept

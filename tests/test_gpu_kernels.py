@@ -1,0 +1,244 @@
+"""The kernels over torch tensors against float64 on the values that the weights hold.
+
+They run on a GPU where there is one, else plain torch on the CPU and the Triton kernels in Triton's interpreter. A
+float32 sum of n products is off by at most n * eps * sum |a b|; the bounds below carry that through the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from stored_weights import stored_evenly
+
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import gpu, reference
+
+EPS = float(np.finfo(np.float32).eps)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ("torch",)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test that takes this runs with plain torch and with Triton."""
+    gpu.force_triton(request.param == "triton")
+    yield request.param
+    gpu.force_triton(False)
+
+
+def on_device(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+
+
+def floats(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def raw(type_name: str, rows: int, k: int) -> RawTensor:
+    return RawTensor(type_name, (rows, k), stored_evenly(type_name, rows, k, 1.0, np.random.default_rng([rows, k])))
+
+
+def product(weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(x . W^T, bound of a float32 sum's error), float64 [T, rows]."""
+    size = np.abs(x.astype(np.float64)) @ np.abs(weights.T)
+    return x.astype(np.float64) @ weights.T, (x.shape[1] + 2) * EPS * size
+
+
+def assert_close(got: torch.Tensor, want: np.ndarray, bound: np.ndarray | float) -> None:
+    assert got.dtype == torch.float32 and tuple(got.shape) == want.shape
+    off = np.abs(got.cpu().numpy() - want)
+    assert (off <= bound).all(), f"off by {off.max()}, most {np.max(off - bound)} above the bound"
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+def test_a_weight_holds_the_values_of_the_file(type_name: str) -> None:
+    stored = raw(type_name, 7, 96)
+    weight = gpu.upload(stored, DEVICE)
+    np.testing.assert_array_equal(gpu.values(weight).cpu().numpy(), stored.float32())
+    np.testing.assert_array_equal(gpu.values(weight, 2, 5).cpu().numpy(), stored.float32()[2:5])
+    assert (weight.type, weight.rows, weight.k) == (type_name, 7, 96)
+    assert weight.nbytes == gpu.weight_bytes(type_name, 7, 96)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K"])
+def test_other_types_become_8_bits(type_name: str) -> None:
+    stored = raw(type_name, 3, 256)
+    weight = gpu.upload(stored, DEVICE)
+    assert weight.type == gpu.gpu_type(type_name) == "Q8_0"
+    assert weight.nbytes == gpu.weight_bytes(type_name, 3, 256) == 3 * 256 * 34 // 32
+    blocks = stored.float32().reshape(3, -1, 32)
+    step = np.abs(blocks).max(axis=2, keepdims=True) / 127
+    off = np.abs(gpu.values(weight).cpu().numpy().reshape(blocks.shape) - blocks)
+    assert (off <= step * 0.5 + np.abs(blocks) * 2**-10).all()  # half a code, and the scale rounded to 11 bits
+
+
+def test_types_that_no_block_fits() -> None:
+    assert gpu.gpu_type("F64", 20) == "F32"
+    assert gpu.gpu_type("MXFP4", 32) == "Q8_0"
+    assert gpu.weight_bytes("F64", 2, 20) == 160
+
+
+@pytest.mark.parametrize("type_name", ["F32", "BF16", "Q8_0", "Q4_0", "Q5_0"])
+def test_rows_are_reordered_and_padded(type_name: str) -> None:
+    stored = raw(type_name, 6, 64)
+    row_map = np.array([3, -1, 0, 5, 5, -1], np.int32)
+    values = gpu.values(gpu.upload(stored, DEVICE)).cpu().numpy()
+    want = np.where(row_map[:, None] < 0, 0, values[row_map])
+    np.testing.assert_array_equal(gpu.values(gpu.upload(stored, DEVICE, row_map)).cpu().numpy(), want)
+
+
+def test_a_read_only_mapping_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = raw("Q8_0", 40, 64)
+    stored.data.flags.writeable = False
+    monkeypatch.setattr(gpu, "_PIECE", 7 * 64)
+    np.testing.assert_array_equal(gpu.values(gpu.upload(stored, DEVICE)).cpu().numpy(), stored.float32())
+
+
+# ---- Operators -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9])
+@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+def test_linear(type_name: str, tokens: int, kernels: str) -> None:
+    for rows, k in ((5, 32), (37, 96), (16, 544)) if type_name[0] == "Q" else ((1, 1), (37, 33), (7, 544)):
+        stored = raw(type_name, rows, k)
+        x, bias = floats(1, tokens, k), floats(2, rows)
+        want, bound = product(stored.float32().astype(np.float64), x)
+        weight = gpu.upload(stored, DEVICE)
+        assert_close(gpu.linear(weight, on_device(x)), want, bound)
+        assert_close(
+            gpu.linear(weight, on_device(x), on_device(bias)), want + bias, bound + 2 * EPS * np.abs(want + bias)
+        )
+
+
+def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, x = raw("Q4_0", 21, 64), floats(3, 10, 64)
+    monkeypatch.setattr(gpu, "_PIECE", 5 * 64)
+    assert_close(gpu.linear(gpu.upload(stored, DEVICE), on_device(x)), *product(stored.float32().astype(np.float64), x))
+
+
+@pytest.mark.parametrize("width", [1, 33, 64, 200])
+def test_norms(width: int, kernels: str) -> None:
+    x, weight, bias = floats(4, 2, 3, width) * 3 + 1, floats(5, width), floats(6, width)
+    tensors = [on_device(a) for a in (x, weight, bias)]
+    rms = reference.rms_norm(x, weight, 1e-5)
+    assert_close(gpu.norm(tensors[0], tensors[1], None, 1e-5, False), rms, (width + 8) * EPS * np.abs(rms))
+    layer = reference.layer_norm(x, weight, bias, 1e-5)
+    # The mean is taken out of x with an error of its own, which the deviation makes larger or smaller.
+    deviation = np.sqrt(x.astype(np.float64).var(axis=-1, keepdims=True) + 1e-5)
+    off = (width + 8) * EPS * (np.abs(layer - bias) + np.abs(x).max() / deviation * np.abs(weight) + np.abs(bias))
+    assert_close(gpu.norm(*tensors, 1e-5, True), layer, off)
+    assert_close(gpu.norm(tensors[0], tensors[1], None, 1e-5, True), layer - bias, off)
+
+
+@pytest.mark.parametrize(("dim", "pairs"), [(8, 4), (40, 16), (64, 32)])
+def test_rotary_embedding(dim: int, pairs: int, kernels: str) -> None:
+    x, positions = floats(7, 5, 3, dim), np.array([0, 1, 2, 900, 31], np.int32)
+    frequencies = (10000.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)
+    want = reference.rope(x, *reference.rotations(positions, frequencies, 1.25))
+    got = gpu.rotate(on_device(x), on_device(positions), on_device(frequencies), 1.25)
+    assert_close(got, want, 8 * EPS * 1.25 * 2 * np.abs(x).max())
+    np.testing.assert_array_equal(got.cpu().numpy()[..., 2 * pairs :], x[..., 2 * pairs :])
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_keys_and_values_are_stored(kv_type: str, kernels: str) -> None:
+    dtype = torch.float16 if kv_type == "f16" else torch.float32
+    caches = [torch.full((3, gpu.PAGE, 2, 24), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+    k, v = floats(8, 4, 2, 24), floats(9, 4, 2, 24)
+    k[0, 0, 0], v[1, 1, 1] = 1e6, -1e6
+    slots = np.array([70, 3, -1, 64])
+    gpu.store_kv(*caches, on_device(k), on_device(v), on_device(slots))
+    for cache, new in zip(caches, (k, v), strict=True):
+        flat = cache.view(-1, 2, 24).float().cpu().numpy()
+        np.testing.assert_array_equal(flat[slots[[0, 1, 3]]], reference.kv_rounded(new, kv_type)[[0, 1, 3]])
+        assert np.isnan(np.delete(flat, slots[[0, 1, 3]], axis=0)).all(), "written beside the slots"
+
+
+@dataclass
+class Sequence:
+    pages: list[int]
+    positions: list[int]  # of the step's tokens
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 24)])
+def test_attention(heads: int, kv_heads: int, dim: int, window: int | None, kernels: str) -> None:
+    several = [Sequence([5, 2, 7], [70]), Sequence([1], [0, 1, 2]), Sequence([3, 6], [31, 32, 33, 34, 35])]
+    q = floats(10, 9, heads, dim)
+    for kv_type in ("f32", "f16"):
+        caches = [reference.kv_rounded(floats(seed, 8, gpu.PAGE, kv_heads, dim), kv_type) for seed in (11, 12)]
+        table, rows, positions = np.full((3, 3), -1, np.int32), [], []
+        want, bound = [], []
+        for i, one in enumerate(several):
+            table[i, : len(one.pages)] = one.pages
+            at, n = len(rows), len(one.positions)
+            rows += [i] * n
+            positions += one.positions
+            mine = (q[at : at + n], *caches, np.array(one.pages), np.array(one.positions, np.int32))
+            want.append(reference.attention(*mine, window=window or 0))
+            # A score's error is that of a sum of dim products; weights change by as much, relatively, and the rest
+            # rounds once for every position.
+            score = np.abs(q[at : at + n]).sum(axis=2).max() * np.abs(caches[0]).max() / np.sqrt(dim)
+            longest = max(one.positions) + 1
+            bound.append(2 * EPS * ((dim + 4) * score + longest + 8) * np.abs(caches[1]).max() * np.ones_like(want[-1]))
+        dtype = torch.float16 if kv_type == "f16" else torch.float32
+        keys, held = (on_device(c).to(dtype) for c in caches)
+        # The last token stands for nothing, as those that fill up a step of fixed size.
+        extra = on_device(np.concatenate([q, floats(13, 1, heads, dim)]))
+        step = on_device(np.array([*rows, 0], np.int32)), on_device(np.array([*positions, -1], np.int32))
+        keys[0], held[0] = torch.nan, torch.nan  # a page of nobody
+        got = gpu.attention(extra, keys, held, on_device(table), *step, window, 1 / np.sqrt(dim))
+        assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))
+        assert (got[-1] == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("type_name", ["F16", "Q8_0"])
+def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> None:
+    inner, outer = raw(type_name, 32, 64), raw(type_name, 200, 32)
+    x = floats(14, tokens, 64)
+    hidden, off = product(inner.float32().astype(np.float64), x)
+    hidden = np.maximum(hidden, 0)
+    wide = outer.float32().astype(np.float64)
+    z = hidden @ wide.T
+    doubt = off @ np.abs(wide.T) + 40 * EPS * (hidden @ np.abs(wide.T))
+    weights = gpu.upload(inner, DEVICE), gpu.upload(outer, DEVICE)
+    for share in (0.0, 0.3, 1.0):
+        threshold = float(np.float32(np.quantile(z, 1 - share) + (1 if share == 0 else -1e-3)))
+        got = gpu.predict(*weights, on_device(x), threshold, 0).cpu().numpy()
+        assert got.dtype == np.uint8 and got.shape == z.shape
+        sure = np.abs(z - threshold) > doubt
+        assert sure.mean() > 0.9
+        np.testing.assert_array_equal(got[sure], (z >= threshold)[sure])
+    got = gpu.predict(*weights, on_device(x), 1e30, 17).cpu().numpy()
+    assert (got.sum(axis=1) == 17).all()
+    for t in range(tokens):
+        named, rest = z[t][got[t] == 1], z[t][got[t] == 0]
+        assert named.min() >= rest.max() - 2 * doubt.max()
+    assert gpu.predict(*weights, on_device(x), 1e30, 500).all()
+
+
+def test_of_equal_guesses_the_first_are_named(kernels: str) -> None:
+    inner = gpu.upload(raw("F32", 4, 8), DEVICE)
+    outer = gpu.upload(RawTensor("F32", (70, 4), np.zeros(70 * 16, np.uint8)), DEVICE)
+    got = gpu.predict(inner, outer, on_device(floats(15, 2, 8)), 0.5, 9).cpu().numpy()
+    np.testing.assert_array_equal(got, np.tile(np.arange(70) < 9, (2, 1)))
+    assert gpu.predict(inner, outer, on_device(floats(15, 2, 8)), 0.0, 9).all()
+    odd = np.full((2, 8), np.nan, np.float32)
+    assert gpu.predict(inner, gpu.upload(raw("F32", 70, 4), DEVICE), on_device(odd), 0.5, 0).all()
