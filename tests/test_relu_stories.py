@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from dataclasses import replace
@@ -276,6 +277,39 @@ def test_training_lowers_the_loss_and_goes_on_where_it_was(tmp_path: Path, monke
     again = relu_stories.train("m", recipe, made, text, folders[1])
     for name, values in model.weights.items():
         assert torch.equal(values, again.weights[name]), name
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(relu_stories, "fast_type", lambda: torch.float32)
+    names = ["stories15M-relu", "stories15M-drelu"]
+    recipes = {name: Recipe(name.rpartition("-")[2], 2, 2, (0.0, 0.1)) for name in names}
+    monkeypatch.setattr(relu_stories, "RECIPES", recipes)
+    (tmp_path / "llama2.data").write_bytes(checkpoint())
+    for name, letters in (("train.txt", "once a cat sat. "), ("heldout.txt", "a dog ran far. ")):
+        (tmp_path / name).write_text(letters * 60)
+
+    def make(*models: str) -> dict[str, dict[str, object]]:
+        relu_stories.make(tmp_path, list(models), 1024, 512)
+        return json.loads((tmp_path / "figures.json").read_text())
+
+    found = make(names[0])
+    assert list(found) == [names[0], "stories15M"] and found["stories15M"]["zeros"] < 0.01
+    assert 0.2 < found[names[0]]["zeros"] < 0.8 and found[names[0]]["perplexity"] > 1
+    assert not list(tmp_path.glob("*.state.*")) and not list(tmp_path.glob("*.part"))
+    seen = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    both = make(*names)
+    assert list(both) == [names[0], "stories15M", names[1]] and {k: both[k] for k in found} == found
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert {name for name in seen if seen[name] != kept[name]} == {"figures.json"}
+    again = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if make(*names) == both}
+    assert again == kept, "nothing is written where everything is there"
+    with LLM(tmp_path / f"{names[1]}-F16.gguf", threads=1) as llm:
+        assert llm.config.activation == "drelu"
+
+
+def test_a_text_of_less_than_a_batch_is_refused():
+    with pytest.raises(ValueError, match="3 windows"):
+        next(relu_llama.batches(random_windows(3), 4, seed=1))
 
 
 def test_the_rate_rises_then_falls():

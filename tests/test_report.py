@@ -491,6 +491,10 @@ def test_the_newest_plan_is_shown_while_it_holds(
     main(["inspect", "-m", str(path)])
     assert re.search(r"^plan +2 GiB of VRAM and .* tokens/s predicted", capsys.readouterr().out, re.MULTILINE)
 
+    found = findings(open_checkpoint(path, quantize="q8_0")).plan
+    assert found.value is None and "without --quantize, and the model is opened with --quantize" in str(found.stale)
+    assert "--quantize q8_0" in found.command, "the command makes a plan of the model as it is opened"
+
     give_profile(path, seed=8)
     found = findings(open_checkpoint(path)).plan
     assert found.value is None and "made from another profile" in str(found.stale)

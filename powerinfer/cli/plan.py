@@ -7,11 +7,11 @@ published for its family, or by --hot-share and --active. The machine is this on
 
 The plan is kept beside the model as plan-KEY.json, under a key of all that it hangs on; not with --shape or --dry-run.
 
-JSON: fits (nothing is read from disk), solve_s, mass_on_gpu (share of the activations), work_on_gpu (share of the bytes
-of weights that a step reads), optimal (proven; null for greedy and random), policy, bytes (tier: part: bytes),
-activations (tier: share), layers (layer; gpu, cpu, disk: neurons; mass_on_gpu; seconds by what takes them), predicted
-(decode_tok_s, ms_per_token, at_position, policies), reasons, helps (the next budgets at which more fits), assumed, key,
-path, hardware.
+JSON: quantize (the option, or null), weight_type (of most of the FFNs' weights), fits (nothing is read from disk),
+solve_s, mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a step reads), optimal
+(proven; null for greedy and random), policy, bytes (tier: part: bytes), activations (tier: share), layers (layer; gpu,
+cpu, disk: neurons; mass_on_gpu; seconds by what takes them), predicted (decode_tok_s, ms_per_token, at_position,
+policies), reasons, helps (the next budgets at which more fits), assumed, key, path, hardware.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class PreparedFile:
             raise self.bad("was made for another model, or the model has changed")
         quantize = description.get("quantize")
         if quantize != self._quantize:
-            raise self.bad(f"was made {_with(quantize)}, and the model is opened {_with(self._quantize)}")
+            raise self.bad(f"was made {opened_with(quantize)}, and the model is opened {opened_with(self._quantize)}")
 
     @contextmanager
     def write(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> Iterator[Write]:
@@ -201,7 +201,8 @@ class PreparedFile:
         return _header(json.dumps(whole, allow_nan=False), tensors)
 
 
-def _with(quantize: object) -> str:
+def opened_with(quantize: object) -> str:
+    """How a model was opened, for people; quantize: the option, or what a file says it was."""
     return "without --quantize" if quantize is None else f"with --quantize {shown(quantize)}"
 
 

@@ -217,6 +217,8 @@ class Plan:
             "key": request.key,
             "model": request.model.name,
             "fingerprint": request.model.fingerprint,
+            "quantize": request.model.quantize,
+            "weight_type": request.model.weight_type,
             "profile": request.profile.digest,
             "policy": request.policy,
             "selector": request.selector,

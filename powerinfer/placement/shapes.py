@@ -61,7 +61,8 @@ class Model:
     norms and biases, F32; predictors: of each layer in and out, () without any; named: for each layer the neurons that
     its predictor names by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: of the FFNs' neurons.
-    fingerprint: of the weights' origin, "" for a model that is only described.
+    fingerprint: of the weights' origin, "" for a model that is only described. quantize: what its float matrices are
+    quantised to on load, as the engine's option; the types of the matrices are those then.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Model:
     head: Matrix
     parameters: int
     fingerprint: str = ""
+    quantize: str | None = None
 
     @cached_property
     def weight_type(self) -> str:
@@ -144,7 +146,9 @@ def checkpoint_model(
         )
     name = config.name or checkpoint.path.name
     model = _model(config, name, checkpoint.taken_type, layout, predictors, ratios)
-    return replace(model, parameters=checkpoint.parameters, fingerprint=checkpoint.fingerprint)
+    return replace(
+        model, parameters=checkpoint.parameters, fingerprint=checkpoint.fingerprint, quantize=checkpoint.quantize
+    )
 
 
 def described_model(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile
+from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
 from powerinfer.placement.hardware import ready_made
 from powerinfer.report.planned import PlanFacts, read_plan
 from powerinfer.sparsity.selectors import RECTIFIED
@@ -137,6 +137,9 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
                 return Found("plan", None, path, str(error), place.command)
             if plan.fingerprint != checkpoint.fingerprint:
                 stale = f"{path} was made for another model, or the model has changed"
+            elif plan.quantize != checkpoint.quantize:
+                found, wanted = opened_with(plan.quantize), opened_with(checkpoint.quantize)
+                stale = f"{path} was made {found}, and the model is opened {wanted}"
             elif profile is not None and plan.profile != profile.digest:
                 stale = f"{path} was made from another profile"
             command = place.command + _options(plan)

@@ -47,7 +47,8 @@ class Help:
 class PlanFacts:
     """What a plan's document says.
 
-    fingerprint, profile: of the model and of the profile that it was made for, "" for none. budgets: tier -> bytes;
+    fingerprint, profile: of the model and of the profile that it was made for, "" for none; quantize: how the model was
+    opened, None as it is. budgets: tier -> bytes;
     bytes: tier -> part -> bytes; policies: name -> (tokens a second, mass on the GPU).
     """
 
@@ -55,6 +56,7 @@ class PlanFacts:
     model: str
     fingerprint: str
     profile: str
+    quantize: str | None
     fits: bool
     policy: str
     selector: str
@@ -113,6 +115,7 @@ def plan_facts(document: Any) -> PlanFacts:
         root.text("model"),
         root.text("fingerprint"),
         root.text("profile"),
+        root.text("quantize") if document.get("quantize") is not None else None,
         root.flag("fits"),
         root.text("policy"),
         root.text("selector"),
