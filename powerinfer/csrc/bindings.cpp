@@ -405,9 +405,9 @@ NB_MODULE(_native, m) {
         require(!watch || (watch->d_ff == p.sizes.d_ff && watch->max_tokens == p.sizes.max_tokens && (int)watch->damaged.size() == p.pool->threads()), "a watch for another program");
         p.watch = std::move(watch);
       }, "watch"_a.none())
-      .def("inputs", [](Program& p, int64_t tokens) {
+      .def("residual", [](Program& p, int64_t tokens) {
         require(tokens > 0 && tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
-        return nb::ndarray<nb::numpy, const float, nb::ndim<2>>(p.x, {(size_t)tokens, (size_t)p.sizes.d_model}, nb::find(p), {p.ldx, 1});
+        return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.x, {(size_t)tokens, (size_t)p.sizes.d_model}, nb::find(p), {p.ldx, 1});
       }, "tokens"_a)
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)

@@ -77,18 +77,35 @@ class _Observed:
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
+    It may also have only the layers from `first_layer` on, or none, when those before it run elsewhere, and then lack
+    the head: `embedded` and `finish` run its two parts.
+
     A token's logits have the same bits whatever the batch, the chunk, the cache page and the number of threads.
     """
 
-    def __init__(self, config: ModelConfig, engine: EngineConfig, frequencies: Floats, rope_factor: float) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine: EngineConfig,
+        frequencies: Floats,
+        rope_factor: float,
+        *,
+        first_layer: int = 0,
+        pages: int | None = None,
+    ) -> None:
         """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine.
 
+        first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here.
         RequestError for options that cannot be met.
         """
         isa, isa_reason = cpu.choose_isa(engine.isa)
         threads, threads_reason = cpu.choose_threads(engine.threads)
         context = engine.context or config.context_length
-        pages, pages_reason = choose_pages(config, engine, context)
+        layers = config.n_layers - first_layer
+        if pages is None:
+            pages, pages_reason = choose_pages(config, engine, context, layers)
+        else:
+            pages_reason = "given"
         self.page_size = cpu.PAGE
         self.n_pages = pages
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
@@ -98,15 +115,18 @@ class CpuExecutor:
         self.d_model = config.d_model
         self.d_ff = config.d_ff
         self._config = config
-        self._ffns: list[_Ffn] = []
+        self.first_layer = first_layer
+        self._ffns: dict[int, _Ffn] = {}  # by layer
+        self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
         self._arena = _native.Arena()
-        cache = _native.Cache(engine.kv_type, config.n_layers, config.n_kv_heads, config.head_dim, pages)
+        # Without layers here the cache still says which pages there are; none is ever written, so none takes memory.
+        cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
         self.choices = {
             "isa": f"{isa} ({isa_reason})",
             "threads": f"{threads} ({threads_reason})",
             "kv_cache": f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, "
-            f"{cache.nbytes >> 20} MiB ({pages_reason})",
+            f"{cache.nbytes * layers // max(1, layers) >> 20} MiB ({pages_reason})",
         }
         self._program = _native.Program(
             self._pool,
@@ -160,6 +180,7 @@ class CpuExecutor:
         table = self._table(tensor)
         rows = self._table(positions) if positions is not None else None
         self._program.embed(table, rows, self._config.position_offset, projection)
+        self._embedded = self._program.size
 
     def _table(self, tensor: RawTensor) -> _native.Table:
         rows, cols = tensor.shape
@@ -180,8 +201,9 @@ class CpuExecutor:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self._config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
-        self._program.attention_input(layer, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k)
-        self._program.attention(layer, window or 0)
+        own = layer - self.first_layer
+        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k)
+        self._program.attention(own, window or 0)
 
     def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
@@ -200,7 +222,8 @@ class CpuExecutor:
         biases: of gate, up and down.
         """
         total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        self._ffns.append(_Ffn(self._program.size, total, (up if gate is None else gate).nbytes))
+        layer = self.first_layer + len(self._ffns)
+        self._ffns[layer] = _Ffn(self._program.size, total, (up if gate is None else gate).nbytes)
         gate_bias, up_bias, down_bias = biases
         activation, threshold = self._config.activation, self._config.activation_threshold
         self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
@@ -298,19 +321,34 @@ class CpuExecutor:
     def ffn_seconds(self) -> list[float]:
         """Seconds spent in each layer's FFN since the last call, while `timed`."""
         times = self._program.take_times()
-        return [times[ffn.op][1] for ffn in self._ffns]
+        return [times[ffn.op][1] for ffn in self._ffns.values()]
 
     # ---------------------------------------------------------------- running
 
     def forward(self, batch: Batch) -> Floats:
-        rows = len(batch.logit_rows)
-        if rows > len(self._logits):
-            self._logits = np.empty((rows, self._logits.shape[1]), np.float32)
+        self._make_room(batch)
         if self._observed is None:
             self._run(batch, 0, self._program.size)
         else:
             self._run_observed(batch, self._observed)
-        return self._logits[:rows, : self.vocab_size]
+        return self._logits[: len(batch.logit_rows), : self.vocab_size]
+
+    def embedded(self, batch: Batch) -> Floats:
+        """Check the batch and embed its tokens: the residual stream, float32 [T, d_model], where `finish` reads it."""
+        self._make_room(batch)
+        self._run(batch, 0, self._embedded)
+        return self._program.residual(len(batch.tokens))
+
+    def finish(self, batch: Batch) -> Floats:
+        """Run all behind the embedding on the residual stream as it is now; logits as `forward` returns them."""
+        self._make_room(batch)
+        self._run(batch, self._embedded, self._program.size)
+        return self._logits[: len(batch.logit_rows), : self.vocab_size]
+
+    def _make_room(self, batch: Batch) -> None:
+        """For the logits of a batch."""
+        if len(batch.logit_rows) > len(self._logits):
+            self._logits = np.empty((len(batch.logit_rows), self._logits.shape[1]), np.float32)
 
     def _run(self, batch: Batch, first: int, last: int) -> None:
         """Operators `first` up to `last` of a call."""
@@ -329,10 +367,12 @@ class CpuExecutor:
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
         """A call in parts, with a look at every FFN."""
         tokens, at, watch, observer = len(batch.tokens), 0, observed.watch, observed.by
-        for layer, ffn in enumerate(self._ffns):
+        for layer, ffn in self._ffns.items():
             self._run(batch, at, ffn.op)
             if observer is not None:
-                observer.reads(layer, self._program.inputs(tokens))
+                x = self._program.residual(tokens)
+                x.flags.writeable = False
+                observer.reads(layer, x)
             watch.clear()
             if observed.most is not None:
                 watch.most = observed.most[layer]
@@ -397,12 +437,12 @@ def available_memory() -> int:
         return 0
 
 
-def choose_pages(config: ModelConfig, engine: EngineConfig, context: int) -> tuple[int, str]:
+def choose_pages(config: ModelConfig, engine: EngineConfig, context: int, layers: int) -> tuple[int, str]:
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
-    RequestError when not even one context fits the memory.
+    layers: how many of the model's have their cache here. RequestError when not even one context fits the memory.
     """
-    page = _native.kv_page_bytes(engine.kv_type, config.n_layers, config.n_kv_heads, config.head_dim)
+    page = layers * _native.kv_page_bytes(engine.kv_type, 1, config.n_kv_heads, config.head_dim)
     one = -(-context // cpu.PAGE)
     memory = available_memory() or 1 << 62
     if one * page > memory:
@@ -411,7 +451,7 @@ def choose_pages(config: ModelConfig, engine: EngineConfig, context: int) -> tup
             "free: lower --context or choose --kv-type q8_0"
         )
     wanted = one * max(1, engine.max_batch)
-    most = max(one, memory // 4 // page)
+    most = max(one, memory // 4 // page) if page else wanted
     if wanted <= most:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return most, "a quarter of the free memory" if most > one else "one context"

@@ -152,6 +152,18 @@ class Checkpoint:
         except ModelError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
+    def skip(self, name: str) -> None:
+        """Count a tensor as taken without reading it, because what it holds is had from elsewhere.
+
+        ModelError if it is missing.
+        """
+        own = self._own_name(name)
+        if own not in self._tensors:
+            raise ModelError(f"{self.path}: there is no tensor {name}")
+        if name in self._targets and own not in self._taken:
+            self._to_convert -= self._tensors[own].size
+        self._taken.add(own)
+
     def _tick(self, elements: int) -> None:
         self._converted += elements
         if self._progress is not None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.cpu import CpuExecutor
@@ -10,7 +14,26 @@ from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.models.blocks import wire
 from powerinfer.models.rope import rope_frequencies
 
-__all__ = ["load"]
+if TYPE_CHECKING:
+    from powerinfer.devices.split import SplitExecutor
+
+__all__ = ["GpuShare", "load", "load_split"]
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """What of a model is to lie on a GPU.
+
+    device: a name for `choose_device`; layers: how many, from the first on, with their KV cache; head: and the head;
+    bundled: the neurons of their FFNs come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not read;
+    pages: of the KV cache on both devices, None: chosen by what the CPU's memory holds.
+    """
+
+    device: str
+    layers: int
+    head: bool = False
+    bundled: bool = False
+    pages: int | None = None
 
 
 def load(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> CpuExecutor:
@@ -19,14 +42,51 @@ def load(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None
     progress: called with ("loading weights", layers done, layers). ModelError for a checkpoint with tensors missing or
     left over, RequestError for options that cannot be met.
     """
-    config = checkpoint.config
-    if config.positions == "rope":
-        factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
-        frequencies, factor = rope_frequencies(config.rope, factors)
-    else:
-        frequencies, factor = np.empty(0, np.float32), 1.0  # nothing is rotated
-    executor = CpuExecutor(config, engine, frequencies, factor)
+    executor = CpuExecutor(checkpoint.config, engine, *_rotation(checkpoint))
     wire(executor, checkpoint, progress)
     checkpoint.finish()
     checkpoint.release()
     return executor
+
+
+def load_split(
+    checkpoint: Checkpoint, engine: EngineConfig, share: GpuShare, progress: Progress | None = None
+) -> SplitExecutor:
+    """As `load`, with the first layers on a GPU. There must be at least one; `load` is for none.
+
+    PowerInferError, too, when the GPU cannot be used or has not enough memory.
+    """
+    from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures
+    from powerinfer.devices.split import SplitExecutor
+
+    config, device = checkpoint.config, choose_device(share.device)
+    assert not share.head or share.layers == config.n_layers, "the head reads what the last layer gives"
+    frequencies, factor = _rotation(checkpoint)
+    cpu = CpuExecutor(config, engine, frequencies, factor, first_layer=share.layers, pages=share.pages)
+    try:
+        with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
+            gpu = GpuLayers(
+                config,
+                device,
+                layers=share.layers,
+                pages=cpu.n_pages,
+                kv_type=engine.kv_type,
+                max_tokens=cpu.max_tokens,
+                frequencies=frequencies,
+                rope_factor=factor,
+            )
+            wire(cpu, checkpoint, progress, gpu, bundled=share.bundled, head=share.head)
+    except BaseException:
+        cpu.close()
+        raise
+    checkpoint.finish()
+    checkpoint.release()
+    return SplitExecutor(cpu, gpu)
+
+
+def _rotation(checkpoint: Checkpoint) -> tuple[NDArray[np.float32], float]:
+    """(frequencies, factor) of the rotary embedding; without one, nothing is rotated."""
+    if checkpoint.config.positions != "rope":
+        return np.empty(0, np.float32), 1.0
+    factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
+    return rope_frequencies(checkpoint.config.rope, factors)

@@ -2,66 +2,114 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 
 if TYPE_CHECKING:
-    from powerinfer import _native
+    from powerinfer.devices.gpu import GpuLayers
+
+Vector = NDArray[np.float32] | None
+Matrix = TypeVar("Matrix")
+Norm = TypeVar("Norm")
+
+OwnFfn = Callable[[Norm | None, Sequence[Vector]], None]
+"""Wires an FFN whose matrices are not the checkpoint's: called with its norm and the biases of gate, up and down."""
 
 
-def wire(executor: CpuExecutor, checkpoint: Checkpoint, progress: Progress | None) -> None:
-    """Embedding, layers, head. Every tensor of the checkpoint is taken once."""
+class Builder(Protocol[Matrix, Norm]):
+    """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which say what the methods do."""
+
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> Matrix: ...
+    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None: ...
+    def norm(self, weight: NDArray[np.float32], bias: Vector = None) -> Norm: ...
+    def attention(
+        self,
+        layer: int,
+        norm: Norm | None,
+        qkv: Sequence[Matrix],
+        *,
+        biases: Sequence[Vector] = ...,
+        q_norm: Vector = None,
+        k_norm: Vector = None,
+        window: int | None = None,
+    ) -> None: ...
+    def project(self, matrix: Matrix, bias: Vector = None) -> None: ...
+    def ffn(
+        self, norm: Norm | None, gate: Matrix | None, up: Matrix, down: Matrix, biases: Sequence[Vector] = ...
+    ) -> None: ...
+    def normalise(self, norm: Norm) -> None: ...
+    def head(self, norm: Norm | None, matrix: Matrix, projection: Matrix | None = None) -> None: ...
+
+
+def wire(
+    executor: CpuExecutor,
+    checkpoint: Checkpoint,
+    progress: Progress | None,
+    first: GpuLayers | None = None,
+    *,
+    bundled: bool = False,
+    head: bool = False,
+) -> None:
+    """Embedding, layers, head. Every tensor of the checkpoint is taken once.
+
+    first: takes the layers before the executor's, without the matrices of their FFNs if `bundled`; head: the head too.
+    """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
     positions = checkpoint.take("positions") if config.positions == "learned" else None
     executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"))
     for layer in range(config.n_layers):
-        _layer(executor, checkpoint, layer)
+        if first is not None and layer < first.layers:
+            _layer(first, checkpoint, layer, first.neurons if bundled else None)
+        else:
+            _layer(executor, checkpoint, layer, None)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         if progress is not None:
             progress("loading weights", layer + 1, config.n_layers)
-    norm = _norm(executor, checkpoint, "final_norm") if config.final_norm else None
-    head = executor.matrix(embedding if config.tied_embeddings else checkpoint.take("head"))
-    executor.head(norm, head, _projection(executor, checkpoint, "project_out"))
+    if first is not None and head:
+        _head(first, checkpoint, embedding)
+    else:
+        _head(executor, checkpoint, embedding)
 
 
-def _layer(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> None:
+def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
     """x += attention(norm(x)); x += ffn(norm(x)), with what `parallel` and `norm_order` change of it."""
     config = checkpoint.config
     name = f"layers.{layer}."
-    attn_norm = _norm(executor, checkpoint, name + "attn_norm")
-    ffn_norm = attn_norm if config.shared_norm else _norm(executor, checkpoint, name + "ffn_norm")
+    attn_norm = _norm(builder, checkpoint, name + "attn_norm")
+    ffn_norm = attn_norm if config.shared_norm else _norm(builder, checkpoint, name + "ffn_norm")
     if config.norm_order == "post":
-        _attention(executor, checkpoint, layer, None)
-        _project(executor, checkpoint, name)
-        executor.normalise(attn_norm)
-        _ffn(executor, checkpoint, name, None)
-        executor.normalise(ffn_norm)
+        _attention(builder, checkpoint, layer, None)
+        _project(builder, checkpoint, name)
+        builder.normalise(attn_norm)
+        _ffn(builder, checkpoint, name, None, own)
+        builder.normalise(ffn_norm)
         return
-    _attention(executor, checkpoint, layer, attn_norm)
+    _attention(builder, checkpoint, layer, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
-        _ffn(executor, checkpoint, name, ffn_norm)
-        _project(executor, checkpoint, name)
+        _ffn(builder, checkpoint, name, ffn_norm, own)
+        _project(builder, checkpoint, name)
     else:
-        _project(executor, checkpoint, name)
-        _ffn(executor, checkpoint, name, ffn_norm)
+        _project(builder, checkpoint, name)
+        _ffn(builder, checkpoint, name, ffn_norm, own)
 
 
-def _attention(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _native.Norm | None) -> None:
+def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     config = checkpoint.config
     name = f"layers.{layer}."
     heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
-    # Values are not rotated: their rows are padded, never reordered.
-    maps = {part: executor.head_rows(n, config.rope.interleaved and part != "v") for part, n in heads.items()}
-    executor.attention(
+    # Values are not rotated: their rows may be padded, but are never reordered.
+    maps = {part: builder.head_rows(n, config.rope.interleaved and part != "v") for part, n in heads.items()}
+    builder.attention(
         layer,
         norm,
-        [executor.matrix(checkpoint.take(name + part), maps[part]) for part in heads],
+        [builder.matrix(checkpoint.take(name + part), maps[part]) for part in heads],
         biases=[_reordered(_vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
         q_norm=_vector(checkpoint, name + "q_norm"),
         k_norm=_vector(checkpoint, name + "k_norm"),
@@ -69,30 +117,44 @@ def _attention(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: 
     )
 
 
-def _project(executor: CpuExecutor, checkpoint: Checkpoint, name: str) -> None:
-    executor.project(executor.matrix(checkpoint.take(name + "o")), _vector(checkpoint, name + "o_bias"))
+def _project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> None:
+    builder.project(builder.matrix(checkpoint.take(name + "o")), _vector(checkpoint, name + "o_bias"))
 
 
-def _ffn(executor: CpuExecutor, checkpoint: Checkpoint, name: str, norm: _native.Norm | None) -> None:
-    gate = executor.matrix(checkpoint.take(name + "gate")) if checkpoint.config.gated else None
-    up, down = (executor.matrix(checkpoint.take(name + part)) for part in ("up", "down"))
+def _ffn(
+    builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str, norm: Norm | None, own: OwnFfn[Norm] | None
+) -> None:
+    parts = ("gate", "up", "down") if checkpoint.config.gated else ("up", "down")
     biases = [_vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
-    executor.ffn(norm, gate, up, down, biases)
+    if own is not None:
+        for part in parts:
+            checkpoint.skip(name + part)
+        own(norm, biases)
+        return
+    *gate, up, down = (builder.matrix(checkpoint.take(name + part)) for part in parts)
+    builder.ffn(norm, gate[0] if gate else None, up, down, biases)
 
 
-def _norm(executor: CpuExecutor, checkpoint: Checkpoint, name: str) -> _native.Norm:
-    return executor.norm(checkpoint.take(name).float32(), _vector(checkpoint, name + "_bias"))
+def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:
+    config = checkpoint.config
+    norm = _norm(builder, checkpoint, "final_norm") if config.final_norm else None
+    matrix = builder.matrix(embedding if config.tied_embeddings else checkpoint.take("head"))
+    builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"))
 
 
-def _projection(executor: CpuExecutor, checkpoint: Checkpoint, name: str) -> _native.Matrix | None:
-    return executor.matrix(checkpoint.take(name)) if checkpoint.config.embed_dim else None
+def _norm(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Norm:
+    return builder.norm(checkpoint.take(name).float32(), _vector(checkpoint, name + "_bias"))
 
 
-def _vector(checkpoint: Checkpoint, name: str) -> NDArray[np.float32] | None:
+def _projection(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Matrix | None:
+    return builder.matrix(checkpoint.take(name)) if checkpoint.config.embed_dim else None
+
+
+def _vector(checkpoint: Checkpoint, name: str) -> Vector:
     return checkpoint.take(name).float32() if checkpoint.has(name) else None
 
 
-def _reordered(vector: NDArray[np.float32] | None, rows: NDArray[np.int32] | None) -> NDArray[np.float32] | None:
+def _reordered(vector: Vector, rows: NDArray[np.int32] | None) -> Vector:
     if vector is None or rows is None:
         return vector
     return np.where(rows < 0, np.float32(0), vector[rows])

@@ -1,0 +1,575 @@
+"""The first layers of a model on a GPU: weights, paged cache and the list of operators that a step runs.
+
+The device may also be torch's CPU, which then stands in for a GPU: the same operators in torch's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import ModelConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu, gpu
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+else:
+    Tensor = device = Any
+
+Floats = NDArray[np.float32]
+
+NeuronSum = Callable[[int, Tensor, Tensor], Tensor]
+"""What a layer's neurons give: called with (layer, n, x), both float32 [T, d_model] on the device, returns the sum over
+all of them, without the bias of down: float32 [T, d_model], a tensor that may be written to. n is what gate and up
+multiply, x what the FFN's norm read, which predictors read. It must not write to n and x, nor keep them."""
+
+_OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
+
+
+def choose_device(name: str) -> device:
+    """The torch device of that name: "cuda", "cuda:1", or "cpu", which stands in for a GPU.
+
+    RequestError where there is no such device, or it cannot be used.
+    """
+    torch = _torch()
+    try:
+        chosen = torch.device(name)
+    except RuntimeError:
+        raise RequestError(f"there is no device {name!r}: choose cuda, cuda:1 or cpu") from None
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
+        raise RequestError(f"layers cannot run on a device of type {chosen.type}: choose cuda, cuda:1 or cpu")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        if torch.version.cuda is None:
+            raise RequestError("this torch was built without CUDA: install one with it, or leave out the GPU")
+        reason = f" ({_first_line(said[0].message)})" if said else ""
+        raise RequestError(f"torch finds no CUDA GPU{reason}: check its driver with nvidia-smi, or leave out the GPU")
+    index = chosen.index or 0
+    if index >= found:
+        raise RequestError(f"there is no {name}: this machine has {found} GPU{'s' * (found > 1)}, counted from cuda:0")
+    try:
+        capability = torch.cuda.get_device_capability(index)
+        if capability < _OLDEST:
+            raise RequestError(
+                f"{torch.cuda.get_device_name(index)} is too old: its compute capability is "
+                f"{'.'.join(map(str, capability))}, and {'.'.join(map(str, _OLDEST))} is needed; leave out the GPU"
+            )
+        torch.zeros(1, device=f"cuda:{index}")  # what is wrong with the driver shows here
+    except RuntimeError as error:
+        raise PowerInferError(
+            f"the GPU cannot be used: {_first_line(error)}; check it with nvidia-smi, or leave out the GPU"
+        ) from error
+    return torch.device("cuda", index)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise RequestError(
+            'running on a GPU needs torch: pip install "powerinfer[gpu]", or leave out the GPU'
+        ) from None
+    return torch
+
+
+def _first_line(error: object) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@contextmanager
+def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
+    """Turn what a device fails with into one line: out of memory, with the remedy, and errors of the device itself.
+
+    Memory that torch keeps for later is given back, so that the next step begins with all there is.
+    """
+    torch = _torch()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = PowerInferError(f"the GPU ran out of memory while {doing}: {remedy}")
+        problem.__cause__ = error
+    except torch.AcceleratorError as error:
+        problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
+        problem.__cause__ = error
+    else:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    raise problem
+
+
+@dataclass(frozen=True)
+class GpuNorm:
+    """weight, bias: float32 [n] on the device. RMS norm, or LayerNorm where `layer`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    layer: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x float32 [rows, n], normalised."""
+        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer)
+
+
+class Matrices:
+    """Matrices that multiply the same rows: joined to one where their types allow it, so that one kernel is launched.
+
+    biases: float32 [rows] of each, None where it has none.
+    """
+
+    def __init__(self, weights: Sequence[gpu.Weight], biases: Sequence[Tensor | None]) -> None:
+        torch = _torch()
+        self.rows = [weight.rows for weight in weights]
+        self.weights = _joined(weights)
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            device = weights[0].data.device
+            pairs = zip(self.rows, biases, strict=True)
+            self.bias = torch.cat([torch.zeros(n, device=device) if bias is None else bias for n, bias in pairs])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added."""
+        if len(self.weights) == 1:
+            return gpu.linear(self.weights[0], x, self.bias)
+        out = _torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def _joined(weights: Sequence[gpu.Weight]) -> list[gpu.Weight]:
+    """One weight where all are of one type, else the weights as they are."""
+    if len(weights) == 1 or len({weight.type for weight in weights}) > 1:
+        return list(weights)
+    torch, first = _torch(), weights[0]
+    scales = None
+    if first.scales is not None:
+        scales = torch.cat([weight.scales for weight in weights])
+    data = torch.cat([weight.data for weight in weights])
+    return [gpu.Weight(first.type, sum(weight.rows for weight in weights), first.k, data, scales)]
+
+
+@dataclass(slots=True)
+class Step:
+    """A step on the device: T tokens of S sequences. x is the residual stream, which operators write to."""
+
+    x: Tensor  # float32 [T, d_model]
+    positions: Tensor  # int32 [T]
+    rows: Tensor  # int32 [T] row of page_table of each token
+    slots: Tensor  # int64 [T] page * 32 + place in the page, where the token's keys and values go
+    page_table: Tensor  # int32 [S, P]
+    logit_rows: Tensor  # int32 [R]
+    attended: Tensor | None = None  # float32 [T, heads * head_dim]
+    logits: Tensor | None = None  # float32 [R, vocab]
+    normed: tuple[GpuNorm, Tensor] | None = None  # what a norm made of x, until x changes
+
+    def normalised(self, norm: GpuNorm | None) -> Tensor:
+        """norm(x); x itself without a norm."""
+        if norm is None:
+            return self.x
+        if self.normed is None or self.normed[0] is not norm:
+            self.normed = norm, norm(self.x)
+        return self.normed[1]
+
+    def add(self, more: Tensor) -> None:
+        """x += more."""
+        self.x.add_(more)
+        self.normed = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """kind: "attention", "project", "ffn", "normalise" or "head"; layer: its number, -1 for what belongs to none."""
+
+    kind: str
+    layer: int
+    run: Callable[[Step], None]
+
+
+@dataclass
+class _Ffn:
+    """biases: of gate and up, for who sums the neurons."""
+
+    biases: tuple[Floats | None, Floats | None]
+    neurons: NeuronSum | None = None
+
+
+class GpuLayers:
+    """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
+
+    An FFN is dense (`ffn`), or its neurons are summed by somebody else (`neurons`, then `hang`). `run` takes the
+    residual stream behind the embedding and gives it back behind these layers, or the logits.
+
+    The same step gives the same bits on every run. How a token's sums are rounded may hang on the number of tokens in
+    its step.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: device,
+        *,
+        layers: int,
+        pages: int,
+        kv_type: str,
+        max_tokens: int,
+        frequencies: Floats,
+        rope_factor: float,
+    ) -> None:
+        """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine.
+
+        RequestError for a type of cache that there is not on a GPU.
+        """
+        torch = _torch()
+        assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
+        if kv_type not in ("f16", "f32"):
+            raise RequestError(f"a KV cache of type {kv_type} cannot lie on a GPU: choose --kv-type f16 or f32")
+        self.layers = layers
+        self.page_size = cpu.PAGE
+        self.n_pages = pages
+        self.max_tokens = max_tokens
+        self.vocab_size = config.vocab_size
+        self.d_model = config.d_model
+        self.device = device
+        self.operators: list[Operator] = []
+        self.bytes_per_token = 0
+        self._config = config
+        self._cuda = device.type == "cuda"
+        self._bytes: Counter[str] = Counter()
+        self._ffns: dict[int, _Ffn] = {}
+        self._frequencies = self._vector(frequencies) if len(frequencies) else None
+        self._rope_factor = rope_factor
+        # Zeros: attention multiplies what it masks by zero, which must not be NaN.
+        shape = (pages, cpu.PAGE, config.n_kv_heads, config.head_dim)
+        kind = torch.float16 if kv_type == "f16" else torch.float32
+        self._cache = [tuple(torch.zeros(shape, dtype=kind, device=device) for _ in "kv") for _ in range(layers)]
+        self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
+        self._x = torch.zeros((max_tokens, config.d_model), device=device)
+        self._host_x = torch.zeros(self._x.shape, pin_memory=True) if self._cuda else self._x
+        self._host_logits = self._host(0)
+        self._description = _Description(device)
+        self._uploaded = torch.cuda.Event() if self._cuda else None
+
+    # ---------------------------------------------------------------- weights
+
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> gpu.Weight:
+        """Upload a matrix [out, in]. row_map: row r on the device is row row_map[r] of the tensor."""
+        weight = gpu.upload(tensor, self.device, row_map)
+        self.bytes_per_token += weight.nbytes
+        return weight
+
+    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are heads: rotary pairs brought to (i, i + dim/2). None: as they are."""
+        if not interleaved:
+            return None
+        dim = self._config.head_dim
+        within = np.arange(dim).reshape(-1, 2).T.reshape(-1)
+        return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
+
+    def norm(self, weight: Floats, bias: Floats | None = None) -> GpuNorm:
+        """A norm of the model's kind over rows of d_model."""
+        config = self._config
+        return GpuNorm(self._vector(weight), self._some(bias), config.norm_eps, config.norm == "layer")
+
+    def _vector(self, values: Floats) -> Tensor:
+        own = _torch().from_numpy(np.array(values, np.float32)).to(self.device)
+        self._bytes["norms"] += own.nbytes
+        return own
+
+    def _some(self, values: Floats | None) -> Tensor | None:
+        return None if values is None else self._vector(values)
+
+    # ---------------------------------------------------------------- operators, in the order they run
+
+    def attention(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        qkv: Sequence[gpu.Weight],
+        *,
+        biases: Sequence[Floats | None] = (None, None, None),
+        q_norm: Floats | None = None,
+        k_norm: Floats | None = None,
+        window: int | None = None,
+    ) -> None:
+        """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
+        config = self._config
+        heads, kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
+        matrices = Matrices(qkv, [self._some(bias) for bias in biases])
+        self._bytes["attention"] += matrices.nbytes
+        of_q, of_k = (
+            GpuNorm(self._vector(w), None, config.norm_eps, False) if w is not None else None for w in (q_norm, k_norm)
+        )
+        keys, values = self._cache[layer]
+        scale = dim**-0.5
+
+        def run(step: Step) -> None:
+            tokens = len(step.x)
+            every = matrices(step.normalised(norm)).view(tokens, heads + 2 * kv, dim)
+            q, k, v = every[:, :heads], every[:, heads : heads + kv], every[:, heads + kv :]
+            if of_q is None and of_k is None:  # in one go
+                q_and_k = self._rotated(every[:, : heads + kv], step)
+                q, k = q_and_k[:, :heads], q_and_k[:, heads:]
+            else:
+                q = self._rotated(_each_head(of_q, q), step)
+                k = self._rotated(_each_head(of_k, k), step)
+            gpu.store_kv(keys, values, k, v, step.slots)
+            step.attended = gpu.attention(
+                q, keys, values, step.page_table, step.rows, step.positions, window, scale
+            ).view(tokens, heads * dim)
+
+        self._add("attention", layer, run)
+
+    def _rotated(self, heads: Tensor, step: Step) -> Tensor:
+        """heads float32 [T, n, head_dim] at the positions of their tokens."""
+        if self._frequencies is None:
+            return heads
+        return gpu.rotate(heads, step.positions, self._frequencies, self._rope_factor)
+
+    def project(self, matrix: gpu.Weight, bias: Floats | None = None) -> None:
+        """x += matrix . attended."""
+        of_sum = self._some(bias)
+        self._bytes["attention"] += matrix.nbytes
+
+        def run(step: Step) -> None:
+            step.add(gpu.linear(matrix, step.attended, of_sum))
+            step.attended = None
+
+        self._add("project", self._layer, run)
+
+    def ffn(
+        self,
+        norm: GpuNorm | None,
+        gate: gpu.Weight | None,
+        up: gpu.Weight,
+        down: gpu.Weight,
+        biases: Sequence[Floats | None] = (None, None, None),
+    ) -> None:
+        """x += down . (act(gate . n) * (up . n)) with n = norm(x), or down . act(up . n) without a gate.
+
+        biases: of gate, up and down.
+        """
+        of_gate, of_up, of_down = (self._some(bias) for bias in biases)
+        first = Matrices([up] if gate is None else [gate, up], [of_up] if gate is None else [of_gate, of_up])
+        self._bytes["ffn"] += first.nbytes + down.nbytes
+        activation, threshold = self._config.activation, self._config.activation_threshold
+
+        def run(step: Step) -> None:
+            product = first(step.normalised(norm))
+            if gate is None:
+                hidden = gpu.activate(activation, product, None, threshold)
+            else:
+                hidden = gpu.activate(activation, product[:, : gate.rows], product[:, gate.rows :], threshold)
+            step.add(gpu.linear(down, hidden, of_down))
+
+        self._add("ffn", self._layer, run)
+
+    def neurons(self, norm: GpuNorm | None, biases: Sequence[Floats | None] = (None, None, None)) -> None:
+        """x += sum over the layer's neurons, given norm(x), + bias of down. Who sums them is told later (`hang`).
+
+        biases: of gate, up and down; the first two are kept for them who sum (`ffn_biases`).
+        """
+        layer = self._layer
+        gate, up, down = (None if bias is None else np.array(bias, np.float32) for bias in biases)
+        of_down = self._some(down)
+        ffn = self._ffns[layer] = _Ffn((gate, up))
+
+        def run(step: Step) -> None:
+            assert ffn.neurons is not None, f"nobody sums the neurons of layer {layer}"
+            sums = ffn.neurons(layer, step.normalised(norm), step.x)
+            step.add(sums if of_down is None else sums.add_(of_down))
+
+        self._add("ffn", layer, run)
+
+    def normalise(self, norm: GpuNorm) -> None:
+        """x = norm(x)."""
+
+        def run(step: Step) -> None:
+            step.x.copy_(norm(step.x))
+            step.normed = None
+
+        self._add("normalise", self._layer, run)
+
+    def head(self, norm: GpuNorm | None, matrix: gpu.Weight, projection: gpu.Weight | None = None) -> None:
+        """logits = matrix . projection . norm(x)."""
+        self._bytes["head"] += matrix.nbytes + (0 if projection is None else projection.nbytes)
+
+        def run(step: Step) -> None:
+            if not len(step.logit_rows):
+                return
+            x = step.x.index_select(0, step.logit_rows)
+            x = x if norm is None else norm(x)
+            step.logits = gpu.linear(matrix, x if projection is None else gpu.linear(projection, x))
+
+        self._add("head", -1, run)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a step ends in logits."""
+        return bool(self.operators) and self.operators[-1].kind == "head"
+
+    @property
+    def _layer(self) -> int:
+        """The layer that is being wired."""
+        return self.operators[-1].layer
+
+    def _add(self, kind: str, layer: int, run: Callable[[Step], None]) -> None:
+        self.operators.append(Operator(kind, layer, run))
+
+    # ---------------------------------------------------------------- neurons
+
+    @property
+    def neuron_layers(self) -> list[int]:
+        """The layers whose neurons somebody else sums."""
+        return sorted(self._ffns)
+
+    def ffn_biases(self, layer: int) -> tuple[Floats | None, Floats | None]:
+        """float32 [d_ff], those of gate and of up, of one of `neuron_layers`."""
+        return self._ffns[layer].biases
+
+    def hang(self, layer: int, neurons: NeuronSum) -> None:
+        """Let `neurons` sum those of a layer of `neuron_layers` from now on."""
+        self._ffns[layer].neurons = neurons
+
+    # ---------------------------------------------------------------- running
+
+    def run(self, batch: Batch, x: Floats) -> Floats:
+        """x float32 [T, d_model] behind the embedding -> x behind these layers, or logits float32 [R, vocab].
+
+        The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
+        within the page table. The result is a view that stays valid until the next call. PowerInferError when the
+        device fails or has no memory left; the next step may then be run as if this one had not been.
+        """
+        with gpu_failures(
+            f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or the bytes of neurons on it"
+        ):
+            step = self.begin(batch, x)
+            with _torch().inference_mode():
+                for operator in self.operators:
+                    operator.run(step)
+            return self.end(step)
+
+    def begin(self, batch: Batch, x: Floats) -> Step:
+        """Bring a step to the device: its description and its residual stream, one transfer each."""
+        tokens = len(batch.tokens)
+        assert 0 < tokens <= self.max_tokens and x.shape == (tokens, self.d_model)
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
+        step = self._description.upload(batch, self._x[:tokens])
+        np.copyto(self._host_x[:tokens].numpy(), x)
+        if self._uploaded is not None:
+            step.x.copy_(self._host_x[:tokens], non_blocking=True)
+            self._uploaded.record()
+        return step
+
+    def end(self, step: Step) -> Floats:
+        """What a step comes to, once the device is done with it."""
+        torch = _torch()
+        if self.has_head:
+            if step.logits is None:
+                return np.empty((0, self.vocab_size), np.float32)
+            if len(step.logits) > len(self._host_logits):
+                self._host_logits = self._host(len(step.logits))
+            out, source = self._host_logits[: len(step.logits)], step.logits
+        else:
+            out, source = self._host_x[: len(step.x)], step.x
+        if not self._cuda:
+            return _array(source)
+        out.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()
+        return _array(out)
+
+    def _host(self, rows: int) -> Tensor:
+        """Room for rows of logits in memory that the device writes to."""
+        return _torch().zeros((rows, self.vocab_size), pin_memory=self._cuda)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch.
+
+        scratch is what is kept from step to step; what operators pass to each other comes and goes beside it.
+        """
+        parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
+        return parts | {"scratch": self._x.nbytes + self._description.nbytes}
+
+    def close(self) -> None:
+        """Free all memory; the layers cannot be used afterwards."""
+        self.operators.clear()
+        self._ffns.clear()
+        for name in ("_cache", "_x", "_host_x", "_host_logits", "_description", "_frequencies"):
+            self.__dict__.pop(name, None)
+        if self._cuda:
+            _torch().cuda.empty_cache()
+
+
+class _Description:
+    """The numbers of a batch, which go to the device in one transfer from memory that stays in place."""
+
+    def __init__(self, device: device) -> None:
+        self._device = device
+        self._make(1 << 12)
+
+    def _make(self, nbytes: int) -> None:
+        torch = _torch()
+        cuda = self._device.type == "cuda"
+        self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda)
+        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device) if cuda else self._here
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return int(self._there.nbytes)
+
+    def upload(self, batch: Batch, x: Tensor) -> Step:
+        """The step of a batch, but for what is in x."""
+        torch = _torch()
+        # The columns that are in use, as a power of two: shapes hardly change from step to step.
+        width = min(batch.page_table.shape[1], 1 << int(int(batch.positions.max()) // cpu.PAGE).bit_length())
+        table = batch.page_table[:, :width]
+        pages = batch.page_table[batch.rows, batch.positions // cpu.PAGE].astype(np.int64)
+        slots = pages * cpu.PAGE + batch.positions % cpu.PAGE
+        parts = [slots.view(np.int32), batch.positions, batch.rows, batch.logit_rows, table]
+        ends = np.cumsum([part.size for part in parts])
+        nbytes = 4 * int(ends[-1])
+        if nbytes > len(self._here):
+            self._make(1 << (nbytes - 1).bit_length())
+        numbers = self._here.numpy()[:nbytes].view(np.int32)
+        for part, end in zip(parts, ends, strict=True):
+            numbers[end - part.size : end] = part.reshape(-1)
+        if self._there is not self._here:
+            self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
+        on_device = self._there[:nbytes].view(torch.int32).split([part.size for part in parts])
+        wide, positions, rows, logit_rows, page_table = on_device
+        return Step(x, positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows)
+
+
+def _array(tensor: Tensor) -> Floats:
+    """A float32 tensor in the host's memory, as a view."""
+    values: Floats = tensor.numpy()
+    return values
+
+
+def _each_head(norm: GpuNorm | None, heads: Tensor) -> Tensor:
+    """heads float32 [T, n, head_dim], each normalised."""
+    if norm is None:
+        return heads
+    return norm(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
