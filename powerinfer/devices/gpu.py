@@ -5,10 +5,11 @@ The device may also be torch's CPU, which then stands in for a GPU: the same ope
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ NeuronSum = Callable[[int, Tensor, Tensor], Tensor]
 all of them, without the bias of down: float32 [T, d_model], a tensor that may be written to. n is what gate and up
 multiply, x what the FFN's norm read, which predictors read. It must not write to n and x, nor keep them."""
 
+_NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
 _OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
 
 
@@ -99,16 +101,19 @@ def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
     torch = _torch()
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        problem = PowerInferError(f"the GPU ran out of memory while {doing}: {remedy}")
-        problem.__cause__ = error
-    except torch.AcceleratorError as error:
-        problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
-        problem.__cause__ = error
-    else:
         return
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or ("CUDA" in text and _NO_MEMORY.search(text)):
+            problem = PowerInferError(f"the GPU ran out of memory while {doing}: {remedy}")
+        elif "CUDA" in text:  # from then on every call fails
+            problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
+        else:
+            raise
+        problem.__cause__ = error.with_traceback(None)  # whose frames would keep the step's tensors alive
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
     raise problem
 
 

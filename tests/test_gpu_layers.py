@@ -1,0 +1,409 @@
+"""Layers on a GPU, for which torch's CPU stands in: every architecture against `transformers`, and what can go wrong.
+
+The truth and the bound are those of test_architectures.py: float64, and four times the error that `transformers` makes
+in float32. There it is also shown that a wrong configuration misses the bound.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_architectures as families  # noqa: E402
+from test_sparse import case_named, residual_of  # noqa: E402
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import Batch  # noqa: E402
+from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
+from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
+from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.models import GpuShare, load, load_split  # noqa: E402
+
+LAYERS = families.SIZES["num_hidden_layers"]
+ALL = GpuShare("cpu", LAYERS, head=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_of(**options: Any) -> EngineConfig:
+    settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    return EngineConfig(**(settings | {"max_batch": 4} | options))
+
+
+@contextmanager
+def opened(path: Path, share: GpuShare, **options: Any) -> Iterator[SplitExecutor]:
+    engine = engine_of(**options)
+    executor = load_split(open_checkpoint(path, engine.quantize), engine, share)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+class Truth:
+    """A random model of a case, in its file, what two texts come to, and how far float32 may be off."""
+
+    def __init__(self, case: families.Case, layout: str, folder: Path) -> None:
+        self.config = case.config()
+        self.model = families.random_model(case, self.config, seed=11)
+        self.texts = [families.prompt(case, seed) for seed in (3, 4)]
+        self.logits = [families.exact_logits(case, self.config, self.model, text) for text in self.texts]
+        errors = [
+            families.logits(self.model, text) - exact for text, exact in zip(self.texts, self.logits, strict=True)
+        ]
+        self.allowed = families.ROUNDING * families.rms(np.stack(errors))
+        self.path = families.save(case, self.config, self.model, layout, folder)
+
+    def check(self, ours: np.ndarray, text: int = 0, what: Any = "") -> None:
+        assert ours.dtype == np.float32
+        exact = self.logits[text][-len(ours) :]
+        error = families.rms(ours - exact)
+        assert error <= self.allowed, f"{what}: {error:.3g} against {self.allowed:.3g}"
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"), [one for one in families.case_layouts() if one.values[1] in ("folder", "gguf")]
+)
+def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
+    """In one go, in chunks, token by token, two sequences together; all on the GPU, then a part of it."""
+    truth = Truth(case, layout, tmp_path)
+    tokens, total = truth.texts[0], families.TOKENS
+    with opened(truth.path, ALL) as executor:
+        pages = families.scattered_pages(executor, 4)
+        truth.check(families.run_chunks(executor, tokens, [total], pages[0]), what="whole")
+        truth.check(families.run_chunks(executor, tokens, [1, 7, 32, 2, total - 42], pages[1]), what="in chunks")
+        truth.check(families.run_chunks(executor, tokens, [1] * total, pages[2]), what="token by token")
+        together = families.run_two(executor, *truth.texts, pages[2:])
+        for text, ours in enumerate(together):
+            truth.check(ours, text, "in a batch")
+    for layers in (1, LAYERS):  # the head, and of one layer the others, on the CPU
+        with opened(truth.path, GpuShare("cpu", layers)) as executor:
+            truth.check(families.run_chunks(executor, tokens, [50, 1, total - 51], pages[3]), what=f"{layers} layers")
+
+
+def test_the_same_step_gives_the_same_bits(tmp_path: Path) -> None:
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    runs = []
+    for _ in range(2):
+        with opened(truth.path, ALL) as executor:
+            pages = families.scattered_pages(executor, 2)
+            runs += [families.run_chunks(executor, truth.texts[0], [60, 1, 14], own) for own in pages]
+    assert all(np.array_equal(run, runs[0]) for run in runs[1:])
+
+
+def test_unused_pages_and_logits_that_nobody_wants(tmp_path: Path) -> None:
+    truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
+    for share in (ALL, GpuShare("cpu", 2)):
+        with opened(truth.path, share) as executor:
+            pages = np.full((3, 200), -1, np.int32)  # wider than any sequence is long, and a row of nobody
+            pages[1, :3] = families.scattered_pages(executor, 1)[0]
+            places, ones = np.arange(families.TOKENS, dtype=np.int32), np.ones(families.TOKENS, np.int32)
+            some = np.array([3, 70], np.int32)
+            ours = executor.forward(Batch(truth.texts[0], places, ones, pages, some))
+            assert ours.shape == (2, executor.vocab_size)
+            assert families.rms(ours - truth.logits[0][some]) <= truth.allowed
+            none = executor.forward(Batch(truth.texts[0], places, ones, pages, some[:0]))
+            assert none.shape == (0, executor.vocab_size)
+
+
+def test_a_cache_of_float16(tmp_path: Path) -> None:
+    """Keys and values are rounded as the CPU's executor rounds them."""
+    truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
+    errors = []
+    cpu = load(open_checkpoint(truth.path), engine_of(kv_type="f16"))
+    with opened(truth.path, ALL, kv_type="f16") as split:
+        for executor in (cpu, split):
+            pages = families.scattered_pages(executor, 1)[0]
+            ours = families.run_chunks(executor, truth.texts[0], [70, 5], pages)
+            errors.append(families.rms(ours - truth.logits[0]))
+        assert split.gpu.memory()["kv"] == LAYERS * split.n_pages * 32 * 2 * 2 * 16 * 2
+    cpu.close()
+    assert truth.allowed < errors[1] <= families.ROUNDING * errors[0]
+    with pytest.raises(RequestError, match="q8_0 cannot lie on a GPU: choose --kv-type f16 or f32"):
+        load_split(open_checkpoint(truth.path), engine_of(kv_type="q8_0"), ALL)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_quantised_weights(kind: str, tmp_path: Path) -> None:
+    """The answer is that of a model whose weights are what the codes stand for."""
+    case = families.Case("quantised", "llama", {"intermediate_size": 96}, {})
+    truth = Truth(case, "folder", tmp_path)
+    with torch.no_grad():
+        for name, parameter in truth.model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name:
+                stored = quantize(parameter.numpy(), kind.upper())
+                parameter.copy_(torch.from_numpy(dequantize(stored, kind.upper())))
+    exact = families.exact_logits(case, truth.config, truth.model, truth.texts[0])
+    allowed = families.ROUNDING * families.rms(families.logits(truth.model, truth.texts[0]) - exact)
+    with opened(truth.path, ALL, quantize=kind) as executor:
+        pages = families.scattered_pages(executor, 1)[0]
+        ours = families.run_chunks(executor, truth.texts[0], [70, 1, 4], pages)
+        assert families.rms(ours - exact) <= allowed
+        weights = 64 * (64 + 2 * 32 + 64)
+        assert executor.gpu.memory()["attention"] == LAYERS * gpu.weight_bytes(kind.upper(), weights // 64, 64)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the tensors that are read meanwhile."""
+    read: list[str] = []
+    take = Checkpoint.take
+
+    def counting(self: Checkpoint, name: str) -> Any:
+        read.append(name)
+        return take(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "take", counting)
+        yield read
+
+
+NEURON_CASES = ["prosparse", "turbosparse", "opt", "opt-post-norm", "falcon-7b", "falcon-40b", "nemotron-biases"]
+
+
+@pytest.mark.parametrize("name", NEURON_CASES)
+def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's neurons in two parts, from matrices of our own: the dense answer, what is read and what is shown."""
+    case = case_named(name)
+    truth = Truth(case, "folder", tmp_path)
+    blocks = {"falcon": lambda: truth.model.transformer.h, "opt": lambda: truth.model.model.decoder.layers}
+    read_by_norm: list[np.ndarray] = []
+    keep = lambda _, args: read_by_norm.append(args[0].detach().numpy().reshape(families.TOKENS, -1))  # noqa: E731
+    for block in blocks.get(case.base, lambda: truth.model.model.layers)():
+        residual_of(case, block).register_forward_pre_hook(keep)
+    families.logits(truth.model, truth.texts[0])
+    with counted(monkeypatch) as read, opened(truth.path, GpuShare("cpu", 2, bundled=True)) as executor:
+        names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
+        assert names == {
+            f"layers.2.{part}" for part in (("gate",) if executor.gpu._config.gated else ()) + ("up", "down")
+        }
+        assert executor.gpu.neuron_layers == [0, 1] and executor.gpu.memory()["ffn"] == 0
+        pages = families.scattered_pages(executor, 1)[0]
+        matrices, shown = open_checkpoint(truth.path), []
+        with pytest.raises(AssertionError, match="nobody sums the neurons of layer 0"):
+            families.run_chunks(executor, truth.texts[0], [1], pages)
+        for layer in executor.gpu.neuron_layers:
+            neurons = Halves(executor.gpu, matrices, layer, shown)
+            executor.gpu.hang(layer, neurons)
+        ours = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages)
+    truth.check(ours)
+    assert [layer for layer, _ in shown] == [0, 1]
+    for (_, x), expected in zip(shown, read_by_norm, strict=False):
+        assert np.abs(x - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+class Halves:
+    """Sums a layer's neurons in two parts."""
+
+    def __init__(
+        self, layers: GpuLayers, checkpoint: Checkpoint, layer: int, shown: list[tuple[int, np.ndarray]]
+    ) -> None:
+        config = checkpoint.config
+        biases, half = layers.ffn_biases(layer), config.d_ff // 2
+        parts = ("gate", "up", "down") if config.gated else ("up", "down")
+        values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in parts}
+        values["down"] = np.ascontiguousarray(values["down"].T)
+        self.shown, self.parts = shown, []
+        for own in (slice(0, half), slice(half, None)):
+            weights = {part: weight(matrix[own]) for part, matrix in values.items()}
+            own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases]
+            about = (config.activation, config.activation_threshold)
+            gate, up, down = weights.get("gate"), weights["up"], weights["down"]
+            self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
+
+    def __call__(self, layer: int, n: Any, x: Any) -> Any:
+        self.shown.append((layer, x.clone().numpy()))
+        first, second = (gpu.neuron_sum(part, n)[0] for part in self.parts)
+        return first + second
+
+
+def weight(values: np.ndarray) -> gpu.Weight:
+    return gpu.Weight("F32", *values.shape, torch.from_numpy(np.ascontiguousarray(values)))
+
+
+def test_a_skipped_tensor_counts_as_taken(tmp_path: Path) -> None:
+    case = case_named("llama-gqa")
+    config = case.config()
+    path = families.save(case, config, families.random_model(case, config, seed=11), "folder", tmp_path)
+    told: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint(path, "q8_0", lambda _, done, total: told.append((done, total)))
+    names = list(checkpoint.names())
+    for name in names:
+        (checkpoint.skip if "up" in name else checkpoint.take)(name)
+        checkpoint.skip(name)
+    checkpoint.finish()
+    assert told[-1][0] == told[-1][1]
+    with pytest.raises(ModelError, match="there is no tensor wrong"):
+        checkpoint.skip("wrong")
+
+
+def test_what_lies_where(tmp_path: Path) -> None:
+    truth = Truth(case_named("llama-biases"), "folder", tmp_path)
+    with opened(truth.path, ALL) as executor, opened(truth.path, GpuShare("cpu", 1)) as part:
+        every, one = executor.gpu.memory(), part.gpu.memory()
+        d, ff, kv = 64, 88, 32
+        assert one["attention"] == 4 * (2 * d * d + 2 * d * kv) and one["ffn"] == 4 * 3 * d * ff
+        assert one["norms"] == 4 * (2 * d + (2 * d + 2 * kv) + (2 * ff + d) + 8)  # norms, biases, frequencies
+        assert one["kv"] == 4 * 2 * 32 * kv * part.n_pages and one["head"] == 0
+        assert every["head"] == 4 * d * 101 and every["norms"] == LAYERS * (one["norms"] - 32) + 32 + 4 * d
+        assert all(every[name] == LAYERS * one[name] for name in ("attention", "ffn", "kv"))
+        assert every["scratch"] == one["scratch"] >= 4 * d * families.TOKENS
+        assert part.cpu.choices["kv_cache"].startswith(f"{part.n_pages} pages")
+        assert executor.bytes_per_token > every["attention"] + every["ffn"] + every["head"]
+
+
+def test_pages_may_be_given(tmp_path: Path) -> None:
+    truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
+    with opened(truth.path, GpuShare("cpu", 2, pages=3)) as executor:
+        assert executor.n_pages == executor.gpu.n_pages == executor.cpu.n_pages == 3
+        truth.check(families.run_chunks(executor, truth.texts[0], [families.TOKENS], np.array([2, 0, 1], np.int32)))
+        bad = Batch(*(np.zeros(1, np.int32),) * 3, np.array([[3]], np.int32), np.zeros(1, np.int32))
+        with pytest.raises(ValueError, match="outside the cache"):
+            executor.forward(bad)
+
+
+# --- what can go wrong ------------------------------------------------------------------------------------------
+
+
+def one_line(error: BaseException) -> str:
+    text = str(error)
+    assert "\n" not in text and len(text) < 300
+    return text
+
+
+FULL = "the GPU ran out of memory while computing 75 tokens: lower --prefill-chunk, --max-batch"
+FAULTS = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried"), FULL),
+    "memory of a library": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), FULL),
+    "memory of the driver": (RuntimeError("Triton Error [CUDA]: out of memory"), FULL),
+    "the device": (
+        RuntimeError("CUDA error: an illegal memory access\nCUDA kernel errors might be"),
+        "the GPU failed while computing 75 tokens: CUDA error: an illegal memory access; load the model again",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_step_that_fails_leaves_the_executor_usable(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = Truth(case_named("falcon-7b"), "folder", tmp_path)
+    fault, message = FAULTS[what]
+    with opened(truth.path, ALL) as executor:
+        pages = families.scattered_pages(executor, 2)
+        whole = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[0])
+        linear, calls = gpu.linear, [0]
+
+        def failing(*args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 6:
+                raise fault
+            return linear(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "linear", failing)
+            with pytest.raises(PowerInferError) as caught:
+                families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
+        assert one_line(caught.value).startswith(message)
+        assert np.array_equal(families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1]), whole)
+
+
+def test_other_errors_pass() -> None:
+    for error in (ZeroDivisionError(), RuntimeError("shapes differ")):
+        with pytest.raises(type(error)), gpu_failures("dividing", "do not"):
+            raise error
+
+
+def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
+    closed: list[CpuExecutor] = []
+    close = CpuExecutor.close
+
+    def closing(self: CpuExecutor) -> None:
+        closed.append(self)
+        close(self)
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "upload", full)
+        patch.setattr(CpuExecutor, "close", closing)
+        with pytest.raises(PowerInferError) as caught:
+            load_split(open_checkpoint(truth.path), engine_of(), ALL)
+    assert one_line(caught.value).startswith("the GPU ran out of memory while the model was loaded: put fewer layers")
+    assert len(closed) == 1
+
+
+def test_devices_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_device("cpu").type == "cpu"
+    for name, message in {"gpu": "there is no device 'gpu'", "meta": "a device of type meta"}.items():
+        with pytest.raises(RequestError, match=message):
+            choose_device(name)
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    refused("this torch was built without CUDA")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    refused("torch finds no CUDA GPU: check its driver with nvidia-smi")
+
+    def warns() -> bool:
+        import warnings
+
+        warnings.warn("the NVIDIA driver on your system is too old\nfor this", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(cuda, "is_available", warns)
+    refused(r"no CUDA GPU \(the NVIDIA driver on your system is too old\)")
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "get_device_name", lambda index: "GeForce GTX 1080")
+    monkeypatch.setattr(cuda, "get_device_capability", lambda index: (6, 1))
+    refused("there is no cuda:1: this machine has 1 GPU, counted", "cuda:1")
+    refused("GeForce GTX 1080 is too old: its compute capability is 6.1, and 7.0 is needed")
+    monkeypatch.setattr(cuda, "get_device_capability", lambda index: (9, 0))
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: unknown error\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch, "zeros", broken)
+    refused("the GPU cannot be used: CUDA error: unknown error; check it", kind=PowerInferError)
+
+
+def refused(message: str, name: str = "cuda", kind: type[PowerInferError] = RequestError) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        choose_device(name)
+    one_line(caught.value)
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RequestError, match=r"needs torch: pip install .powerinfer\[gpu\]"):
+        choose_device("cpu")
+
+
+def test_torch_is_not_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, powerinfer.devices.gpu, powerinfer.devices.split, powerinfer.models, powerinfer.runtime.engine\n"
+    )
+    code += "sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
