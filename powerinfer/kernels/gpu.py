@@ -209,6 +209,14 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
     return out if bias is None else out + bias
 
 
+def activate(activation: str, x: Tensor, up: Tensor | None = None, threshold: float = 0.0) -> Tensor:
+    """What an FFN makes of gate . n and up . n, or, without a gate, of up . n alone (here x), of their shape."""
+    h = _activate(x, activation, threshold)
+    if up is None:
+        return h
+    return h * (up.relu() if activation == "drelu" else up)
+
+
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
     """Rotary embedding in place: pairs (i, i + pairs) of every head turn by position * frequency. Returns x.
 
