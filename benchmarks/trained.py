@@ -1,11 +1,13 @@
 """What this engine makes of the trained ReLU models of runs/relu_stories.py, and the tables of runs/README.md.
 
-    python benchmarks/trained.py OUT [--models NAME ...]    measure, into runs/results.json, and write the tables
-    python benchmarks/trained.py --tables                   write the tables again
+    python benchmarks/trained.py OUT                                   measure, into runs/results.json; write the tables
+    python benchmarks/trained.py OUT --models stories15M-reglu         only some; figures of the others stay
+    python benchmarks/trained.py --tables                              write the tables again
 
-OUT is what relu_stories.py made. Each model is profiled and packed and its predictors are trained on train.txt; the
-perplexities are those of heldout.txt in windows of the whole context, their second halves scored: dense, and token by
-token with the selectors exact and predicted. Commands that were run stand in the result.
+OUT is what relu_stories.py made, and names are those of its figures.json. Each model is profiled and packed and its
+predictors are trained on train.txt; the perplexities are those of heldout.txt in windows of the whole context, their
+second halves scored: dense, and token by token with the selectors exact and predicted. Commands that were run stand in
+the result.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ def measure(out: Path, name: str) -> dict[str, Any]:
     """Every figure of one model."""
     path, corpus, text = out / f"{name}-F16.gguf", out / "train.txt", out / "heldout.txt"
     commands: list[str] = []
+    found: dict[str, Any] = {"commit": machine.commit(), "commands": commands}
     quality = ("eval", "perplexity", "-m", path, "--file", text, "--context", CONTEXT)
-    found: dict[str, Any] = {"commands": commands, "all": command(commands, *quality)}
+    found["all"] = command(commands, *quality)
     if name == ORIGINAL:
         return found
     found["profile"] = command(commands, "profile", "-m", path, "--corpus", corpus, "--window", CONTEXT)
@@ -65,35 +68,35 @@ def share(value: float | None) -> str:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Markdown: the models, then the layers of each."""
-    models = result["models"]
-    base = models[ORIGINAL]["all"]["perplexity"]
-    rows = [[ORIGINAL, f"{base:.3f}", "", "", "", "", "", ""]]
+    """Markdown: perplexities, then predictors and skew, then the layers of each model."""
+    models = dict(result["models"])
+    original = models.pop(ORIGINAL)
+    base = original["all"]["perplexity"]
+    rows = [[ORIGINAL, f"{base:.3f}", "", ""]]
     for name, found in models.items():
-        if name == ORIGINAL:
-            continue
         perplexities = [found[selector]["perplexity"] for selector in ("all", "exact", "predicted")]
-        predicted = found["predicted"]["sparsity"]
-        shares = (1 - found["profile"]["active_fraction"], found["profile"]["hot_share"])
-        shares += (predicted["recall"], predicted["candidate_fraction"])
-        cells = [f"{value:.3f} ({value / base:.3f} x)" for value in perplexities]
-        rows.append([name, *cells, *map(share, shares)])
-    head = ["model", "dense", "exact", "predicted", "zeros", "hot share", "recall", "candidates"]
-    parts = [table(head, rows)]
+        rows.append([name, *(f"{value:.3f} ({value / base:.3f} x)" for value in perplexities)])
+    parts = [table(["model", "dense", "exact", "predicted"], rows), "\n"]
+    rows = []
     for name, found in models.items():
-        if name == ORIGINAL:
-            continue
-        head = ["layer", "zeros", "hot share", "reuse", "rank", "method", "recall", "candidates", "in vain"]
+        met, profiled = found["predicted"]["sparsity"], found["profile"]
+        fires = found["exact"]["sparsity"]["active_fraction"]
+        shares = (1 - fires, profiled["hot_share"], profiled["reuse"], met["recall"], met["candidate_fraction"])
+        shares += (met["candidate_fraction"] - fires, found["train"]["share_of_model"])
+        rows.append([name, *map(share, shares)])
+    parts.append(table(["model", "zeros", "hot share", "reuse", "recall", "candidates", "beyond", "bytes"], rows))
+    for name, found in models.items():
+        head = ["layer", "zeros", "hot share", "reuse", "rank", "method", "recall", "candidates", "beyond"]
         rows = []
         for profiled, trained in zip(found["profile"]["layers"], found["train"]["layers"], strict=True):
-            vain = trained["candidate_fraction"] - trained["recall"] * trained["active_fraction"]
+            beyond = trained["candidate_fraction"] - trained["active_fraction"]
             shares = (1 - profiled["active_fraction"], profiled["hot_share"], profiled["reuse"])
             cells = [*map(share, shares), str(trained["rank"]), trained["method"]]
-            rows.append(
-                [str(profiled["layer"]), *cells, *map(share, (trained["recall"], trained["candidate_fraction"], vain))]
-            )
+            cells += map(share, (trained["recall"], trained["candidate_fraction"], beyond))
+            rows.append([str(profiled["layer"]), *cells])
         parts.append(f"\n`{name}`, layer by layer:\n\n{table(head, rows)}")
-    return "".join(parts) + f"\nMeasured at commit {result['commit']} on {result['cpu']['name']}.\n"
+    commits = ", ".join(dict.fromkeys(found["commit"] for found in (original, *models.values())))
+    return "".join(parts) + f"\nMeasured at commit {commits} on {result['cpu']['name']}.\n"
 
 
 def write_tables() -> None:
@@ -111,11 +114,14 @@ def main() -> None:
         parser.error("name the folder that runs/relu_stories.py made, or --tables")
     if not args.tables:
         torch_figures = json.loads((args.out / "figures.json").read_text())
-        names = [ORIGINAL, *(name for name in args.models or torch_figures if name != ORIGINAL)]
-        result = {**machine.description(), "models": {}}
-        for name in names:
-            result["models"][name] = {"torch": torch_figures.get(name), **measure(args.out, name)}
-        machine.write_json(RESULT, result)
+        unknown = [name for name in args.models or [] if name not in torch_figures]
+        if unknown:
+            parser.error(f"{args.out} holds {', '.join(torch_figures)}, not {', '.join(unknown)}")
+        models = json.loads(RESULT.read_text())["models"] if args.models and RESULT.exists() else {}
+        wanted = args.models or torch_figures
+        for name in dict.fromkeys([*([] if ORIGINAL in models else [ORIGINAL]), *wanted]):
+            models[name] = {"torch": torch_figures[name], **measure(args.out, name)}
+            machine.write_json(RESULT, {**machine.description(), "models": models})
     write_tables()
 
 
