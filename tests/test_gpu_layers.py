@@ -26,6 +26,7 @@ from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
+from powerinfer.devices.step import Recorder, Run, State  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
@@ -73,7 +74,7 @@ class Truth:
         self.allowed = families.ROUNDING * families.rms(np.stack(errors))
         self.path = families.save(case, self.config, self.model, layout, folder)
 
-    def check(self, ours: np.ndarray, text: int = 0, what: Any = "") -> None:
+    def check(self, ours: np.ndarray, text: int = 0, what: str = "") -> None:
         assert ours.dtype == np.float32
         exact = self.logits[text][-len(ours) :]
         error = families.rms(ours - exact)
@@ -108,6 +109,71 @@ def test_the_same_step_gives_the_same_bits(tmp_path: Path) -> None:
             pages = families.scattered_pages(executor, 2)
             runs += [families.run_chunks(executor, truth.texts[0], [60, 1, 14], own) for own in pages]
     assert all(np.array_equal(run, runs[0]) for run in runs[1:])
+
+
+def stand_in_recorder(made: list[int]) -> Recorder:
+    """Replays the step that was recorded: it sees later ones only where their tensors lie at the same addresses."""
+
+    def record(run: Run, _: State) -> Run:
+        made.append(0)
+        number = len(made) - 1
+
+        def replay(state: State) -> State:
+            made[number] += 1
+            return run(state)
+
+        return replay
+
+    return record
+
+
+@pytest.mark.parametrize("name", ["llama3", "opt-post-norm", "falcon-7b", "falcon-40b"])
+def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Steps of changing shapes, with neurons that are summed outside of what is recorded."""
+    truth, made, shown = Truth(case_named(name), "folder", tmp_path), [], []
+    runs = []
+    for recorder in (None, stand_in_recorder(made)):
+        with opened(truth.path, GpuShare("cpu", LAYERS, head=True, bundled=True)) as executor:
+            matrices = open_checkpoint(truth.path)
+            for layer in executor.gpu.neuron_layers:
+                executor.gpu.hang(layer, Halves(executor.gpu, matrices, layer, shown))
+            executor.gpu.record(recorder)
+            pages = families.scattered_pages(executor, 3)
+            runs.append([families.run_chunks(executor, truth.texts[0], [3] * 20 + [1] * 15, pages[0])])
+            families.run_chunks(executor, truth.texts[1][:32], [32], pages[1])
+            rows = np.full((600, 3), -1, np.int32)  # their description does not fit where the others' were
+            rows[0] = pages[1]
+            none = np.zeros(1, np.int32)
+            for position in (32, 33, 34):
+                at = np.full(1, position, np.int32)
+                runs[-1].append(executor.forward(Batch(truth.texts[1][at], at, none, rows, none)).copy())
+            runs[-1] += families.run_two(executor, *truth.texts, pages[1:])
+    for launched, replayed in zip(*runs, strict=True):
+        np.testing.assert_array_equal(launched, replayed)
+    assert len(made) >= 4 * 5 and min(made) > 0 and sum(made) >= 4 * (9 + 9 + 3 + 10)
+
+
+def test_recordings_are_not_kept_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.devices.step.MOST_SHAPES", 2)
+    truth, made = Truth(case_named("llama-gqa"), "folder", tmp_path), []
+    with opened(truth.path, ALL) as executor:
+        executor.gpu.record(stand_in_recorder(made))
+        pages = families.scattered_pages(executor, 1)[0]
+        for _ in range(2):
+            ours = families.run_chunks(executor, truth.texts[0][:32], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 1, 1], pages)
+            assert families.rms(ours - truth.logits[0][:32]) <= truth.allowed
+    assert len(made) == 6 + 5  # all shapes anew but the first of the second round, which came last
+
+
+def test_rehearsed_steps_change_nothing(tmp_path: Path) -> None:
+    truth, runs = Truth(case_named("opt"), "folder", tmp_path), []
+    for rehearse in (False, True):
+        with opened(truth.path, ALL) as executor:
+            if rehearse:
+                assert executor.gpu.rehearse(64) == 0
+            pages = families.scattered_pages(executor, 1)[0]
+            runs.append(families.run_chunks(executor, truth.texts[0], [70, 5], pages))
+    np.testing.assert_array_equal(*runs)
 
 
 def test_unused_pages_and_logits_that_nobody_wants(tmp_path: Path) -> None:

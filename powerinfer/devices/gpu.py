@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.step import Operator, Recorder, Recordings, Step, cuda_graphs
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
@@ -172,43 +173,6 @@ def _joined(weights: Sequence[gpu.Weight]) -> list[gpu.Weight]:
     return [gpu.Weight(first.type, sum(weight.rows for weight in weights), first.k, data, scales)]
 
 
-@dataclass(slots=True)
-class Step:
-    """A step on the device: T tokens of S sequences. x is the residual stream, which operators write to."""
-
-    x: Tensor  # float32 [T, d_model]
-    positions: Tensor  # int32 [T]
-    rows: Tensor  # int32 [T] row of page_table of each token
-    slots: Tensor  # int64 [T] page * 32 + place in the page, where the token's keys and values go
-    page_table: Tensor  # int32 [S, P]
-    logit_rows: Tensor  # int32 [R]
-    attended: Tensor | None = None  # float32 [T, heads * head_dim]
-    logits: Tensor | None = None  # float32 [R, vocab]
-    normed: tuple[GpuNorm, Tensor] | None = None  # what a norm made of x, until x changes
-
-    def normalised(self, norm: GpuNorm | None) -> Tensor:
-        """norm(x); x itself without a norm."""
-        if norm is None:
-            return self.x
-        if self.normed is None or self.normed[0] is not norm:
-            self.normed = norm, norm(self.x)
-        return self.normed[1]
-
-    def add(self, more: Tensor) -> None:
-        """x += more."""
-        self.x.add_(more)
-        self.normed = None
-
-
-@dataclass(frozen=True)
-class Operator:
-    """kind: "attention", "project", "ffn", "normalise" or "head"; layer: its number, -1 for what belongs to none."""
-
-    kind: str
-    layer: int
-    run: Callable[[Step], None]
-
-
 @dataclass
 class _Ffn:
     """biases: of gate and up, for who sums the neurons."""
@@ -272,6 +236,10 @@ class GpuLayers:
         self._host_logits = self._host(0)
         self._description = _Description(device)
         self._uploaded = torch.cuda.Event() if self._cuda else None
+        self._recorder = cuda_graphs() if self._cuda and gpu.which(self._x) == "triton" else None
+        self._recordings: Recordings | None = None
+        self._recorded_at = 0
+        self._passed = 0
 
     # ---------------------------------------------------------------- weights
 
@@ -397,21 +365,21 @@ class GpuLayers:
         of_down = self._some(down)
         ffn = self._ffns[layer] = _Ffn((gate, up))
 
+        def prepare(step: Step) -> None:
+            step.normalised(norm)
+
         def run(step: Step) -> None:
             assert ffn.neurons is not None, f"nobody sums the neurons of layer {layer}"
             sums = ffn.neurons(layer, step.normalised(norm), step.x)
             step.add(sums if of_down is None else sums.add_(of_down))
 
-        self._add("ffn", layer, run)
+        self._add("norm", layer, prepare)
+        self._add("ffn", layer, run, static=False)
 
     def normalise(self, norm: GpuNorm) -> None:
         """x = norm(x)."""
 
-        def run(step: Step) -> None:
-            step.x.copy_(norm(step.x))
-            step.normed = None
-
-        self._add("normalise", self._layer, run)
+        self._add("normalise", self._layer, lambda step: step.replace(norm(step.x)))
 
     def head(self, norm: GpuNorm | None, matrix: gpu.Weight, projection: gpu.Weight | None = None) -> None:
         """logits = matrix . projection . norm(x)."""
@@ -436,8 +404,9 @@ class GpuLayers:
         """The layer that is being wired."""
         return self.operators[-1].layer
 
-    def _add(self, kind: str, layer: int, run: Callable[[Step], None]) -> None:
-        self.operators.append(Operator(kind, layer, run))
+    def _add(self, kind: str, layer: int, run: Callable[[Step], None], *, static: bool = True) -> None:
+        self.operators.append(Operator(kind, layer, run, static))
+        self._recordings = None
 
     # ---------------------------------------------------------------- neurons
 
@@ -468,9 +437,22 @@ class GpuLayers:
         ):
             step = self.begin(batch, x)
             with _torch().inference_mode():
-                for operator in self.operators:
-                    operator.run(step)
+                if self._recorder is not None and len(step.x) <= gpu.FEW:
+                    self._recorded(self._recorder).run(step)
+                else:
+                    for operator in self.operators:
+                        operator.run(step)
             return self.end(step)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Replay steps of few tokens with what `recorder` makes of them; None: launch each anew."""
+        self._recorder, self._recordings = recorder, None
+
+    def _recorded(self, recorder: Recorder) -> Recordings:
+        if self._recordings is None or self._recorded_at != self._description.address:
+            self._recordings = Recordings(self.operators, recorder)
+            self._recorded_at = self._description.address
+        return self._recordings
 
     def begin(self, batch: Batch, x: Floats) -> Step:
         """Bring a step to the device: its description and its residual stream, one transfer each."""
@@ -511,15 +493,35 @@ class GpuLayers:
     def memory(self) -> dict[str, int]:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch.
 
-        scratch is what is kept from step to step; what operators pass to each other comes and goes beside it.
+        scratch: what is kept from step to step and, once steps were rehearsed, what operators pass to each other.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
-        return parts | {"scratch": self._x.nbytes + self._description.nbytes}
+        return parts | {"scratch": self._x.nbytes + self._description.nbytes + self._passed}
+
+    def rehearse(self, logit_rows: int) -> int:
+        """Run the largest step, with so many rows of logits, and one of a single token; the cache must be empty yet.
+
+        Kernels are compiled, and there is memory for what steps need, or PowerInferError is raised now. Returns the
+        most bytes that operators held to pass them to each other; 0 on the stand-in, where nobody counts them.
+        """
+        torch, held = _torch(), 0
+        if self._cuda:
+            held = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for tokens in (min(self.max_tokens, self.n_pages * self.page_size), 1, 1):  # the second is recorded
+            places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
+            pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)[None]
+            batch = Batch(rows, places, rows, pages, places[:logit_rows])
+            self.run(batch, np.zeros((tokens, self.d_model), np.float32))
+        if self._cuda:
+            self._passed = torch.cuda.max_memory_allocated(self.device) - held
+        return self._passed
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
         self.operators.clear()
         self._ffns.clear()
+        self._recordings = None
         for name in ("_cache", "_x", "_host_x", "_host_logits", "_description", "_frequencies"):
             self.__dict__.pop(name, None)
         if self._cuda:
@@ -543,6 +545,11 @@ class _Description:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return int(self._there.nbytes)
+
+    @property
+    def address(self) -> int:
+        """Where they lie."""
+        return int(self._there.data_ptr())
 
     def upload(self, batch: Batch, x: Tensor) -> Step:
         """The step of a batch, but for what is in x."""
