@@ -120,7 +120,7 @@ def main() -> None:
         models = json.loads(RESULT.read_text())["models"] if args.models and RESULT.exists() else {}
         wanted = args.models or torch_figures
         for name in dict.fromkeys([*([] if ORIGINAL in models else [ORIGINAL]), *wanted]):
-            models[name] = {"torch": torch_figures[name], **measure(args.out, name)}
+            models[name] = {"torch": torch_figures.get(name), **measure(args.out, name)}
             machine.write_json(RESULT, {**machine.description(), "models": models})
     write_tables()
 

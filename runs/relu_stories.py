@@ -308,30 +308,31 @@ def make(out: Path, models: list[str], tokens: int, heldout: int) -> None:
     text, unseen = (read_text(out / name, tokenizer, context) for name in ("train.txt", "heldout.txt"))
     say(f"{text.numel()} tokens to train on, {unseen.numel()} held out")
     path = out / "figures.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def known() -> dict[str, Any]:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
 
     def measure(name: str, model: Llama) -> None:
-        found[name] = figures(model, unseen)
-        with whole(path) as part:
-            part.write_text(json.dumps(found, indent=1) + "\n")
+        found = {name: figures(model, unseen)}
+        with whole(path) as part:  # another run may have added to it meanwhile
+            part.write_text(json.dumps(known() | found, indent=1) + "\n")
 
     for name in models:
         recipe, kept, made = RECIPES[name], out / f"{name}.safetensors", out / f"{name}-F16.gguf"
-        if not kept.exists():
+        if fresh := not kept.exists():
             model = train(name, recipe, original, text, out)
             made.unlink(missing_ok=True)
-            found.pop(name, None)
             with whole(kept) as part:
                 save_file({key: w.detach() for key, w in model.weights.items() if is_ffn(key)}, part)
             (out / f"{name}.state.safetensors").unlink()
         weights = original.weights | load_file(kept)
         if not made.exists():
             original.write(made, weights, recipe.activation)
-        if name not in found:
+        if fresh or name not in known():
             measure(name, Llama(original.shape, weights, recipe.activation))
-    if "stories15M" not in found:
+    if "stories15M" not in known():
         measure("stories15M", original.model())
-    for name, figure in found.items():
+    for name, figure in known().items():
         say(f"{name}: perplexity {figure['perplexity']}, zeros {figure['zeros']:.1%}")
 
 
