@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama
 from test_cli import error_line, powerinfer
 
+from powerinfer.cli.common import read_size
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.neurons import Placement, Profile, Tier
@@ -630,10 +632,15 @@ def test_the_command_for_a_shape() -> None:
 
 
 def test_the_command_says_what_is_where() -> None:
-    shown = powerinfer("plan", "--shape", "llama-7b", "--dtype", "q4_0", "--hardware", "pc-low", "--vram", "4GiB")
+    flags = ("--shape", "llama-7b", "--dtype", "q4_0", "--hardware", "pc-low", "--vram", "4GiB")
+    shown = powerinfer("plan", *flags, "--json")
     assert shown.returncode == 0, shown.stderr
+    helps = json.loads(shown.stdout.splitlines()[-1])["helps"]
+    named = re.findall(r"from (--\w+) ([^\s,]+)", shown.stderr)
+    assert [flag for flag, _ in named] == [one["flag"] for one in helps]
+    assert all(read_size(size) >= one["bytes"] for (_, size), one in zip(named, helps, strict=True)), "it is enough"
     for text in ("KV cache", "share of activations", "greedy", "tokens/s", "assumed: ", "from --vram"):
-        assert text in shown.stdout, shown.stdout
+        assert text in shown.stderr, shown.stderr
 
 
 def test_the_command_for_a_model(tmp_path: Path) -> None:

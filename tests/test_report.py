@@ -189,7 +189,7 @@ def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
     active = f"{100 * profile.active_fraction():.0f} %"
     assert f"A token needs {active} of the neurons on average" in reader.text
     assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer rest on the disk." in reader.text
-    assert "all of it in RAM --ram 3 GiB more than the machine has" in reader.text
+    assert "all of it in RAM --ram 3GiB more than the machine has" in reader.text
     assert "greedy 11 70 %" in reader.text and "hidden sizes 32" in reader.text
 
 

@@ -233,6 +233,8 @@ def _check_selector(selector: str, model: Model) -> None:
 
 
 def _show(plan: Plan, document: dict[str, Any], out: Output) -> None:
+    from powerinfer.placement.budget import gib
+
     request, budgets = plan.request, document["budgets"]
     out.line(
         f"{request.model.name}, {request.model.parameters / 1e9:.3g} G parameters, {request.model.weight_type}, on "
@@ -261,7 +263,7 @@ def _show(plan: Plan, document: dict[str, Any], out: Output) -> None:
         out.line(f"- {line}")
     for one in document["helps"]:
         beyond = "" if one["within_machine"] else ", more than this machine has"
-        out.line(f"- {one['what']}: from {one['flag']} {_size(one['bytes'])}{beyond}")
+        out.line(f"- {one['what']}: from {one['flag']} {gib(one['bytes'])}{beyond}")
     if document["path"] is not None:
         out.line(f"kept in {document['path']}")
 

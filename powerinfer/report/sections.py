@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.placement.budget import gib as flag_size
 from powerinfer.report import plots
 from powerinfer.report.page import Image, Section, Table
 
@@ -226,7 +227,7 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
     section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and part", True))
     if plan.helps:
         beyond = {True: "", False: "more than the machine has"}
-        helps = [[one.what, one.flag, gib(one.nbytes), beyond[one.within_machine]] for one in plan.helps]
+        helps = [[one.what, one.flag, flag_size(one.nbytes), beyond[one.within_machine]] for one in plan.helps]
         section.tables.append(Table(["what would fit", "from", "", ""], helps, "Larger budgets"))
     if plan.policies:
         policies = [[name, f"{rate:.3g}", percent(mass)] for name, (rate, mass) in plan.policies.items()]
