@@ -24,11 +24,11 @@ from test_sparse import case_named, residual_of  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
-from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers, Matrices, StoredMatrix, choose_device, gpu_failures  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.step import Recorder, Run, State  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
-from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.models import GpuShare, load, load_split  # noqa: E402
@@ -109,6 +109,30 @@ def test_the_same_step_gives_the_same_bits(tmp_path: Path) -> None:
             pages = families.scattered_pages(executor, 2)
             runs += [families.run_chunks(executor, truth.texts[0], [60, 1, 14], own) for own in pages]
     assert all(np.array_equal(run, runs[0]) for run in runs[1:])
+
+
+@pytest.mark.parametrize("types", [("F32", "F32", "F32"), ("F16", "Q8_0", "F16"), ("Q8_0", "Q5_0", "Q8_0")])
+@pytest.mark.parametrize("biases", [(True, False, True), (False, False, False)])
+def test_matrices_on_the_same_rows(types: tuple[str, ...], biases: tuple[bool, ...]) -> None:
+    """Joined or not, they give what each gives alone, one after another; Q5_0 becomes Q8_0."""
+    rng, stored, expected, largest = np.random.default_rng(1), [], [], 0.0
+    x = torch.from_numpy(rng.standard_normal((3, 64)).astype(np.float32))
+    own = [
+        torch.from_numpy(rng.standard_normal(rows).astype(np.float32)) if b else None
+        for rows, b in zip((5, 8, 3), biases, strict=True)
+    ]
+    for kind, rows, bias in zip(types, (5, 4, 3), own, strict=True):
+        values = rng.standard_normal((rows, 64)).astype(np.float32)
+        largest = max(largest, float((x.abs() @ torch.from_numpy(values).abs().T).max()))
+        tensor = RawTensor(kind, (rows, 64), quantize(values, kind).reshape(-1))
+        row_map = np.array([3, 0, -1, 2, -1, 1, 1, 3], np.int32) if rows == 4 else None
+        stored.append(StoredMatrix(tensor, row_map))
+        expected.append(gpu.linear(gpu.upload(tensor, "cpu", row_map), x, bias))
+    together = Matrices(stored, own, torch.device("cpu"))
+    assert len(together.weights) == (3 if "F16" in types else 1)
+    assert together.nbytes == sum(gpu.weight_bytes(one.tensor.type, one.rows, 64) for one in stored)
+    errors = (together(x) - torch.cat(expected, dim=1)).abs()
+    assert errors.max() <= 2 * 64 * 2.0**-24 * largest  # sums of 64 products in another order
 
 
 def stand_in_recorder(made: list[int]) -> Recorder:
@@ -412,7 +436,7 @@ def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "upload", full)
+        patch.setattr(gpu, "upload_together", full)
         patch.setattr(CpuExecutor, "close", closing)
         with pytest.raises(PowerInferError) as caught:
             load_split(open_checkpoint(truth.path), engine_of(), ALL)

@@ -132,26 +132,40 @@ class GpuNorm:
         return gpu.norm(x, self.weight, self.bias, self.eps, self.layer)
 
 
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [out, in] of the model's file, to be uploaded. row_map: row r is to be row row_map[r] of the tensor."""
+
+    tensor: RawTensor
+    row_map: NDArray[np.int32] | None
+
+    @property
+    def rows(self) -> int:
+        """Rows on the device."""
+        return self.tensor.shape[0] if self.row_map is None else len(self.row_map)
+
+    @property
+    def type(self) -> str:
+        """Type on the device."""
+        return gpu.gpu_type(self.tensor.type, self.tensor.shape[1])
+
+
 class Matrices:
-    """Matrices that multiply the same rows: joined to one where their types allow it, so that one kernel is launched.
+    """Matrices that multiply the same rows: one where their types allow it, so that one kernel is launched.
 
     biases: float32 [rows] of each, None where it has none.
     """
 
-    def __init__(self, weights: Sequence[gpu.Weight], biases: Sequence[Tensor | None]) -> None:
+    def __init__(self, matrices: Sequence[StoredMatrix], biases: Sequence[Tensor | None], device: device) -> None:
         torch = _torch()
-        self.rows = [weight.rows for weight in weights]
-        self.weights = _joined(weights)
+        parts = [(one.tensor, one.row_map) for one in matrices]
+        alike = len({one.type for one in matrices}) == 1
+        self.weights = [gpu.upload_together(some, device) for some in ([parts] if alike else [[one] for one in parts])]
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            device = weights[0].data.device
-            pairs = zip(self.rows, biases, strict=True)
-            self.bias = torch.cat([torch.zeros(n, device=device) if bias is None else bias for n, bias in pairs])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(weight.nbytes for weight in self.weights)
+            pairs = zip(matrices, biases, strict=True)
+            self.bias = torch.cat([torch.zeros(one.rows, device=device) if b is None else b for one, b in pairs])
 
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added."""
@@ -159,18 +173,6 @@ class Matrices:
             return gpu.linear(self.weights[0], x, self.bias)
         out = _torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
         return out if self.bias is None else out.add_(self.bias)
-
-
-def _joined(weights: Sequence[gpu.Weight]) -> list[gpu.Weight]:
-    """One weight where all are of one type, else the weights as they are."""
-    if len(weights) == 1 or len({weight.type for weight in weights}) > 1:
-        return list(weights)
-    torch, first = _torch(), weights[0]
-    scales = None
-    if first.scales is not None:
-        scales = torch.cat([weight.scales for weight in weights])
-    data = torch.cat([weight.data for weight in weights])
-    return [gpu.Weight(first.type, sum(weight.rows for weight in weights), first.k, data, scales)]
 
 
 @dataclass
@@ -243,11 +245,16 @@ class GpuLayers:
 
     # ---------------------------------------------------------------- weights
 
-    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> gpu.Weight:
-        """Upload a matrix [out, in]. row_map: row r on the device is row row_map[r] of the tensor."""
-        weight = gpu.upload(tensor, self.device, row_map)
-        self.bytes_per_token += weight.nbytes
-        return weight
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> StoredMatrix:
+        """A matrix [out, in], to be uploaded by the operator that takes it. row_map: see `StoredMatrix`."""
+        return StoredMatrix(tensor, row_map)
+
+    def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Tensor | None] = ()) -> Matrices:
+        """Matrices that multiply the same rows; part: of `memory`."""
+        together = Matrices(matrices, biases or [None] * len(matrices), self.device)
+        self._bytes[part] += together.nbytes
+        self.bytes_per_token += together.nbytes
+        return together
 
     def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
         """The row map of a matrix whose rows are heads: rotary pairs brought to (i, i + dim/2). None: as they are."""
@@ -276,7 +283,7 @@ class GpuLayers:
         self,
         layer: int,
         norm: GpuNorm | None,
-        qkv: Sequence[gpu.Weight],
+        qkv: Sequence[StoredMatrix],
         *,
         biases: Sequence[Floats | None] = (None, None, None),
         q_norm: Floats | None = None,
@@ -286,8 +293,7 @@ class GpuLayers:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         config = self._config
         heads, kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
-        matrices = Matrices(qkv, [self._some(bias) for bias in biases])
-        self._bytes["attention"] += matrices.nbytes
+        matrices = self._upload("attention", *qkv, biases=[self._some(bias) for bias in biases])
         of_q, of_k = (
             GpuNorm(self._vector(w), None, config.norm_eps, False) if w is not None else None for w in (q_norm, k_norm)
         )
@@ -317,13 +323,12 @@ class GpuLayers:
             return heads
         return gpu.rotate(heads, step.positions, self._frequencies, self._rope_factor)
 
-    def project(self, matrix: gpu.Weight, bias: Floats | None = None) -> None:
+    def project(self, matrix: StoredMatrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
-        of_sum = self._some(bias)
-        self._bytes["attention"] += matrix.nbytes
+        out = self._upload("attention", matrix, biases=[self._some(bias)])
 
         def run(step: Step) -> None:
-            step.add(gpu.linear(matrix, step.attended, of_sum))
+            step.add(out(step.attended))
             step.attended = None
 
         self._add("project", self._layer, run)
@@ -331,9 +336,9 @@ class GpuLayers:
     def ffn(
         self,
         norm: GpuNorm | None,
-        gate: gpu.Weight | None,
-        up: gpu.Weight,
-        down: gpu.Weight,
+        gate: StoredMatrix | None,
+        up: StoredMatrix,
+        down: StoredMatrix,
         biases: Sequence[Floats | None] = (None, None, None),
     ) -> None:
         """x += down . (act(gate . n) * (up . n)) with n = norm(x), or down . act(up . n) without a gate.
@@ -341,17 +346,21 @@ class GpuLayers:
         biases: of gate, up and down.
         """
         of_gate, of_up, of_down = (self._some(bias) for bias in biases)
-        first = Matrices([up] if gate is None else [gate, up], [of_up] if gate is None else [of_gate, of_up])
-        self._bytes["ffn"] += first.nbytes + down.nbytes
+        if gate is None:
+            first = self._upload("ffn", up, biases=[of_up])
+        else:
+            first = self._upload("ffn", gate, up, biases=[of_gate, of_up])
+        second = self._upload("ffn", down, biases=[of_down])
         activation, threshold = self._config.activation, self._config.activation_threshold
+        neurons, plain = up.rows, gate is None  # the matrices themselves are not kept
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm))
-            if gate is None:
+            if plain:
                 hidden = gpu.activate(activation, product, None, threshold)
             else:
-                hidden = gpu.activate(activation, product[:, : gate.rows], product[:, gate.rows :], threshold)
-            step.add(gpu.linear(down, hidden, of_down))
+                hidden = gpu.activate(activation, product[:, :neurons], product[:, neurons:], threshold)
+            step.add(second(hidden))
 
         self._add("ffn", self._layer, run)
 
@@ -381,16 +390,17 @@ class GpuLayers:
 
         self._add("normalise", self._layer, lambda step: step.replace(norm(step.x)))
 
-    def head(self, norm: GpuNorm | None, matrix: gpu.Weight, projection: gpu.Weight | None = None) -> None:
+    def head(self, norm: GpuNorm | None, matrix: StoredMatrix, projection: StoredMatrix | None = None) -> None:
         """logits = matrix . projection . norm(x)."""
-        self._bytes["head"] += matrix.nbytes + (0 if projection is None else projection.nbytes)
+        out = self._upload("head", matrix)
+        inner = None if projection is None else self._upload("head", projection)
 
         def run(step: Step) -> None:
             if not len(step.logit_rows):
                 return
             x = step.x.index_select(0, step.logit_rows)
             x = x if norm is None else norm(x)
-            step.logits = gpu.linear(matrix, x if projection is None else gpu.linear(projection, x))
+            step.logits = out(x if inner is None else inner(x))
 
         self._add("head", -1, run)
 

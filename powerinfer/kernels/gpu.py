@@ -9,6 +9,7 @@ torch is imported inside the functions: the sizes below are asked for without it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -102,22 +103,40 @@ def upload(tensor: RawTensor, device: Any, row_map: NDArray[np.int32] | None = N
     row_map: int32 [n], row r of the result is row row_map[r] of the tensor, zeros where it is -1. ModelError for values
     that the type cannot hold; what torch raises when the device has no room.
     """
+    return upload_together([(tensor, row_map)], device)
+
+
+def upload_together(parts: Sequence[tuple[RawTensor, NDArray[np.int32] | None]], device: Any) -> Weight:
+    """Several matrices, with their row maps as in `upload`, as one: the rows of the first, then those of the next.
+
+    Their rows must be equally long, and their types the same on a GPU.
+    """
+    (first, _), *_ = parts
+    kind, k = gpu_type(first.type, first.shape[1]), first.shape[1]
+    counts = [tensor.shape[0] if row_map is None else len(row_map) for tensor, row_map in parts]
+    weight, at = _empty(kind, sum(counts), k, device), 0
+    for (tensor, row_map), count in zip(parts, counts, strict=True):
+        assert (gpu_type(tensor.type, k), tensor.shape[1]) == (kind, k)
+        _fill(weight, at, tensor, row_map)
+        at += count
+    return weight
+
+
+def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32] | None) -> None:
+    """Rows of the weight from `at` on get those of the tensor."""
     rows, k = tensor.shape
-    kind = gpu_type(tensor.type, k)
     stored = tensor.gathered().rows()
     source = np.arange(rows, dtype=np.int32) if row_map is None else row_map
-    weight = _empty(kind, len(source), k, device)
     for begin, end in _pieces(len(source), k):
         part = source[begin:end]
         raw = stored[part[0] : part[-1] + 1] if row_map is None else stored[np.maximum(part, 0)]
         if row_map is not None:
             raw[part < 0] = 0  # zero in every type that is stored: its scales are
-        if kind != tensor.type:
-            raw = convert(RawTensor(tensor.type, (len(part), k), raw.reshape(-1)), kind, lambda _: None).rows()
-        codes, scales = _split(kind, raw)
-        _put(weight.data, begin, codes)
-        _put(weight.scales, begin, scales)
-    return weight
+        if weight.type != tensor.type:
+            raw = convert(RawTensor(tensor.type, (len(part), k), raw.reshape(-1)), weight.type, lambda _: None).rows()
+        codes, scales = _split(weight.type, raw)
+        _put(weight.data, at + begin, codes)
+        _put(weight.scales, at + begin, scales)
 
 
 def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
