@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+from sparse_models import tiny_llama  # noqa: E402
 from test_sparse import case_named, residual_of  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -32,6 +33,8 @@ from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.models import GpuShare, load, load_split  # noqa: E402
+from powerinfer.runtime.engine import LLM  # noqa: E402
+from powerinfer.runtime.request import SamplingParams  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
 ALL = GpuShare("cpu", LAYERS, head=True)
@@ -415,6 +418,31 @@ def test_a_step_that_fails_leaves_the_executor_usable(
                 families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
         assert one_line(caught.value).startswith(message)
         assert np.array_equal(families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1]), whole)
+
+
+def test_a_request_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the Python API: two requests meet a fault, later ones are answered as the CPU's engine answers them."""
+    path, engine = tiny_llama(tmp_path / "m.gguf"), engine_of(context=64)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = ["a cab back bab", "deaf face bead"]
+    with LLM(path, kv_type="f32", context=64, selector="all") as llm:
+        expected = [answer.token_ids for answer in llm.generate(prompts, params)]
+    checkpoint = open_checkpoint(path)
+    executor = load_split(checkpoint, engine, GpuShare("cpu", 1))
+    attention, calls = gpu.attention, [0]
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return attention(*args)
+
+    with LLM.from_parts(executor, checkpoint.tokenizer(), checkpoint.config, engine) as llm:
+        monkeypatch.setattr(gpu, "attention", failing)
+        with pytest.raises(PowerInferError, match="the GPU ran out of memory while computing 2 tokens"):
+            llm.generate(prompts, params)
+        assert [answer.token_ids for answer in llm.generate(prompts, params)] == expected
+        assert llm.choices["gpu"] == "1 layer on cpu"
 
 
 def test_other_errors_pass() -> None:

@@ -29,7 +29,8 @@ class SplitExecutor:
         self.n_pages = cpu.n_pages
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size
-        self.choices = cpu.choices | {"gpu": f"{gpu.layers} layers{' and the head' * gpu.has_head} on {gpu.device}"}
+        layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
+        self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
 
     @property
     def bytes_per_token(self) -> int:
