@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -445,14 +445,16 @@ class GpuLayers:
         with gpu_failures(
             f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or the bytes of neurons on it"
         ):
-            step = self.begin(batch, x)
-            with _torch().inference_mode():
-                if self._recorder is not None and len(step.x) <= gpu.FEW:
-                    self._recorded(self._recorder).run(step)
-                else:
-                    for operator in self.operators:
-                        operator.run(step)
-            return self.end(step)
+            torch = _torch()
+            with torch.cuda.device(self.device) if self._cuda else nullcontext():
+                step = self.begin(batch, x)
+                with torch.inference_mode():
+                    if self._recorder is not None and len(step.x) <= gpu.FEW:
+                        self._recorded(self._recorder).run(step)
+                    else:
+                        for operator in self.operators:
+                            operator.run(step)
+                return self.end(step)
 
     def record(self, recorder: Recorder | None) -> None:
         """Replay steps of few tokens with what `recorder` makes of them; None: launch each anew."""
