@@ -31,7 +31,7 @@ from powerinfer.sparsity.corpus import Windows
 from powerinfer.sparsity.profile import Saved, State, Tally, Task, run_windows
 from powerinfer.sparsity.selectors import RECTIFIED
 
-WINDOW = ProfileConfig.window
+WINDOW = 512
 
 
 def measure(path: Path, rounds: int, tokens: int) -> dict[str, Any]:

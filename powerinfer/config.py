@@ -100,7 +100,12 @@ class ProfileConfig:
         metavar="PATH",
     )
     tokens: int = option(200_000, "most tokens to profile, all corpora together", metavar="N")
-    window: int = option(512, "tokens of a window; what comes before it is not seen from it", metavar="N", least=8)
+    window: int = option(
+        0,
+        "tokens of a window, what comes before it is not seen from it; 0: 512, or the model's context where it is less",
+        metavar="N",
+        least=0,
+    )
     samples: int = option(
         1 << 30,
         "most bytes of samples to keep, from which predictors are trained; 0: none (default 1GiB)",

@@ -341,6 +341,7 @@ def test_damaged_weights_are_one_line_and_leave_nothing(
     ("options", "why"),
     [
         ({"window": 129}, "--window 129 is more than the model's context of 128"),
+        ({"window": -1}, "--window must be a whole number"),
         ({"window": 7}, "--window must be a whole number of at least 8"),
         ({"tokens": 0}, "--tokens must be"),
         ({"samples": -1}, "--samples must be"),
@@ -355,6 +356,13 @@ def test_options_that_cannot_be_met(options: dict[str, Any], why: str, tmp_path:
         verb.check(ProfileConfig(**options))
         made(path, corpora, **options)
     assert files(path) == {}
+
+
+def test_a_context_that_is_shorter_than_the_usual_window(tmp_path: Path, corpora: list[str]) -> None:
+    checkpoint = open_checkpoint(tiny_llama(tmp_path / "m.gguf"))
+    assert checkpoint.config.context_length == 128 < verb.WINDOW
+    task = verb.read(checkpoint, ProfileConfig(corpora[:1]), lambda line: None)
+    assert task.windows.size == 128
 
 
 @pytest.mark.parametrize("size", ["", "1.2.3", "GiB", "-1", "1XB", "1e9", "nan", "5 apples"])

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from powerinfer.sparsity.profile import State, Task
 
 ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
+WINDOW = 512
+"""Tokens of a window, where none are asked for and the model takes as many."""
+LEAST_WINDOW = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +84,8 @@ def check(options: ProfileConfig) -> None:
         if field.type == "int" and (type(value) is not int or value < least):
             flag = "--" + field.name.replace("_", "-")
             raise RequestError(f"{flag} must be a whole number of at least {least}, not {value}")
+    if 0 < options.window < LEAST_WINDOW:
+        raise RequestError(f"--window must be a whole number of at least {LEAST_WINDOW}, not {options.window}")
     if not 0 < options.perplexity_cost <= 1:
         raise RequestError(f"--perplexity-cost must lie between 0 and 1 (0.01 is 1 %), not {options.perplexity_cost}")
 
@@ -101,7 +106,8 @@ def read(
     if options.window > config.context_length:
         raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
     corpora = open_corpora(options.corpus)
-    windows = read_windows(corpora, checkpoint.tokenizer(), options.window, options.tokens, progress)
+    window = options.window or min(WINDOW, config.context_length)
+    windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
