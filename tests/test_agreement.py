@@ -231,6 +231,7 @@ def test_eval_perplexity_takes_the_sparse_path(relu: Path, text: str) -> None:
     dense = document("eval", "perplexity", *flags)
     exact = document("eval", "perplexity", *flags, "--selector", "exact")
     guessed = document("eval", "perplexity", *flags, "--selector", "predicted", "--step", "8")
+    assert document("eval", "perplexity", "-m", str(relu), "--file", text)["context"] == 128, "the model's own"
     assert "sparsity" not in dense and exact["sparsity"]["ways"] == {"exact": 2}
     assert exact["sparsity"]["tokens"] == exact["tokens"] == dense["tokens"]
     assert exact["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-3)

@@ -1,9 +1,9 @@
 """Measure a model's quality on a text.
 
-perplexity: the text is cut into windows of --context tokens that do not overlap, and the second half of each is
-scored, as llama-perplexity does. With a sparse --selector it is scored as decode would compute it, --step tokens at a
-time: a prompt's path is dense. JSON: perplexity, error (one standard error), tokens, context; of a sparse model
-sparsity.
+perplexity: the text is cut into windows of --context tokens (512, or the model's context where that is shorter) that do
+not overlap, and the second half of each is scored, as llama-perplexity does. With a sparse --selector it is scored as
+decode would compute it, --step tokens at a time: a prompt's path is dense. JSON: perplexity, error (one standard
+error), tokens, context; of a sparse model sparsity.
 
 agreement: how near the selector --selector comes to the one named by --against (default all) when both are given the
 text token by token, in windows of --context tokens of which the first 16 are a prompt. Against another selector than
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     _check(args)
     text = _read(args.file)
-    args.context = getattr(args, "context", 0) or 512
+    args.context = getattr(args, "context", 0) or _usual_context(args, out)
     args.trial = False
     args.recall_every = getattr(args, "recall_every", 1)
     document = _perplexity(args, text, out) if args.measure == "perplexity" else _agreement(args, text, out)
@@ -71,6 +71,14 @@ def _check(args: argparse.Namespace) -> None:
         most = min(NEURON_TOKENS, getattr(args, "max_batch", EngineConfig.max_batch))
         if not 1 <= args.step <= most:
             raise RequestError(f"--step must lie between 1 and {most}, the most tokens that run sparse")
+
+
+def _usual_context(args: argparse.Namespace, out: Output) -> int:
+    """512 tokens, or as many as the model takes."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.formats.hub import resolve_model
+
+    return min(512, open_checkpoint(resolve_model(args.model, say=out.note)).config.context_length)
 
 
 def _perplexity(args: argparse.Namespace, text: str, out: Output) -> dict[str, Any]:
