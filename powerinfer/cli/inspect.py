@@ -192,10 +192,12 @@ def _bundles_line(found: dict[str, Any]) -> str:
 
 
 def _plan_line(found: dict[str, Any]) -> str:
+    from powerinfer.report.planned import rate
+
     budgets = " and ".join(f"{found['budgets'][tier] / 2**30:.3g} GiB of {name}" for tier, name in MEMORIES.items())
     return (
         f"{budgets}, up to date; {100 * found['mass_on_gpu']:.1f} % of activations on the GPU, "
-        f"{found['decode_tok_s']:.3g} tokens/s predicted with --selector {found['selector']} on {found['hardware']}"
+        f"{rate(found['decode_tok_s'])} tokens/s predicted with --selector {found['selector']} on {found['hardware']}"
     )
 
 

@@ -255,14 +255,17 @@ def packed_bundles(work: Work) -> BundleFile | None:
 
 def _why_all(work: Work) -> str:
     """How near leaving neurons out comes, where that was asked."""
+    from powerinfer.report.planned import rate
+
     if work.gain is None:
         return ""
     sparse, dense = (1 / seconds for seconds in work.gain)
-    return f": {sparse:.3g} tokens/s are predicted with the thresholds, {dense:.3g} without"
+    return f": {rate(sparse)} tokens/s are predicted with the thresholds, {rate(dense)} without"
 
 
 def plan(work: Work, progress: Progress) -> Outcome:
     from powerinfer.placement.plan import make_plan, plan_path, read_plan, save_plan
+    from powerinfer.report.planned import rate
     from powerinfer.report.planned import read_plan as read_document
 
     request = work.request(work.selector)
@@ -275,11 +278,9 @@ def plan(work: Work, progress: Progress) -> Outcome:
     if facts is None:
         facts = read_document(save_plan(make_plan(request), work.folder))
     work.plan, work.plan_path = facts, path
-    said = (
-        f"{facts.decode_tok_s:.3g} tokens/s predicted with --selector {work.selector}, {100 * facts.mass_on_gpu:.1f} %"
-    )
+    said = f"{rate(facts.decode_tok_s)} tokens/s predicted with --selector {work.selector}"
     figures = {"path": str(path), "key": request.key, "selector": work.selector}
-    return Outcome(SKIPPED if known else DONE, f"{said} of the activations on the GPU", figures)
+    return Outcome(SKIPPED if known else DONE, f"{said}, {100 * facts.mass_on_gpu:.1f} % of the activations on the GPU", figures)
 
 
 def report(work: Work, progress: Progress) -> Outcome:

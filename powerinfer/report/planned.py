@@ -79,6 +79,11 @@ class PlanFacts:
         return len(self.layers), self.layers[0].gpu + self.layers[0].cpu + self.layers[0].disk
 
 
+def rate(tok_s: float) -> str:
+    """Tokens a second for people: three digits, or all before the point."""
+    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"
+
+
 def read_plan(path: Path) -> PlanFacts:
     """The plan in a file: the JSON document of `powerinfer plan`, alone or as the last of several lines.
 

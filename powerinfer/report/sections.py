@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.placement.budget import gib as flag_size
 from powerinfer.report import plots
 from powerinfer.report.page import Image, Section, Table
+from powerinfer.report.planned import rate
 
 if TYPE_CHECKING:
     from powerinfer.formats.predictor_file import PredictorFile
@@ -188,7 +189,7 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
         f"On {plan.hardware}, with {gib(plan.budgets['gpu'])} of VRAM and {gib(plan.budgets['cpu'])} of RAM, for "
         f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context, selector "
         f"{plan.selector}, policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the "
-        f"GPU, and {plan.decode_tok_s:.3g} tokens a second are predicted."
+        f"GPU, and {rate(plan.decode_tok_s)} tokens a second are predicted."
         + ("" if plan.fits else " Not everything fits; what does not is read from disk.")
     )
     section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
@@ -238,7 +239,7 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
     }
     columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
     tiles = [
-        (f"{plan.decode_tok_s:.3g}", "tokens a second predicted"),
+        (rate(plan.decode_tok_s), "tokens a second predicted"),
         (percent(plan.mass_on_gpu), "of the activations on the GPU"),
     ]
     return section, tiles, columns
