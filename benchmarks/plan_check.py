@@ -40,14 +40,14 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.formats.pack import open_bundles
+from powerinfer.formats.pack import n_groups, open_bundles
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.models import load as load_executor
-from powerinfer.neurons import Predictor, Profile, Tier
+from powerinfer.neurons import BUNDLE_GROUP, Predictor, Profile, Tier
 from powerinfer.placement import cost
 from powerinfer.placement.budget import dense_on_gpu
 from powerinfer.placement.hardware import Device, Hardware, load
@@ -248,7 +248,17 @@ class StandIn:
         self.rows = [self._rows(layer, cold) for layer, cold in enumerate(self.cold)]
 
     def _rows(self, layer: int, cold: NDArray[np.int32]) -> Any:
-        return None if self.bundles is None else np.ascontiguousarray(self.bundles.layers[layer][cold])
+        """The cold neurons' bundles; the scales that groups of them share are others', which takes as long."""
+        if self.bundles is None:
+            return None
+        layout, held = self.bundles.layout, self.bundles.layers[layer]
+        bundles, groups = BUNDLE_GROUP * layout.pitch, n_groups(len(cold))
+        rows = np.zeros((groups, layout.group_bytes), np.uint8)
+        picked = np.zeros((groups * BUNDLE_GROUP, layout.pitch), np.uint8)
+        picked[: len(cold)] = held[:, :bundles].reshape(-1, layout.pitch)[cold]
+        rows[:, :bundles] = picked.reshape(groups, bundles)
+        rows[:, bundles:] = held[:groups, bundles:]
+        return rows
 
     def _sparsify(self, threshold: float | None) -> None:
         assert self.bundles is not None

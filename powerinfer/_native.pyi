@@ -47,23 +47,37 @@ def pack(
 def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
 
 NEURON_TOKENS: int
+GROUP: int
 
 def part_bytes(type: str, k: int) -> int: ...
+def shared_bytes(type: str, k: int) -> int: ...
 def pack_part(
-    pool: Pool, type: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], out: NDArray[np.uint8], at: int
+    pool: Pool,
+    type: str,
+    kind: str,
+    rows: int,
+    k: int,
+    data: NDArray[np.uint8],
+    out: NDArray[np.uint8],
+    pitch: int,
+    at: int,
 ) -> None: ...
-def unpack_part(type: str, kind: str, k: int, data: NDArray[np.uint8], at: int, out: NDArray[np.float32]) -> None: ...
+def unpack_part(
+    type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]
+) -> None: ...
 
 class Bundles:
-    """Keeps `data`, uint8 [neurons, stride]. `part` adds to out what the listed neurons make of x."""
+    """Keeps `data`, uint8 [groups of bundles, bytes]. `part` adds to out what the listed neurons make of x."""
 
     def __init__(
         self,
         data: NDArray[np.uint8],
+        neurons: int,
         d_model: int,
         gate_type: str | None,
         up_type: str,
         down_type: str,
+        pitch: int,
         gate_at: int,
         up_at: int,
         down_at: int,

@@ -20,6 +20,9 @@ Counts = NDArray[np.int64]
 PART_ALIGNMENT = 64
 """Bytes of a bundle's parts are multiples of this: a cache line."""
 
+BUNDLE_GROUP = 32
+"""Bundles that lie together, as many as a quantised block that runs across neurons has of them."""
+
 
 class Tier(IntEnum):
     """Where the bytes of a group rest; the values are those of a placement's arrays."""
@@ -34,7 +37,8 @@ class BundleLayout:
     """How the stored bytes of one neuron lie side by side: [gate part][up part][down part]; plain: without gate part.
 
     gate_type is the type of gate and up. gate_bytes and down_bytes are the bytes of a part of either type for d_model
-    elements, as the native module counts them.
+    elements, shared_bytes those of the scales that the down parts of `BUNDLE_GROUP` bundles share and that lie behind
+    them, as the native module counts them.
     """
 
     d_model: int
@@ -43,11 +47,13 @@ class BundleLayout:
     down_type: str
     gate_bytes: int
     down_bytes: int
+    shared_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert self.d_model > 0
         for nbytes in (self.gate_bytes, self.down_bytes):
             assert nbytes > 0 and nbytes % PART_ALIGNMENT == 0, nbytes
+        assert self.shared_bytes >= 0 and self.shared_bytes % PART_ALIGNMENT == 0, self.shared_bytes
 
     @property
     def gate_at(self) -> int:
@@ -66,9 +72,19 @@ class BundleLayout:
         return self.up_at + self.gate_bytes
 
     @property
-    def stride(self) -> int:
-        """Bytes from one neuron to the next."""
+    def pitch(self) -> int:
+        """Bytes from one bundle of a group to the next."""
         return self.down_at + self.down_bytes
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a neuron, its share of its group's scales included."""
+        return self.pitch + self.shared_bytes // BUNDLE_GROUP
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes from one group of bundles to the next."""
+        return BUNDLE_GROUP * self.stride
 
 
 @dataclass(frozen=True, slots=True)

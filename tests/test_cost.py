@@ -133,12 +133,16 @@ def test_expected_is_cumulative_and_batches_need_more(d_ff: int, group: int, see
     one, many = (cost.expected(profile, orders, model.config, NAMED, batch, group) for batch in (1, 8))
     for layer in range(2):
         assert one.all[layer, cost.EACH] == d_ff
-        assert one.all[layer, cost.ACTIVE] == pytest.approx(profile.fraction(layer).sum())
+        p = profile.fraction(layer)
+        assert one.all[layer, cost.ACTIVE] == pytest.approx(p.sum())
+        shared = sum(1 - np.prod(1 - p[at : at + 32]) for at in range(0, d_ff, 32))
+        assert one.all[layer, cost.SHARED] == pytest.approx(shared, abs=1e-9)
     for found in (one, many):
         assert (np.diff(found.sums, axis=1) >= 0).all() and (found.sums[:, 0] == 0).all()
         assert (found.sums[..., cost.NAMED] >= found.sums[..., cost.ACTIVE] - 1e-9).all()
         assert (found.idle >= 0).all() and (found.idle[:, -1] == 1).all() and (np.diff(found.idle, axis=1) >= 0).all()
-    assert (many.sums >= one.sums - 1e-9).all() and (many.idle <= one.idle + 1e-12).all()
+    assert (many.sums[..., : cost.SHARED] >= one.sums[..., : cost.SHARED] - 1e-9).all()
+    assert (many.all >= one.all - 1e-9).all() and (many.idle <= one.idle + 1e-12).all()
 
 
 def test_attention_and_ends() -> None:
@@ -163,7 +167,13 @@ def test_attention_and_ends() -> None:
 def test_bytes_that_are_read() -> None:
     model = small()
     first, down = model.bundles.gate_bytes, model.bundles.down_bytes
-    assert cost.neuron_bytes(model.bundles, "all").tolist() == [2 * first + down, 0, 0, 0]
-    assert cost.neuron_bytes(model.bundles, "exact").tolist() == [first, 0, first, down]
-    assert cost.neuron_bytes(model.bundles, "predicted").tolist() == [0, first, first, down]
-    assert cost.neuron_bytes(small(gated=False).bundles, "exact").tolist() == [first, 0, 0, down]
+    assert cost.neuron_bytes(model.bundles, "all").tolist() == [2 * first + down, 0, 0, 0, 0]
+    assert cost.neuron_bytes(model.bundles, "exact").tolist() == [first, 0, first, down, 0]
+    assert cost.neuron_bytes(model.bundles, "predicted").tolist() == [0, first, first, down, 0]
+    assert cost.neuron_bytes(small(gated=False).bundles, "exact").tolist() == [first, 0, 0, down, 0]
+    across = small(d_ff=256, dtype="q4_0").bundles  # scales of 256 columns, in F16
+    first, down = across.gate_bytes, across.down_bytes
+    assert cost.neuron_bytes(across, "exact").tolist() == [first, 0, first, down, 512]
+    assert cost.neuron_bytes(across, "all").tolist() == [2 * first + down + 16, 0, 0, 0, 0]
+    seconds = cost.neuron_seconds(CPU, across, "exact")[cost.SHARED]
+    assert seconds == pytest.approx(512 / (1e9 * CPU.bundle_gb_s["Q4_0"]))

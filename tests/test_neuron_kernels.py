@@ -19,6 +19,8 @@ from powerinfer.kernels.reference import seen_by
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
+ACROSS = "Q4_0X32"
+GROUP = _native.GROUP
 ACTIVATIONS = ("silu", "relu", "relu2", "fatrelu", "drelu")
 THRESHOLD = 0.25
 POOL = _native.Pool(2)
@@ -33,6 +35,16 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
     return quantize(values, kind)
 
 
+def across(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(blocks of Q4_0 across each 32 neurons of values [neurons, k], group by group; the values they stand for)."""
+    neurons, k = values.shape
+    whole = np.zeros((-(-neurons // GROUP) * GROUP, k), np.float32)
+    whole[:neurons] = values
+    blocks = quantize(np.ascontiguousarray(whole.T), "Q4_0")
+    held = np.ascontiguousarray(dequantize(blocks, "Q4_0").T)[:neurons]
+    return np.ascontiguousarray(blocks.reshape(k, -1, 18).transpose(1, 0, 2)).reshape(-1), held
+
+
 @dataclass
 class Layer:
     """Bundles of one layer, and the values that they hold in float64."""
@@ -43,6 +55,7 @@ class Layer:
     down: np.ndarray
     activation: str
     up_type: str
+    down_type: str
     biases: tuple[np.ndarray | None, np.ndarray | None]
 
     @property
@@ -56,21 +69,27 @@ def make_layer(
     rng = np.random.default_rng([k, neurons])
     parts = [("gate", types[0], "dot")] * gated + [("up", types[0], "dot"), ("down", types[1], "add")]
     sizes = [_native.part_bytes(kind, k) for _, kind, _ in parts]
-    data = np.full((neurons, sum(sizes)), 0xAA, np.uint8)
+    pitch = sum(sizes)
+    data = np.full((-(-neurons // GROUP), GROUP * pitch + _native.shared_bytes(types[1], k)), 0xAA, np.uint8)
     held, at = {}, {}
     for (name, kind, use), offset in zip(parts, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
-        rows = stored(rng.standard_normal((neurons, k)).astype(np.float32), kind)
-        _native.pack_part(POOL, kind, use, neurons, k, rows.reshape(-1), data, offset)
-        held[name] = dequantize(rows, kind).astype(np.float64)
+        values = rng.standard_normal((neurons, k)).astype(np.float32)
+        if kind == ACROSS:
+            rows, values = across(values)
+        else:
+            rows = stored(values, kind)
+            values = dequantize(rows, kind)
+        _native.pack_part(POOL, kind, use, neurons, k, rows.reshape(-1), data, pitch, offset)
+        held[name] = values.astype(np.float64)
         at[name] = offset
     bias = [rng.standard_normal(neurons).astype(np.float32) if biases else None for _ in range(2)]
     if not gated:
         bias[0] = None
     native = _native.Bundles(
-        data, k, types[0] if gated else None, types[0], types[1], at.get("gate", 0), at["up"], at["down"],
+        data, neurons, k, types[0] if gated else None, *types, pitch, at.get("gate", 0), at["up"], at["down"],
         activation, THRESHOLD, *bias,
     )  # fmt: skip
-    return Layer(native, held.get("gate"), held["up"], held["down"], activation, types[0], (bias[0], bias[1]))
+    return Layer(native, held.get("gate"), held["up"], held["down"], activation, *types, (bias[0], bias[1]))
 
 
 def activate(x: np.ndarray, activation: str) -> np.ndarray:
@@ -116,6 +135,10 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
         off = gate_off * np.abs(up) + np.abs(gate) * up_off + gate_off * up_off + EPS * np.abs(h)
     if layer.activation == "fatrelu":
         assert (np.abs(first - THRESHOLD) > first_off).all(), "the case hangs on a rounding"
+    if layer.down_type == ACROSS:  # h in 8 bits of the largest of its group
+        for group in np.unique(index // GROUP):
+            of = index // GROUP == group
+            off[:, of] += ((np.abs(h) + off)[:, of].max(axis=1) / 254 * 1.001)[:, None]
     size = np.abs(layer.down[index])
     return h @ layer.down[index], off @ size + (len(index) + 2) * EPS * (np.abs(h) @ size)
 
@@ -144,19 +167,34 @@ def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
         {block, 3 * block, 4 * block, 5 * block, 17 * block, 15, 33, 128} if block == 1 else (32, 96, 128, 160, 544)
     ):
         size = _native.part_bytes(kind, k)
-        assert size % 64 == 0
-        rows = stored(np.random.default_rng(k).standard_normal((5, k)).astype(np.float32), kind)
-        data = np.full((5, size + 128), 0x55, np.uint8)
-        _native.pack_part(POOL, kind, use, 5, k, rows.reshape(-1), data, 64)
-        assert (data[:, :64] == 0x55).all() and (data[:, 64 + size :] == 0x55).all(), "written beside the part"
-        back = np.full((5, k), np.nan, np.float32)
-        _native.unpack_part(kind, use, k, data, 64, back)
+        assert size % 64 == 0 and _native.shared_bytes(kind, k) == 0
+        rows = stored(np.random.default_rng(k).standard_normal((37, k)).astype(np.float32), kind)
+        data = np.full((2, GROUP, size + 128), 0x55, np.uint8)
+        _native.pack_part(POOL, kind, use, 37, k, rows.reshape(-1), data.reshape(2, -1), size + 128, 64)
+        assert (data[..., :64] == 0x55).all() and (data[..., 64 + size :] == 0x55).all(), "written beside the part"
+        back = np.full((37, k), np.nan, np.float32)
+        _native.unpack_part(kind, use, k, data.reshape(2, -1), size + 128, 64, back)
         np.testing.assert_array_equal(back, dequantize(rows, kind))
+
+
+def test_blocks_across_neurons_are_kept() -> None:
+    for k in (32, 96, 128, 160, 544):
+        rows, held = across(np.random.default_rng(k).standard_normal((70, k)).astype(np.float32))
+        size, shared = _native.part_bytes(ACROSS, k), _native.shared_bytes(ACROSS, k)
+        assert size == -(-k // 128) * 64 and shared == -(-k // 128) * 256
+        data = np.full((3, GROUP * (size + 128) + shared + 64), 0x55, np.uint8)
+        _native.pack_part(POOL, ACROSS, "add", 70, k, rows, data, size + 128, 64)
+        bundles = data[:, : GROUP * (size + 128)].reshape(3, GROUP, -1)
+        assert (bundles[..., :64] == 0x55).all() and (bundles[..., 64 + size :] == 0x55).all(), "beside the part"
+        assert (data[:, -64:] == 0x55).all(), "behind what is shared"
+        back = np.full((70, k), np.nan, np.float32)
+        _native.unpack_part(ACROSS, "add", k, data, size + 128, 64, back)
+        np.testing.assert_array_equal(back, held)
 
 
 @pytest.mark.parametrize("level", cpu.levels())
 @pytest.mark.parametrize(
-    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0")]
+    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
 )
 def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
     widths = (32, 64, 96, 160, 512, 544, 1056) if types[0][0] == "Q" else (1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576)
@@ -176,9 +214,9 @@ def test_every_activation(activation: str, gated: bool, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", cpu.levels())
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", [*TYPES, ACROSS])
 def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
-    layer = make_layer(96, 41, (kind, kind))
+    layer = make_layer(96, 41, ("Q4_0" if kind == ACROSS else kind, kind))
     x = tokens(2, 96)
     for index in ([], [40], [0, 40], [5, 3, 4], [*range(41)], [*range(1, 41, 3)], [2, 0, 39, 7, 11, 13, 17]):
         check(layer, x, np.asarray(index, np.int32), level)
@@ -194,7 +232,9 @@ def test_what_a_threshold_leaves_out(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", cpu.levels())
-@pytest.mark.parametrize("types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0")])
+@pytest.mark.parametrize(
+    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
+)
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
     layer = make_layer(160, 61, types)
     x = tokens(8, 160)
@@ -207,7 +247,9 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, 
 
 
 @pytest.mark.parametrize("level", cpu.levels())
-@pytest.mark.parametrize("types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0")])
+@pytest.mark.parametrize(
+    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", ACROSS)]
+)
 def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], level: str) -> None:
     layer = make_layer(128, 200, types, "drelu")
     x = tokens(4, 128)
@@ -235,6 +277,8 @@ def test_requests_that_make_no_sense_are_refused() -> None:
     for index in ([4], [-1]):
         with pytest.raises(ValueError, match="no such neuron"):
             part(layer, x, np.asarray(index), "")
+    with pytest.raises(ValueError, match="twice"):
+        part(layer, x, np.asarray([2, 1, 2]), "")
     with pytest.raises(ValueError, match="between 1 and 8"):
         part(layer, tokens(9, 32), np.arange(4), "")
     with pytest.raises(ValueError, match="d_model"):
@@ -244,6 +288,13 @@ def test_requests_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="whole blocks"):
         _native.part_bytes("Q8_0", 40)
     rows = stored(tokens(2, 64), "F16").reshape(-1)
-    for shape, at in (((2, 128), 64), ((2, 128), 1), ((2, 130), 0), ((3, 128), 0)):
+    wide = (1, 32 * 128)
+    for shape, pitch, at in (
+        (wide, 128, 64), (wide, 128, 1), (wide, 128, -64), ((1, 32 * 128 + 2), 128, 0), ((2, 32 * 128), 128, 0),
+        (wide, 192, 0), (wide, 64, 0), (wide, 0, 0), (wide, -128, 0), (wide, 1 << 62, 0),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"part|rows"):
-            _native.pack_part(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), at)
+            _native.pack_part(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), pitch, at)
+    with pytest.raises(ValueError, match="for 'add' alone"):
+        rows = np.zeros(32 * 18, np.uint8)
+        _native.pack_part(POOL, ACROSS, "dot", 32, 32, rows, np.zeros((1, 8192), np.uint8), 64, 0)

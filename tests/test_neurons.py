@@ -14,17 +14,22 @@ from powerinfer.neurons import BundleLayout, Placement, Predictor, Profile, Tier
 
 def test_a_gated_bundle() -> None:
     layout = BundleLayout(100, True, "F16", "Q8_0", 256, 128)
-    assert (layout.gate_at, layout.up_at, layout.down_at, layout.stride) == (0, 256, 512, 640)
+    assert (layout.gate_at, layout.up_at, layout.down_at, layout.pitch) == (0, 256, 512, 640)
+    assert (layout.stride, layout.group_bytes) == (640, 32 * 640)
+    shared = dataclasses.replace(layout, shared_bytes=192)
+    assert (shared.pitch, shared.stride, shared.group_bytes) == (640, 646, 32 * 640 + 192)
 
 
 def test_a_plain_bundle() -> None:
     layout = BundleLayout(100, False, "F16", "F16", 256, 256)
-    assert (layout.up_at, layout.down_at, layout.stride) == (0, 256, 512)
+    assert (layout.up_at, layout.down_at, layout.pitch) == (0, 256, 512)
     with pytest.raises(AssertionError):
         layout.gate_at  # noqa: B018
 
 
-@pytest.mark.parametrize("wrong", [{"d_model": 0}, {"gate_bytes": 100}, {"down_bytes": 0}, {"down_bytes": -64}])
+@pytest.mark.parametrize(
+    "wrong", [{"d_model": 0}, {"gate_bytes": 100}, {"down_bytes": 0}, {"down_bytes": -64}, {"shared_bytes": 1}]
+)
 def test_layouts_that_cannot_be(wrong: dict[str, int]) -> None:
     good = BundleLayout(100, True, "F16", "Q8_0", 256, 128)
     with pytest.raises(AssertionError):

@@ -24,7 +24,7 @@ from test_prepared import describe, edit_header, left_in
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.pack import PART_TYPES, BundleFile, open_bundles
+from powerinfer.formats.pack import ACROSS, DOWN_TYPES, PART_TYPES, BundleFile, open_bundles
 from powerinfer.formats.predictor_file import open_predictor, write_predictor
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, PreparedFile
 from powerinfer.formats.quant import block_type, dequantize, quantize
@@ -41,12 +41,12 @@ def packed(model: Checkpoint, gate: str | None = None, down: str | None = None) 
     return pack(model, None, choose_types(model, gate, down))
 
 
-def unpacked(bundles: BundleFile, part: str, layer: int) -> np.ndarray:
+def unpacked(bundles: BundleFile, d_ff: int, part: str, layer: int) -> np.ndarray:
     """The values of a part of every neuron, float32 [d_ff, d_model]."""
     layout = bundles.layout
     part_type = layout.down_type if part == "down" else layout.gate_type
     at = getattr(layout, f"{part}_at")
-    return cpu.unpack_part(part_type, KINDS[part], layout.d_model, bundles.layers[layer], at)
+    return cpu.unpack_part(part_type, KINDS[part], d_ff, layout.d_model, bundles.layers[layer], layout.pitch, at)
 
 
 def expected(model: Checkpoint, part: str, layer: int, part_type: str) -> tuple[np.ndarray, np.ndarray]:
@@ -55,6 +55,10 @@ def expected(model: Checkpoint, part: str, layer: int, part_type: str) -> tuple[
     by_neuron = part != "down" or model.has(f"{name}_rows")
     tensor = model.take(f"{name}_rows" if part == "down" and by_neuron else name)
     values = tensor.float32() if by_neuron else np.ascontiguousarray(tensor.float32().T)
+    if part_type == ACROSS:
+        if tensor.type == "Q4_0" and not by_neuron:
+            return values, values
+        return dequantize(quantize(np.ascontiguousarray(values.T), "Q4_0"), "Q4_0").T, values
     exact = tensor.type == part_type and (by_neuron or tensor.type in ("F16", "BF16"))
     exact = exact or (by_neuron and (tensor.type, part_type) in (("Q4_0", "Q8_0"), ("Q5_0", "Q8_0")))
     return (values if exact else dequantize(quantize(values, part_type), part_type)), values
@@ -69,7 +73,7 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         wrong = whole = 0.0
         for layer in range(model.config.n_layers):
             values, own = expected(model, part, layer, part_type)
-            assert np.array_equal(unpacked(made.bundles, part, layer), values), (part, layer)
+            assert np.array_equal(unpacked(made.bundles, model.config.d_ff, part, layer), values), (part, layer)
             wrong += np.square(values.astype(np.float64) - own).sum()
             whole += np.square(own, dtype=np.float64).sum()
         assert error == pytest.approx(np.sqrt(wrong / whole), rel=1e-9)
@@ -85,14 +89,16 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         ("BF16", (None, None), ("BF16", "BF16")),
         ("F32", (None, None), ("F16", "F16")),
         ("Q8_0", (None, None), ("Q8_0", "Q8_0")),
-        ("Q4_0", (None, None), ("Q4_0", "Q8_0")),
+        ("Q4_0", (None, None), ("Q4_0", ACROSS)),
+        ("F16", (None, ACROSS), ("F16", ACROSS)),
+        ("Q4_0", (None, "Q8_0"), ("Q4_0", "Q8_0")),
         *((source, (None, None), ("Q8_0", "Q8_0")) for source in ("Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")),
         ("IQ4_NL", (None, None), ("Q8_0", "Q8_0")),
         ("F16", ("Q4_0", None), ("Q4_0", "Q8_0")),
         ("F16", ("BF16", None), ("BF16", "BF16")),
         ("F16", (None, "Q4_0"), ("F16", "Q4_0")),
         ("F32", ("BF16", None), ("BF16", "BF16")),
-        ("Q4_0", ("F16", None), ("F16", "Q8_0")),
+        ("Q4_0", ("F16", None), ("F16", ACROSS)),
         ("Q4_K", ("Q4_0", "BF16"), ("Q4_0", "BF16")),
         ({"gate": "F16", "up": "F32", "down": "F16"}, (None, None), ("F16", "F16")),
         ({"gate": "BF16", "up": "F32", "down": "BF16"}, (None, None), ("BF16", "BF16")),
@@ -108,7 +114,7 @@ def test_the_types_that_are_chosen(
     assert (chosen.gate, chosen.down) == types
     same = isinstance(source, str) and source != "IQ4_NL"
     if same:  # a note for each part that changes its type, no other
-        assert len(chosen.notes) == (types[0] != source) + (types[1] != source)
+        assert len(chosen.notes) == (types[0] != source) + (types[1].removesuffix("X32") != source)
 
 
 def test_down_that_is_neuron_by_neuron_already_keeps_its_type(tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_quantising_on_load_goes_for_neurons_too(tmp_path: Path) -> None:
     for quantize_to in ("q8_0", "q4_0"):
         model = checkpoint(tmp_path / quantize_to, by_neuron=True, quantize=quantize_to)
         types = choose_types(model)
-        assert (types.gate, types.down) == (quantize_to.upper(), "Q8_0")
+        assert (types.gate, types.down) == (quantize_to.upper(), "Q8_0")  # the model has down neuron by neuron
         check(model, pack(model, None, types))
 
 
@@ -141,6 +147,13 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
         choose_types(model, "Q4_0")
     with pytest.raises(RequestError, match="no parts of type Q4_K; choose one of F16, BF16, Q8_0, Q4_0"):
         choose_types(model, "Q4_K")
+    with pytest.raises(RequestError, match="no parts of type Q4_0X32"):
+        choose_types(model, ACROSS)
+    with pytest.raises(RequestError, match="rows of 50 weights are not whole blocks of Q4_0X32"):
+        choose_types(model, None, ACROSS)
+    uneven = checkpoint(tmp_path / "n", "F16", d_model=64, d_ff=50)
+    with pytest.raises(RequestError, match="50 neurons are not whole blocks of Q4_0X32"):
+        choose_types(uneven, None, ACROSS)
 
 
 # ---------------------------------------------------------------- the weights
@@ -155,7 +168,7 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
     assert made.bundles.layout.gated == gated and made.bundles.source_type == source
     floats = {"F16", "BF16"}
     lossless = {
-        part: source in floats or (part != "down" and source in ("Q8_0", "Q4_0", "Q5_0")) for part in made.error
+        part: source in {*floats, "Q4_0"} or (part != "down" and source in ("Q8_0", "Q5_0")) for part in made.error
     }
     assert {part: error == 0 for part, error in made.error.items()} == lossless
     # F32 to F16 rounds at 2**-11 of a weight, Q8_0 at 1/254 of the largest weight of 32, about 2.2 standard deviations
@@ -163,7 +176,7 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
 
 
 @pytest.mark.parametrize("gate", PART_TYPES)
-@pytest.mark.parametrize("down", PART_TYPES)
+@pytest.mark.parametrize("down", DOWN_TYPES)
 @pytest.mark.parametrize("source", ["F32", "BF16", "Q4_0", "Q6_K"])
 def test_every_pair_of_types(tmp_path: Path, source: str, gate: str, down: str) -> None:
     model = checkpoint(tmp_path / "m", source, d_model=256, d_ff=256, layers=1)
@@ -180,12 +193,13 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     d_ff = data.draw(st.integers(1, 1500 // block), "d_ff / block") * block
     fitting = [name for name in PART_TYPES if d_model % block_type(name).block == 0]
     asked = st.none() | st.sampled_from(fitting)
+    asked_of_down = st.none() | st.sampled_from([*fitting, *([ACROSS] if d_model % 32 == d_ff % 32 == 0 else [])])
     gated, by_neuron, seed = data.draw(st.tuples(st.booleans(), st.booleans(), st.integers(0, 99)))
     model = checkpoint(
         tmp_path_factory.mktemp("any") / "m", source, d_model=d_model, d_ff=d_ff, gated=gated, by_neuron=by_neuron,
         seed=seed,
     )  # fmt: skip
-    types = choose_types(model, data.draw(asked, "gate"), data.draw(asked, "down"))
+    types = choose_types(model, data.draw(asked, "gate"), data.draw(asked_of_down, "down"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SLAB", data.draw(st.sampled_from([1, 1 << 17, 1 << 20]), "slab"))
         patch.setattr(cpu, "usable_cores", lambda: (3, "a test"))
@@ -207,8 +221,8 @@ def test_weights_quantised_on_load(tmp_path: Path) -> None:
     """What is packed is what the dense path computes with: the codes of gate and up are those of --quantize."""
     model = checkpoint(tmp_path / "m", "F16", quantize="q4_0")
     made = packed(model)
-    assert (made.bundles.layout.gate_type, made.bundles.layout.down_type) == ("Q4_0", "Q8_0")
-    assert made.error["gate"] == made.error["up"] == 0 < made.error["down"]
+    assert (made.bundles.layout.gate_type, made.bundles.layout.down_type) == ("Q4_0", ACROSS)
+    assert made.error == {"gate": 0, "up": 0, "down": 0}
     check(model, made)
 
 
@@ -320,12 +334,12 @@ def test_the_file(tmp_path: Path) -> None:
 
     model = checkpoint(tmp_path / "m.gguf", d_model=50, d_ff=37)
     bundles = packed(model).bundles
-    assert bundles.layout.stride == 3 * 128 and bundles.nbytes == 2 * 37 * 384
+    assert bundles.layout.group_bytes == 32 * 3 * 128 and bundles.nbytes == 2 * 2 * 32 * 384
     assert bundles.file.size == 4096 + bundles.nbytes
     stored = load_file(bundles.path)
     base = bundles.file.view().ctypes.data
     for layer, rows in enumerate(bundles.layers):
-        assert rows.shape == (37, 384) and not rows.flags.writeable
+        assert rows.shape == (2, 32 * 384) and not rows.flags.writeable
         assert (rows.ctypes.data - base) % 64 == 0
         assert np.array_equal(stored[f"layers.{layer}.neurons"], rows)
     assert bundles.layers[0].ctypes.data - base == 4096
@@ -350,8 +364,9 @@ def refused(model: Checkpoint, why: str) -> None:
         ({"gate_type": "F32"}, "parts of type 'F32'"),
         ({"gate_type": None}, "parts of type 'None'"),
         ({"down_type": ["F16"]}, "parts of type"),
-        ({"down_type": "Q8_0"}, "does not hold layer 0 as 96 bundles of"),
-        ({"format": prepared.FORMAT + 1}, "another version"),
+        ({"gate_type": ACROSS}, "parts of type"),
+        ({"down_type": "Q8_0"}, "does not hold layer 0 as 3 groups of"),
+        ({"format": BUNDLES.format + 1}, "another version"),
     ],
 )
 def test_descriptions_that_do_not_suit(tmp_path: Path, change: dict[str, Any], why: str) -> None:

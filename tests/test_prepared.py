@@ -114,7 +114,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
         for name, data in DATA.items():
             assert np.array_equal(opened.get_tensor(name).reshape(-1), data)
         described = json.loads(opened.metadata()["powerinfer"])
-    assert described["format"] == prepared.FORMAT and described["kind"] == "neurons" and described["extra"] == "x"
+    assert described["format"] == BUNDLES.format and described["kind"] == "neurons" and described["extra"] == "x"
 
 
 def test_tensors_begin_at_whole_lines_and_the_first_at_a_page(tmp_path: Path) -> None:

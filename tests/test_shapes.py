@@ -54,7 +54,7 @@ def test_types() -> None:
     bits = {dtype: described_model(config, dtype).ffn[0][0].stored * 8 / (11008 * 4096) for dtype in shapes.DTYPES}
     assert bits == {"f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5}
     quantised = described_model(config, "q4_0").bundles
-    assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q8_0"), "as pack makes them"
+    assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q4_0X32"), "as pack makes them"
     odd = described_model(replace(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
     assert odd.bundles.gate_type == "F16" and not odd.predictors, "rows that are not whole blocks"
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 128  # tokens of the check's windows
 TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
+DOWN_TYPES = (*TYPES, "q4_0x32")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--down-type",
-        choices=TYPES,
+        choices=DOWN_TYPES,
         default="auto",
-        help="type of down; auto: that of gate where it is a float, else q8_0",
+        help="type of down; auto: a file's q4_0 is kept as it is (q4_0x32), floats are as gate, others q8_0",
     )
     parser.add_argument(
         "--no-check", dest="check", action="store_false", help="do not compare the logits with the dense ones"

@@ -122,8 +122,8 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
 }
 
 int part_type(const std::string& name) {
-  const int type = type_of(name);
-  require(pi_part_type(type), "bundles hold F16, BF16, Q8_0 and Q4_0, not " + name);
+  const int type = name == "Q4_0X32" ? (int)PI_Q4_0X32 : type_of(name);
+  require(pi_part_type(type), "bundles hold F16, BF16, Q8_0, Q4_0 and Q4_0X32, not " + name);
   return type;
 }
 
@@ -132,48 +132,55 @@ int kind_of(const std::string& name) {
   return name == "dot" ? PI_DOT : PI_ADD;
 }
 
-void check_part(int type, int64_t k, int64_t at, int64_t stride) {
-  require(k > 0 && k % pi_block(type) == 0, "a quantised part must hold whole blocks");
-  require(at >= 0 && at % 64 == 0 && at <= stride && pi_part_bytes(type, k) <= stride - at && stride % 64 == 0, "a part does not fit into its bundle, or is not aligned");
+// One part of bundles of `rows` neurons, [groups, bytes of a group], which lie `pitch` apart.
+PiPart part_of(const std::string& type_name, int kind, int64_t k, int64_t rows, const uint8_t* data, size_t groups, size_t bytes, int64_t pitch, int64_t at) {
+  const int type = part_type(type_name);
+  const int64_t stride = (int64_t)bytes;
+  require(k > 0 && (type <= PI_BF16 || k % 32 == 0), "a quantised part must hold whole blocks");
+  require(type != PI_Q4_0X32 || kind == PI_ADD, "Q4_0X32 is for 'add' alone");
+  require(rows > 0 && (rows + PI_GROUP - 1) / PI_GROUP == (int64_t)groups, "the bundles are not those of so many rows");
+  require(pitch > 0 && pitch % 64 == 0 && pitch <= stride / PI_GROUP && stride % 64 == 0 && pi_shared_bytes(type, k) <= stride - PI_GROUP * pitch && at >= 0 && at % 64 == 0 && at <= pitch &&
+              pi_part_bytes(type, k) <= pitch - at, "a part does not fit into its bundle, or is not aligned");
+  return {data, stride, pitch, at, k, type};
 }
 
-void pack_parts(Pool& pool, const std::string& type_name, const std::string& kind_name, int64_t rows, int64_t k, Bytes data, OutBytes2 out, int64_t at) {
-  const int type = part_type(type_name), kind = kind_of(kind_name);
-  check_stored(type, rows, k, (int64_t)data.shape(0));
-  check_part(type, k, at, (int64_t)out.shape(1));
-  require((int64_t)out.shape(0) == rows, "out has another number of rows than the data");
-  struct Job { int type, kind; int64_t rows, k; const uint8_t* src; uint8_t* dst; int64_t stride; Pool* pool; };
-  Job job{type, kind, rows, k, data.data(), out.data() + at, (int64_t)out.shape(1), &pool};
+void pack_parts(Pool& pool, const std::string& type_name, const std::string& kind_name, int64_t rows, int64_t k, Bytes data, OutBytes2 out, int64_t pitch, int64_t at) {
+  const int kind = kind_of(kind_name);
+  const PiPart part = part_of(type_name, kind, k, rows, out.data(), out.shape(0), out.shape(1), pitch, at);
+  require((int64_t)data.shape(0) == part_source_bytes(part.type, rows, k), "the data has another size than its shape and type say");
+  struct Job { const PiPart& part; int kind; int64_t rows; const uint8_t* src; uint8_t* dst; Pool* pool; };
+  Job job{part, kind, rows, data.data(), out.data(), &pool};
   nb::gil_scoped_release release;
   pool.run([](void* context, int t) {
     const Job& j = *(Job*)context;
     int64_t begin, end;
-    share(j.rows, 1, j.pool->threads(), t, &begin, &end);
-    pack_part(j.type, j.kind, end - begin, j.k, j.src + begin * stored_row_bytes(j.type, j.k), j.dst + begin * j.stride, j.stride);
+    share((j.rows + PI_GROUP - 1) / PI_GROUP, 1, j.pool->threads(), t, &begin, &end);
+    for (int64_t g = begin; g < end; g++) {
+      pack_part(j.part.type, j.kind, std::min(j.rows - g * PI_GROUP, (int64_t)PI_GROUP), j.part.k, j.src + part_source_bytes(j.part.type, g * PI_GROUP, j.part.k), j.dst + g * j.part.stride,
+                j.part.pitch, j.part.at);
+    }
   }, &job);
 }
 
-void unpack_parts(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t at, OutFloats2 out) {
-  const int type = part_type(type_name), kind = kind_of(kind_name);
-  check_part(type, k, at, (int64_t)data.shape(1));
-  require(out.shape(0) == data.shape(0) && (int64_t)out.shape(1) == k, "out must be [rows of data, k]");
-  for (size_t r = 0; r < data.shape(0); r++) unpack_part(type, kind, k, data.data() + r * data.shape(1) + at, out.data() + r * (size_t)k);
+void unpack_parts(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t pitch, int64_t at, OutFloats2 out) {
+  const int kind = kind_of(kind_name);
+  const int64_t rows = (int64_t)out.shape(0);
+  const PiPart part = part_of(type_name, kind, k, rows, data.data(), data.shape(0), data.shape(1), pitch, at);
+  require((int64_t)out.shape(1) == k, "out must be [rows, k]");
+  for (int64_t r = 0; r < rows; r++) unpack_part(kind, part, r, out.data() + r * k);
 }
 
-std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t d_model, const std::optional<std::string>& gate_type, const std::string& up_type, const std::string& down_type,
-                                      int64_t gate_at, int64_t up_at, int64_t down_at, const std::string& activation, float threshold,
+std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model, const std::optional<std::string>& gate_type, const std::string& up_type, const std::string& down_type,
+                                      int64_t pitch, int64_t gate_at, int64_t up_at, int64_t down_at, const std::string& activation, float threshold,
                                       std::optional<Floats> gate_bias, std::optional<Floats> up_bias) {
-  const int64_t stride = (int64_t)data.shape(1);
-  const auto part = [&](const std::string& name, int64_t at) {
-    const int type = part_type(name);
-    check_part(type, d_model, at, stride);
-    return PiPart{data.data() + at, stride, d_model, type};
+  const auto part = [&](const std::string& name, int kind, int64_t at) {
+    return part_of(name, kind, d_model, neurons, data.data(), data.shape(0), data.shape(1), pitch, at);
   };
   auto b = std::make_shared<Bundles>();
-  b->gate = gate_type ? part(*gate_type, gate_at) : PiPart{nullptr, 0, d_model, 0};
-  b->up = part(up_type, up_at);
-  b->down = part(down_type, down_at);
-  b->neurons = (int64_t)data.shape(0);
+  b->gate = gate_type ? part(*gate_type, PI_DOT, gate_at) : PiPart{nullptr, 0, 0, 0, d_model, 0};
+  b->up = part(up_type, PI_DOT, up_at);
+  b->down = part(down_type, PI_ADD, down_at);
+  b->neurons = neurons;
   b->act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
   b->threshold = threshold;
   b->gate_bias = vector_of(gate_bias);
@@ -190,7 +197,13 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 8 tokens");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k, "x and out must be [tokens, d_model]");
-  for (int64_t j = 0; j < n; j++) require(index.data()[j] >= 0 && index.data()[j] < b.neurons, "no such neuron");
+  std::vector<bool> listed((size_t)b.neurons);
+  for (int64_t j = 0; j < n; j++) {
+    const int32_t i = index.data()[j];
+    require(i >= 0 && i < b.neurons, "no such neuron");
+    require(!listed[(size_t)i], "a neuron is listed twice");
+    listed[(size_t)i] = true;
+  }
   const Acts own(kernels, x.data(), tokens, k, b.forms());
   NeuronBlock block;
   NeuronCounts counts = {};
@@ -221,7 +234,7 @@ void set_ways(Program& p, size_t op, const std::vector<std::string>& names) {
 std::vector<std::pair<std::string, int64_t>> neuron_stats(const Program& p, size_t op) {
   const NeuronStats& s = p.sparse(op).stats;
   return {{"steps", s.steps}, {"exact_steps", s.exact_steps}, {"tokens", s.tokens}, {"active", s.active}, {"candidates", s.candidates},
-          {"first_rows", s.first_rows}, {"up_rows", s.up_rows}, {"down_rows", s.down_rows}, {"sampled_tokens", s.sampled_tokens},
+          {"first_rows", s.first_rows}, {"up_rows", s.up_rows}, {"down_rows", s.down_rows}, {"shared_scales", s.shared_scales}, {"sampled_tokens", s.sampled_tokens},
           {"sampled_active", s.sampled_active}, {"sampled_found", s.sampled_found}};
 }
 
@@ -304,13 +317,16 @@ NB_MODULE(_native, m) {
   m.attr("NEURON_TOKENS") = (int)PI_NEURON_TOKENS;
   m.def("part_bytes", [](const std::string& type, int64_t k) {
     const int t = part_type(type);
-    require(k > 0 && k % pi_block(t) == 0, "a quantised part must hold whole blocks");
+    require(k > 0 && (t <= PI_BF16 || k % 32 == 0), "a quantised part must hold whole blocks");
     return pi_part_bytes(t, k);
-  }, "type"_a, "k"_a, "Bytes of one part of a bundle.");
-  m.def("pack_part", &pack_parts, "pool"_a, "type"_a, "kind"_a, "rows"_a, "k"_a, "data"_a, "out"_a.noconvert(), "at"_a);
-  m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "at"_a, "out"_a.noconvert());
+  }, "type"_a, "k"_a, "Bytes of one neuron's row of a part.");
+  m.def("shared_bytes", [](const std::string& type, int64_t k) { return pi_shared_bytes(part_type(type), k); }, "type"_a, "k"_a,
+        "Bytes of the scales that the rows of a group share.");
+  m.attr("GROUP") = (int)PI_GROUP;
+  m.def("pack_part", &pack_parts, "pool"_a, "type"_a, "kind"_a, "rows"_a, "k"_a, "data"_a, "out"_a.noconvert(), "pitch"_a, "at"_a);
+  m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert());
   nb::class_<Bundles>(m, "Bundles")
-      .def(nb::new_(&make_bundles), "data"_a.noconvert(), "d_model"_a, "gate_type"_a.none(), "up_type"_a, "down_type"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a,
+      .def(nb::new_(&make_bundles), "data"_a.noconvert(), "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a, "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a,
            "threshold"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
       .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "most"_a = 0.0f);

@@ -9,12 +9,26 @@
 
 namespace {
 
-// Where the code of element i of a Q4_0 part lies: the byte, and whether in its high nibble.
-int64_t nibble(int kind, int64_t i, bool* high) {
-  const int64_t base = i / 128 * 64, j = i % 128;
-  *high = kind == PI_DOT ? j >= 64 : j / 16 % 2;
-  return base + (kind == PI_DOT ? j % 64 : j % 16 * 4 + j / 32);
+// Where the code of element i of a part of k lies (table.h): the byte, and whether in its high nibble.
+int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
+  *high = false;
+  if (type == PI_Q8_0 && kind == PI_ADD) return i;
+  const int64_t j = i % 128;
+  if (type == PI_Q4_0X32) {
+    const int64_t l = j % 16;
+    *high = j / 16 % 2;
+    return i / 128 * 64 + l / 4 * 16 + j / 32 * 4 + l % 4;
+  }
+  if (kind == PI_ADD) {
+    *high = j / 16 % 2;
+    return i / 128 * 64 + j % 16 * 4 + j / 32;
+  }
+  const int64_t b = i / 512 * 16, lanes = std::min(k / 32 - b, (int64_t)16), block = i / 32 - b, v = i % 32 / 4;
+  *high = type == PI_Q4_0 && v >= 4;
+  return b * (type == PI_Q8_0 ? 32 : 16) + lanes * 4 * (type == PI_Q8_0 ? v : v % 4) + block * 4 + i % 4;
 }
+
+bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0; }
 
 // One block on its way: `n` neurons are left of it.
 struct Work {
@@ -67,61 +81,115 @@ struct Work {
     }
     return sum;
   }
+
+  // Adds the neurons of each group at once, h in 8 bits as the dense path has it. Returns the number of groups.
+  int64_t add_groups(float* out, int64_t ldo) const {
+    int64_t groups = 0;
+    for (int64_t j = 0, end; j < n; j = end, groups++) {
+      for (end = j + 1; end < n && block.index[end] / PI_GROUP == block.index[j] / PI_GROUP;) end++;
+      for (int64_t t = 0; t < tokens; t++) {
+        float whole[PI_GROUP] = {0}, sum;
+        int8_t codes[PI_GROUP];
+        int16_t sums[2];
+        for (int64_t i = j; i < end; i++) whole[block.index[i] % PI_GROUP] = h(t)[i];
+        kernels->forms(whole, PI_GROUP, PI_FORM_Q8, nullptr, codes, block.d + t * NeuronBlock::NEURONS + groups, &sum, sums);
+        for (int64_t i = j; i < end; i++) block.q[t * NeuronBlock::NEURONS + i] = codes[block.index[i] % PI_GROUP];
+      }
+    }
+    kernels->neurons->add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS, tokens, out, ldo, block.sums.data());
+    return groups;
+  }
 };
+
+// How many of `left` listed neurons to take at once: where rows of down share scales, whole groups.
+int64_t block_of(const Bundles& b, const int32_t* index, int64_t left) {
+  if (left <= NeuronBlock::NEURONS) return left;
+  int64_t n = NeuronBlock::NEURONS;
+  if (pi_shared_bytes(b.down.type, b.down.k)) while (index[n - 1] / PI_GROUP == index[n] / PI_GROUP) n--;
+  return n;
+}
 
 }  // namespace
 
-void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* dst, int64_t stride) {
-  const int64_t row_bytes = stored_row_bytes(type, k), codes = pi_part_codes(type, k), bytes = pi_part_bytes(type, k);
-  for (int64_t r = 0; r < rows; r++, src += row_bytes, dst += stride) {
-    memset(dst, 0, (size_t)bytes);
+void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out) {
+  const int64_t nb = x->k / 32;
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t b = 0; b < nb; b += 16, out += PI_LANES_STEP) {
+      const int64_t lanes = std::min(nb - b, (int64_t)16);
+      if (lanes < 16) memset(out, 0, PI_LANES_STEP);
+      for (int64_t l = 0; l < lanes; l++) {
+        const int64_t block = t * nb + b + l;
+        for (int64_t v = 0; v < 8; v++) memcpy(out + 64 * v + 4 * l, x->q + 32 * block + 4 * v, 4);
+        const int32_t sum = x->s[2 * block] + x->s[2 * block + 1];
+        memcpy(out + PI_LANES_SUM + 4 * l, &sum, 4);
+        memcpy(out + PI_LANES_D + 4 * l, x->d + block, 4);
+      }
+    }
+  }
+}
+
+int64_t part_source_bytes(int type, int64_t rows, int64_t k) {
+  return type == PI_Q4_0X32 ? (rows + PI_GROUP - 1) / PI_GROUP * stored_row_bytes(PI_Q4_0, PI_GROUP * k) : rows * stored_row_bytes(type, k);
+}
+
+void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch, int64_t at) {
+  const int64_t codes = pi_part_codes(type, k);
+  uint8_t* const shared = group + PI_GROUP * pitch;
+  for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_part_bytes(type, k));
+  memset(shared, 0, (size_t)pi_shared_bytes(type, k));
+  const auto put = [=](uint8_t* row, int64_t i, int code) {
+    bool high;
+    uint8_t* byte = row + code_at(type, kind, k, i, &high);
+    *byte = (uint8_t)(*byte | (high ? code << 4 : code));
+  };
+  if (type == PI_Q4_0X32) {
+    for (int64_t c = 0; c < k; c++, src += 18) {
+      memcpy(shared + 2 * c, src, 2);
+      for (int i = 0; i < 32; i++) put(group + i * pitch + at, c, i < 16 ? src[2 + i] & 15 : src[2 + i - 16] >> 4);
+    }
+    return;
+  }
+  for (int64_t r = 0; r < rows; r++, src += stored_row_bytes(type, k)) {
+    uint8_t* row = group + r * pitch + at;
     if (type == PI_F16 || type == PI_BF16) {
-      memcpy(dst, src, (size_t)row_bytes);
+      memcpy(row, src, (size_t)stored_row_bytes(type, k));
       continue;
     }
     for (int64_t b = 0; b < k / 32; b++) {
       const uint8_t* block = src + b * (type == PI_Q8_0 ? 34 : 18);
-      memcpy(dst + codes + 2 * b, block, 2);
-      if (type == PI_Q8_0) {
-        memcpy(dst + 32 * b, block + 2, 32);
-        continue;
-      }
-      for (int i = 0; i < 32; i++) {
-        bool high;
-        uint8_t* at = dst + nibble(kind, 32 * b + i, &high);
-        const int code = i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4;
-        *at = (uint8_t)(*at | (high ? code << 4 : code));
-      }
+      memcpy(row + codes + 2 * b, block, 2);
+      for (int i = 0; i < 32; i++) put(row, 32 * b + i, type == PI_Q8_0 ? block[2 + i] : i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4);
     }
   }
 }
 
-void unpack_part(int type, int kind, int64_t k, const uint8_t* part, float* out) {
-  if (type == PI_F16 || type == PI_BF16) return unpack_row(type, part, k, out);
-  std::vector<uint8_t> row((size_t)stored_row_bytes(type, k));
-  const int64_t codes = pi_part_codes(type, k);
-  for (int64_t b = 0; b < k / 32; b++) {
-    uint8_t* block = row.data() + b * (type == PI_Q8_0 ? 34 : 18);
-    memcpy(block, part + codes + 2 * b, 2);
-    if (type == PI_Q8_0) {
-      memcpy(block + 2, part + 32 * b, 32);
-      continue;
-    }
-    for (int i = 0; i < 32; i++) {
-      bool high;
-      const uint8_t byte = part[nibble(kind, 32 * b + i, &high)];
-      const int code = high ? byte >> 4 : byte & 15;
-      uint8_t* at = block + 2 + i % 16;
-      *at = (uint8_t)(i < 16 ? code : *at | code << 4);
-    }
+void unpack_part(int kind, const PiPart& part, int64_t i, float* out) {
+  const int type = part.type;
+  const int64_t k = part.k, codes = pi_part_codes(type, k);
+  const uint8_t* row = pi_row(&part, (int32_t)i);
+  if (type == PI_F16 || type == PI_BF16) return unpack_row(type, row, k, out);
+  for (int64_t c = 0; c < k; c++) {
+    bool high;
+    const uint8_t byte = row[code_at(type, kind, k, c, &high)];
+    const int code = type == PI_Q8_0 ? (int8_t)byte : (high ? byte >> 4 : byte & 15) - 8;
+    float d;
+    unpack_row(PI_F16, type == PI_Q4_0X32 ? pi_shared(&part, (int32_t)i) + 2 * c : row + codes + c / 32 * 2, 1, &d);
+    out[c] = d * (float)code;
   }
-  unpack_row(type, row.data(), k, out);
 }
 
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
                  float* out, int64_t ldo, NeuronCounts& counts) {
-  for (int64_t j = 0; j < n; j += NeuronBlock::NEURONS) {
-    Work w{kernels, b, x, tokens, block, std::min(n - j, (int64_t)NeuronBlock::NEURONS)};
+  PiActs acts = *x;
+  if (wants_lanes(b.up.type) || (b.gated() && wants_lanes(b.gate.type))) {
+    block.lanes.resize((size_t)(pi_lanes_bytes(x->k) * tokens));
+    fill_lanes(x, tokens, block.lanes.data());
+    acts.lanes = block.lanes.data();
+  }
+  if (b.down.type == PI_Q4_0X32) block.sums.resize((size_t)pi_round_up(x->k, 128));
+  for (int64_t j = 0, take; j < n; j += take) {
+    take = block_of(b, index + j, n - j);
+    Work w{kernels, b, &acts, tokens, block, take};
     memcpy(block.index, index + j, (size_t)w.n * sizeof *index);
     if (!firing.known) counts.first += w.n;
     w.activate(firing);
@@ -133,6 +201,7 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     }
     counts.active += active;
     counts.down += w.n;
-    kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
+    if (b.down.type == PI_Q4_0X32) counts.shared += w.add_groups(out, ldo);
+    else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
   }
 }

@@ -5,33 +5,43 @@
 
 #include "table.h"
 
-// Stored rows [rows, k] of a type into one part of bundles: `dst` is the part of neuron 0, neurons lie `stride` apart.
-void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* dst, int64_t stride);
-// The values of a part of one neuron.
-void unpack_part(int type, int kind, int64_t k, const uint8_t* part, float* out);
+// Bytes in which `rows` neurons of a part come to pack_part: stored rows; of Q4_0X32 whole groups, each a run of k blocks of Q4_0.
+int64_t part_source_bytes(int type, int64_t rows, int64_t k);
+// One part of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, and the part at byte `at` of each. Neurons that
+// are missing become zeros.
+void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch, int64_t at);
+// The values of neuron i of a part.
+void unpack_part(int kind, const PiPart& part, int64_t i, float* out);
+
+// What the kernels read of activations instead of q and d, pi_lanes_bytes a token.
+void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 
 // An FFN's neurons: h = act(gate . n + gate_bias) * (up . n + up_bias), or without a gate act(up . n + up_bias).
 struct Bundles {
-  PiPart gate, up, down;  // gate.rows null: no gate
+  PiPart gate, up, down;  // gate.groups null: no gate
   int64_t neurons;
   int act;
   float threshold;
   std::vector<float> gate_bias, up_bias;  // empty: none
-  bool gated() const { return gate.rows != nullptr; }
+  bool gated() const { return gate.groups != nullptr; }
   const PiPart& first() const { return gated() ? gate : up; }  // what the activation is on
   const std::vector<float>& first_bias() const { return gated() ? gate_bias : up_bias; }
-  int forms() const { return pi_form(gate.rows ? gate.type : up.type) | pi_form(up.type); }
+  int forms() const { return pi_form(gate.groups ? gate.type : up.type) | pi_form(up.type); }
 };
 
 // What is needed to work through a list of neurons, a few at a time.
 struct NeuronBlock {
   enum { NEURONS = 64 };  // they stay in the L2 cache from their gates to their rows of down
+  std::vector<uint8_t> lanes;
+  std::vector<int32_t> sums;
+  int8_t q[PI_NEURON_TOKENS * NEURONS];
+  float d[PI_NEURON_TOKENS * NEURONS];
   int32_t index[NEURONS + PI_LANES], position[NEURONS + PI_LANES];
   float h[PI_NEURON_TOKENS * NEURONS], more[PI_NEURON_TOKENS * NEURONS];
 };
 
-struct NeuronCounts {  // rows of bundles that were read, and neurons that were not zero, of all tokens
-  int64_t first, up, down, active;
+struct NeuronCounts {  // rows of bundles that were read, scales that rows share, and neurons that were not zero, of all tokens
+  int64_t first, up, down, shared, active;
 };
 
 // How the neurons of a list become active.
@@ -42,7 +52,7 @@ struct Firing {
   float above, most;    // activations up to `most` in magnitude count as zero
 };
 
-// out[t * ldo ..] += h * down of the listed neurons: their gates where these are not known, then up where a gate fired, then
+// out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a gate fired, then
 // down where h is not zero, in one pass over the list.
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
                  float* out, int64_t ldo, NeuronCounts& counts);

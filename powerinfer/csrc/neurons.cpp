@@ -8,23 +8,31 @@ namespace {
 
 // Rows that pass by at once, for one token and for more; tokens that a row meets at once.
 #if defined(__AVX512F__)
-enum { ROWS = 8, SHARED_ROWS = 4, TOKENS = 4 };
+enum { ROWS = 8, SHARED_ROWS = 4, SHARED_TOKENS = 4 };
 #else
-enum { ROWS = 4, SHARED_ROWS = 4, TOKENS = 1 };
+enum { ROWS = 4, SHARED_ROWS = 4, SHARED_TOKENS = 1 };
 #endif
 
 // R rows of a list, and those whose turn is next.
 template <int R> struct Rows {
   const uint8_t *now[R], *next[R];
-  PI_INLINE_MEMBER Rows(const PiPart* part, const int32_t* index, int64_t left) {
+  int64_t row = 0, line = 0, lines;  // of the next ones, what was asked for line by line
+  PI_INLINE_MEMBER Rows(const PiPart* part, const int32_t* index, int64_t left) : lines(pi_part_bytes(part->type, part->k) / 64) {
     for (int r = 0; r < R; r++) {
-      now[r] = part->rows + index[r] * part->stride;
-      next[r] = r + R < left ? part->rows + index[r + R] * part->stride : now[r];
+      now[r] = pi_row(part, index[r]);
+      next[r] = r + R < left ? pi_row(part, index[r + R]) : now[r];
     }
   }
   PI_INLINE_MEMBER void ask(int64_t at) const {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at);
+  }
+  // The same one row after the other, each from end to end: where rows are neighbours the processor sees a stream.
+  PI_INLINE_MEMBER void ask_lines(int count) {
+    for (; count > 0 && row < R; count--) {
+      __builtin_prefetch(next[row] + 64 * line);
+      if (++line == lines) line = 0, row++;
+    }
   }
 };
 
@@ -45,7 +53,8 @@ template <int R, int T> struct Sums {
 };
 
 struct DotF16 {
-  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  enum { TOKENS = SHARED_TOKENS };
+  template <int R, int T> static void rows(Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
     Sums<R, T> sum;
     const int64_t k = x->k;
     for (int64_t i = 0; i < k; i += 16) {
@@ -68,7 +77,8 @@ struct DotF16 {
 };
 
 struct DotBF16 {
-  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  enum { TOKENS = SHARED_TOKENS };
+  template <int R, int T> static void rows(Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
     Sums<R, T> sum;
     for (int64_t i = 0; i < x->k; i += 32) {
       w.ask(2 * i);
@@ -92,85 +102,60 @@ struct DotBF16 {
   }
 };
 
-// Quantised rows: 512 elements at a time, whose sixteen scales are multiplied with the activations' in one go; in these,
-// 64 elements a step, eight lanes for each of their two blocks. Beyond the end of a row all scales are zero.
-enum { PIECE = 512 };
-
+// Quantised rows: 16 blocks at a time, one in each lane, so that 512 elements end in one multiplication with their scales.
+// Beyond the end of a row all scales are zero.
 struct CodesQ8_0 {
-  enum { STEP = 64 };  // elements in 64 bytes of codes
-  static constexpr bool SIGNED = true;
-  template <int> static PI_INLINE_MEMBER u8x64 part(u8x64 raw) { return raw; }
+  enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8 };
+  static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return dot_vs_start(sum); }
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) { return dot_vs(acc, raw, b_load(q + 64 * v)); }
 };
 struct CodesQ4_0 {
-  enum { STEP = 128 };
-  static constexpr bool SIGNED = false;
-  template <int i> static PI_INLINE_MEMBER u8x64 part(u8x64 raw) { return i ? b_high4(raw) : b_low4(raw); }
+  enum { TYPE = PI_Q4_0, BLOCK = 16, VECTORS = 4 };
+  static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return i_sub(i_set(0), i_shl<3>(sum)); }
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
+    return dot_vu(dot_vu(acc, b_low4(raw), b_load(q + 64 * v)), b_high4(raw), b_load(q + 64 * (v + 4)));
+  }
 };
 
 template <class C> struct DotQ {
-  // One step: STEP elements of every row and token. q: their activations; p: the products of their scales.
-  template <int i, int R, int T> static PI_INLINE_MEMBER void half(const u8x64 (&raw)[R], const int8_t* const (&q)[T], const float (&p)[R][T][16], int block, Sums<R, T>& sum) {
-    u8x64 a[T];
-#pragma GCC unroll 8
-    for (int t = 0; t < T; t++) a[t] = b_load(q[t] + 64 * i);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const u8x64 c = C::template part<i>(raw[r]);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; t++) {
-        i32x16 s;
-        if constexpr (C::SIGNED) s = dot_vs(c, a[t]);
-        else s = i_sub(dot_vu(c, a[t]), i_shl<3>(dot_vu(b_set(1), a[t])));
-        sum.v[r][t] = f_fma(i_float(s), f_two(p[r][t] + block + 2 * i), sum.v[r][t]);
-      }
-    }
-  }
-
-  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  enum { TOKENS = SHARED_TOKENS > 2 ? 2 : SHARED_TOKENS };
+  template <int R, int T> static void rows(Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
     Sums<R, T> sum;
-    const int64_t k = x->k, nb = k / 32, codes = C::STEP == 128 ? pi_part_codes(PI_Q4_0, k) : pi_part_codes(PI_Q8_0, k);
-    alignas(64) float p[R][T][16];
-    alignas(64) int8_t tail[T][128];
-    for (int64_t i0 = 0; i0 < k; i0 += PIECE) {
-      const int64_t end = i0 + PIECE < k ? i0 + PIECE : k, blocks = nb - i0 / 32;
-      f32x16 d[T];
+    const int64_t nb = x->k / 32, codes = pi_part_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
+    const uint8_t* a = x->lanes + t0 * ld;
+    for (int64_t b = 0; b < nb; b += 16, a += PI_LANES_STEP) {
+      const int64_t step = nb - b < 16 ? 4 * (nb - b) : 64;
+      i32x16 s[R][T];
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
-        const float* xd = x->d + (t0 + t) * nb + i0 / 32;
-        d[t] = blocks >= 16 ? f_load(xd) : f_load_n(xd, (int)blocks);
+        const i32x16 start = C::start(i_load(a + t * ld + PI_LANES_SUM));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) s[r][t] = start;
       }
+#pragma GCC unroll 8
+      for (int v = 0; v < C::VECTORS; v++) {
+        const int64_t at = C::BLOCK * b + step * v;
+        w.ask_lines(R);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const u8x64 raw = b_load(w.now[r] + at);
+#pragma GCC unroll 8
+          for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a + t * ld, v);
+        }
+      }
+      w.ask_lines((R + 1) / 2);  // their scales
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        __builtin_prefetch(w.next[r] + codes + i0 / 16);
-        const f32x16 by = f_load_f16(w.now[r] + codes + i0 / 16);
+        const f32x16 d = f_load_f16(w.now[r] + codes + 2 * b);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) f_store(p[r][t], f_mul(by, d[t]));
-      }
-      for (int64_t i = i0; i < end; i += C::STEP) {
-        const int64_t at = i / C::STEP * 64;
-        w.ask(at);
-        const int8_t* q[T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) q[t] = x->q + (t0 + t) * k + i;
-        if (i + C::STEP > k) {
-          for (int t = 0; t < T; t++) {
-            memset(tail[t], 0, sizeof tail[t]);
-            memcpy(tail[t], q[t], (size_t)(k - i));
-            q[t] = tail[t];
-          }
-        }
-        u8x64 raw[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) raw[r] = b_load(w.now[r] + at);
-        half<0>(raw, q, p, (int)(i - i0) / 32, sum);
-        if constexpr (C::STEP == 128) half<1>(raw, q, p, (int)(i - i0) / 32, sum);
+        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(i_float(s[r][t]), f_mul(d, f_load((const float*)(a + t * ld + PI_LANES_D))), sum.v[r][t]);
       }
     }
     sum.put(out, ldo);
   }
 };
 
-template <class D, int R, int T> PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
+template <class D, int R, int T> PI_INLINE void dot_tokens(Rows<R> w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
   for (; t + T <= tokens; t += T) D::template rows<R, T>(w, x, t, out + t * ldo, ldo);
   if constexpr (T > 1) dot_tokens<D, R, T / 2>(w, x, t, tokens, out, ldo);
 }
@@ -178,8 +163,8 @@ template <class D, int R, int T> PI_INLINE void dot_tokens(const Rows<R>& w, con
 template <class D> void dots_of(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out, int64_t ldo) {
   int64_t j = 0;
   if (tokens == 1) for (; j + ROWS <= n; j += ROWS) dot_tokens<D, ROWS, 1>(Rows<ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
-  for (; j + SHARED_ROWS <= n; j += SHARED_ROWS) dot_tokens<D, SHARED_ROWS, TOKENS>(Rows<SHARED_ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
-  for (; j < n; j++) dot_tokens<D, 1, TOKENS>(Rows<1>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
+  for (; j + SHARED_ROWS <= n; j += SHARED_ROWS) dot_tokens<D, SHARED_ROWS, D::TOKENS>(Rows<SHARED_ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
+  for (; j < n; j++) dot_tokens<D, 1, D::TOKENS>(Rows<1>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
 }
 
 void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out, int64_t ldo) {
@@ -194,6 +179,8 @@ void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, 
 // ---- Rows added up ------------------------------------------------------------------------------------------------
 // Columns run inside, so that the sums stay in the L1 cache. The sum of a column is a plain chain over the rows: leaving
 // out a row whose factor is zero does not change a bit.
+
+enum { PIECE = 512 };  // columns whose scales are multiplied in one go
 
 struct AddF16 {
   static PI_INLINE_MEMBER f32x16 load(const uint8_t* row, int64_t c) { return f_load_f16(row + 2 * c); }
@@ -325,6 +312,91 @@ void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, in
   }
 }
 
+// What add_groups reads, line by line in the order of addresses within a group: that is how the processor's own prefetcher
+// comes to help. Rows of the groups in turn, each group's scales behind its rows.
+struct Ahead {
+  const PiPart* part;
+  const int32_t* index;
+  int64_t n, j = 0, line = 0, lines;
+  const uint8_t* at;
+  bool scales = false;
+  PI_INLINE_MEMBER Ahead(const PiPart* p, const int32_t* list, int64_t count) : part(p), index(list), n(count), lines(pi_part_bytes(p->type, p->k) / 64), at(pi_row(p, list[0])) {}
+  PI_INLINE_MEMBER void ask(int64_t count) {
+    for (; count > 0 && at; count--) {
+      __builtin_prefetch(at + 64 * line);
+      if (++line == lines) next();
+    }
+  }
+  void next() {
+    const int32_t group = index[j] / PI_GROUP;
+    const bool more = j + 1 < n;
+    line = 0;
+    scales = !scales && !(more && index[j + 1] / PI_GROUP == group);
+    if (scales) {
+      at = pi_shared(part, index[j]);
+      lines = pi_shared_bytes(part->type, part->k) / 64;
+    } else {
+      at = more ? pi_row(part, index[++j]) : nullptr;
+      lines = pi_part_bytes(part->type, part->k) / 64;
+    }
+  }
+};
+
+// Four rows side by side meet four factors as the words that an integer product wants, so a column's sum over the group is
+// a whole number, and the scales that its rows share are read and multiplied once.
+void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d, int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums) {
+  enum { DISTANCE = 4 };  // rows
+  if (n == 0) return;
+  const int64_t k = part->k;
+  Ahead ahead(part, index, n);
+  ahead.ask(DISTANCE * ahead.lines);
+  for (int64_t begin = 0, end; begin < n; begin = end, d++) {
+    const int32_t group = index[begin] / PI_GROUP;
+    for (end = begin + 1; end < n && index[end] / PI_GROUP == group;) end++;
+    const uint8_t* scales = pi_shared(part, index[begin]);
+    for (int64_t t = 0; t < tokens; t++) {
+      const int8_t* factors = q + t * ldq;
+      int32_t start = 0;
+      for (int64_t j = begin; j < end; j++) start -= 8 * factors[j];
+      for (int64_t j = begin; j < end; j += 4) {
+        const int rows = end - j < 4 ? (int)(end - j) : 4;
+        const uint8_t* row[4];
+        int32_t by = 0;
+        memcpy(&by, factors + j, (size_t)rows);
+        for (int r = 0; r < 4; r++) row[r] = pi_row(part, index[r < rows ? j + r : j]);
+        const bool first = j == begin, last = j + 4 >= end;
+        const int64_t lines = t ? 0 : last ? rows + 4 : rows;
+        for (int64_t c = 0; c < k; c += 128) {
+          ahead.ask(lines);
+          i32x16 s[8];
+#pragma GCC unroll 8
+          for (int i = 0; i < 8; i++) s[i] = first ? i_set(start) : i_load(sums + c + 16 * i);
+          u8x64 z[4];
+          b_quads(b_load(row[0] + c / 2), b_load(row[1] + c / 2), b_load(row[2] + c / 2), b_load(row[3] + c / 2), z);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) {
+            s[2 * i] = dot_u(s[2 * i], b_low4(z[i]), by);
+            s[2 * i + 1] = dot_u(s[2 * i + 1], b_high4(z[i]), by);
+          }
+          if (!last) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) i_store(sums + c + 16 * i, s[i]);
+            continue;
+          }
+          float* o = out + t * ldo + c;
+          const int blocks = k - c >= 128 ? 8 : (int)(k - c) / 16;
+#pragma GCC unroll 8
+          for (int i = 0; i < 8; i++) {
+            if (i >= blocks) break;
+            const f32x16 w = f_mul(f_load_f16(scales + 2 * (c + 16 * i)), f_set(d[t * ldd]));
+            f_store(o + 16 * i, f_fma(i_float(s[i]), w, f_load(o + 16 * i)));
+          }
+        }
+      }
+    }
+  }
+}
+
 // ---- Lists --------------------------------------------------------------------------------------------------------
 
 // Writes first + i for every bit i of the mask.
@@ -374,5 +446,5 @@ int fires(const float* x, int64_t n, float most, uint16_t* bits) {
 
 extern "C" {
 extern const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL);
-const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL) = {dots, add, keep, fires};
+const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL) = {dots, add, add_groups, keep, fires};
 }

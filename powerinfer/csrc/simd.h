@@ -73,15 +73,21 @@ PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
 // Sums of four products of neighbouring bytes, both sides vectors: codes of 0..15, and signed codes.
-PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, q); }
-PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {
-  i32x16 moved = _mm512_slli_epi32(dot_vu(_mm512_set1_epi8(1), q), 7);
-  return _mm512_sub_epi32(dot_vu(_mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), q), moved);
-}
+PI_INLINE i32x16 dot_vu(i32x16 acc, u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(acc, w, q); }
+PI_INLINE i32x16 dot_vs(i32x16 acc, u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), q); }
+PI_INLINE i32x16 dot_vs_start(i32x16 sum) { return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, 7)); }
+PI_INLINE i32x16 i_load(const void* p) { return _mm512_loadu_si512(p); }
+PI_INLINE void i_store(void* p, i32x16 v) { _mm512_storeu_si512(p, v); }
 PI_INLINE i32x16 i_sub(i32x16 a, i32x16 b) { return _mm512_sub_epi32(a, b); }
+// Byte j of word l of z[i] is byte 16 (l / 4) + 4 i + l % 4 of row j.
+PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
+  const __m512i ab = _mm512_unpacklo_epi8(a, b), AB = _mm512_unpackhi_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d), CD = _mm512_unpackhi_epi8(c, d);
+  z[0] = _mm512_unpacklo_epi16(ab, cd);
+  z[1] = _mm512_unpackhi_epi16(ab, cd);
+  z[2] = _mm512_unpacklo_epi16(AB, CD);
+  z[3] = _mm512_unpackhi_epi16(AB, CD);
+}
 template <int n> PI_INLINE i32x16 i_shl(i32x16 a) { return _mm512_slli_epi32(a, n); }
-// s[0] in the first eight lanes, s[1] in the others.
-PI_INLINE f32x16 f_two(const float* s) { return _mm512_mask_broadcastss_ps(_mm512_set1_ps(s[0]), 0xff00, _mm_load_ss(s + 1)); }
 // Bit i: not x[i] <= y[i], so NaN counts.
 PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLE_UQ); }
 // Nibble s of each lane's 32 bits, less 8.
@@ -204,13 +210,7 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   return dot_u(c, {_mm256_xor_si256(w.a, m), _mm256_xor_si256(w.b, m)}, a);
 }
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return i_set(-128 * sum); }
-PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) {
-  __m256i z = _mm256_setzero_si256();
-  return {_mm256_dpbusd_avx_epi32(z, w.a, q.a), _mm256_dpbusd_avx_epi32(z, w.b, q.b)};
-}
-PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {  // |w| by q with the sign of w: |w| = 128 is right too
-  return dot_vu({_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
-}
+PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {_mm256_dpbusd_avx_epi32(c.a, w.a, q.a), _mm256_dpbusd_avx_epi32(c.b, w.b, q.b)}; }
 #else
 // maddubs saturates at 2^15: codes of up to 6 bits (2 * 63 * 127) and |w| <= 128 against |a| <= 127 stay below.
 PI_INLINE __m256i dot4(__m256i c, __m256i u, __m256i s) {
@@ -225,17 +225,24 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   return {dot4(c.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a)), dot4(c.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
 }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
-PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) {
-  __m256i z = _mm256_setzero_si256();
-  return {dot4(z, w.a, q.a), dot4(z, w.b, q.b)};
-}
-PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {
-  return dot_vu({_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
-}
+PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {dot4(c.a, w.a, q.a), dot4(c.b, w.b, q.b)}; }
 #endif
+PI_INLINE i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {  // |w| by q with the sign of w: |w| = 128 is right too
+  return dot_vu(c, {_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
+}
+PI_INLINE i32x16 dot_vs_start(i32x16) { return i_set(0); }
+PI_INLINE i32x16 i_load(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+PI_INLINE void i_store(void* p, i32x16 x) { _mm256_storeu_si256((__m256i*)p, x.a); _mm256_storeu_si256((__m256i*)p + 1, x.b); }
+PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
+  const u8x64 ab = {_mm256_unpacklo_epi8(a.a, b.a), _mm256_unpacklo_epi8(a.b, b.b)}, AB = {_mm256_unpackhi_epi8(a.a, b.a), _mm256_unpackhi_epi8(a.b, b.b)};
+  const u8x64 cd = {_mm256_unpacklo_epi8(c.a, d.a), _mm256_unpacklo_epi8(c.b, d.b)}, CD = {_mm256_unpackhi_epi8(c.a, d.a), _mm256_unpackhi_epi8(c.b, d.b)};
+  z[0] = {_mm256_unpacklo_epi16(ab.a, cd.a), _mm256_unpacklo_epi16(ab.b, cd.b)};
+  z[1] = {_mm256_unpackhi_epi16(ab.a, cd.a), _mm256_unpackhi_epi16(ab.b, cd.b)};
+  z[2] = {_mm256_unpacklo_epi16(AB.a, CD.a), _mm256_unpacklo_epi16(AB.b, CD.b)};
+  z[3] = {_mm256_unpackhi_epi16(AB.a, CD.a), _mm256_unpackhi_epi16(AB.b, CD.b)};
+}
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
-PI_INLINE f32x16 f_two(const float* s) { return {_mm256_set1_ps(s[0]), _mm256_set1_ps(s[1])}; }
 PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
   return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ)) | (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ)) << 8;
 }
@@ -330,15 +337,26 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }  // codes are below 128
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
-PI_INLINE i32x16 dot_vs(u8x64 w, u8x64 q) {
-  i32x16 r;
-  EACH r.v[i] = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(w.v[i]), vreinterpretq_s8_u8(q.v[i]));
-  return r;
+PI_INLINE i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {
+  EACH c.v[i] = vdotq_s32(c.v[i], vreinterpretq_s8_u8(w.v[i]), vreinterpretq_s8_u8(q.v[i]));
+  return c;
 }
-PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) { return dot_vs(w, q); }
+PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return dot_vs(c, w, q); }
+PI_INLINE i32x16 dot_vs_start(i32x16) { return i_set(0); }
+PI_INLINE i32x16 i_load(const void* p) { i32x16 r; EACH r.v[i] = vld1q_s32((const int32_t*)p + 4 * i); return r; }
+PI_INLINE void i_store(void* p, i32x16 x) { EACH vst1q_s32((int32_t*)p + 4 * i, x.v[i]); }
+PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
+  EACH {
+    const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(a.v[i], b.v[i])), AB = vreinterpretq_u16_u8(vzip2q_u8(a.v[i], b.v[i]));
+    const uint16x8_t cd = vreinterpretq_u16_u8(vzip1q_u8(c.v[i], d.v[i])), CD = vreinterpretq_u16_u8(vzip2q_u8(c.v[i], d.v[i]));
+    z[0].v[i] = vreinterpretq_u8_u16(vzip1q_u16(ab, cd));
+    z[1].v[i] = vreinterpretq_u8_u16(vzip2q_u16(ab, cd));
+    z[2].v[i] = vreinterpretq_u8_u16(vzip1q_u16(AB, CD));
+    z[3].v[i] = vreinterpretq_u8_u16(vzip2q_u16(AB, CD));
+  }
+}
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { EACH x.v[i] = vsubq_s32(x.v[i], y.v[i]); return x; }
 template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { EACH x.v[i] = vshlq_n_s32(x.v[i], n); return x; }
-PI_INLINE f32x16 f_two(const float* s) { f32x16 r; EACH r.v[i] = vdupq_n_f32(s[i / 2]); return r; }
 PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
   static const uint32_t bit[4] = {1, 2, 4, 8};
   uint32_t r = 0;
@@ -449,18 +467,24 @@ PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
-PI_PLAIN i32x16 dot_vs(u8x64 w, u8x64 q) {
+PI_PLAIN i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {
   int8_t a[64], b[64];
   memcpy(a, &w, 64);
   memcpy(b, &q, 64);
   i32x16 r;
   EACH r[i] = a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] + a[4 * i + 3] * b[4 * i + 3];
-  return r;
+  return c + r;
 }
-PI_INLINE i32x16 dot_vu(u8x64 w, u8x64 q) { return dot_vs(w, q); }  // codes are below 128
+PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return dot_vs(c, w, q); }  // codes are below 128
+PI_INLINE i32x16 dot_vs_start(i32x16) { return i_set(0); }
+PI_INLINE i32x16 i_load(const void* p) { i32x16 r; memcpy(&r, p, 64); return r; }
+PI_INLINE void i_store(void* p, i32x16 x) { memcpy(p, &x, 64); }
+PI_PLAIN void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
+  const u8x64 rows[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++) for (int l = 0; l < 16; l++) for (int j = 0; j < 4; j++) z[i][4 * l + j] = rows[j][16 * (l / 4) + 4 * i + l % 4];
+}
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return x - y; }
 template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { return x << n; }
-PI_PLAIN f32x16 f_two(const float* s) { f32x16 r; EACH r[i] = s[i / 8]; return r; }
 PI_PLAIN uint32_t f_not_le(f32x16 x, f32x16 y) { uint32_t r = 0; EACH r |= (uint32_t)!(x[i] <= y[i]) << i; return r; }
 template <int s> PI_INLINE f32x16 f_code(u8x64 v) { return i_float((i32x16)((u32x16)v >> 4 * s & 15) - 8); }
 #endif

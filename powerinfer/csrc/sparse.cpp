@@ -152,7 +152,7 @@ void SparseFfn::sample(Thread& t, const Step& step, const FfnInput& in, const Pi
   }
 }
 
-// An even part of the list of all threads, in its order.
+// An even part of the list of all threads, in its order, cut where a group of neurons ends if they share scales.
 int64_t SparseFfn::take_part(Thread& t) {
   Program& p = *t.program;
   NeuronScratch& s = *p.neurons;
@@ -160,6 +160,19 @@ int64_t SparseFfn::take_part(Thread& t) {
   int64_t total = 0, begin, end, at = 0, n = 0;
   for (const Share& other : s.shares) total += other.n;
   share(total, 1, p.pool->threads(), t.id, &begin, &end);
+  if (bundles->down.type == PI_Q4_0X32) {
+    const auto listed = [&s](int64_t i) {
+      const Share* from = s.shares.data();
+      for (; i >= from->n; from++) i -= from->n;
+      return from->listed[(size_t)i];
+    };
+    const auto whole = [&](int64_t i) {
+      while (i > 0 && i < total && listed(i - 1) / PI_GROUP == listed(i) / PI_GROUP) i++;
+      return i;
+    };
+    begin = whole(begin);
+    end = whole(end);
+  }
   for (const Share& other : s.shares) {
     const int64_t from = std::max(begin - at, (int64_t)0), to = std::min(end - at, other.n);
     for (int64_t j = from; j < to; j++) part[(size_t)n++] = other.listed[(size_t)j];
@@ -196,6 +209,7 @@ void SparseFfn::count(const Step& step, Way way, NeuronScratch& s, bool sampled)
     stats.first_rows += share.done.first;
     stats.up_rows += share.done.up;
     stats.down_rows += share.done.down;
+    stats.shared_scales += share.done.shared;
     stats.sampled_active += share.sampled_active;
     stats.sampled_found += share.sampled_found;
   }

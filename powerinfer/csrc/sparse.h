@@ -18,7 +18,7 @@ struct Predictor {
 
 // What was done, summed over the tokens of all steps; rows are counted once for the tokens of a step.
 struct NeuronStats {
-  int64_t steps, exact_steps, tokens, active, candidates, first_rows, up_rows, down_rows;
+  int64_t steps, exact_steps, tokens, active, candidates, first_rows, up_rows, down_rows, shared_scales;
   int64_t sampled_tokens, sampled_active, sampled_found;  // how many active neurons of sampled tokens were candidates
 };
 

@@ -74,6 +74,7 @@ struct PiActs {
   const float* sd;     // [t][k / 32]  d * sum of the block's q
   const int16_t* s;    // [t][k / 16]  sums of q
   int64_t k, ldf, ldb;
+  const uint8_t* lanes = nullptr;  // q and d in the order of single neurons' rows, or null (pi_lanes_bytes)
 };
 
 // One matrix product over panels [p0, p1): out[t][16 p + lane] = bias + w . x  (+ what was there, when `add`).
@@ -97,40 +98,67 @@ struct PiAttention {
 
 // ---- Single neurons ----------------------------------------------------------------------------------------------
 // A bundle holds what belongs to one neuron side by side: its row of gate and of up, which meet the activations
-// ("dot"), and its column of down, stored as a row, which is added to the output ("add"). A part is a multiple of 64
-// bytes, zero behind its k elements:
+// ("dot"), and its column of down, stored as a row, which is added to the output ("add"). A row is a multiple of 64
+// bytes, zero behind its k elements. PI_GROUP bundles make a group, and behind them lies what their rows share:
 //
 //   F16, BF16  as they are
 //   Q8_0       k codes of s8, padded to 64; then f16 d of each 32, padded to 16 of them
-//   Q4_0       per 128 k 64 bytes; dot: element i and, in the high nibbles, element 64 + i; add: nibble s of 32-bit
-//              word l is element 16 s + l; then d as for Q8_0
+//              dot: per 16 blocks of 32 (or the m that are left) 8 vectors of m words; word l of vector v is elements
+//              4 v .. 4 v + 3 of block l. add: in order
+//   Q4_0       codes and d likewise; dot: 4 vectors, in the high nibbles those of vector 4 + v; add: per 128 k 64 bytes,
+//              nibble s of 32-bit word l is element 16 s + l
+//   Q4_0X32    add only: blocks across the group's neurons, as model files have them. Codes per 128 k as 64 bytes: byte
+//              16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l (l < 16).
+//              Shared: the scales, f16 d of each element, padded to 128 of them
 enum { PI_DOT, PI_ADD };
+enum { PI_Q4_0X32 = PI_N_TYPES };
+
+// Neurons that lie together: the length of a block across them.
+enum { PI_GROUP = 32 };
 
 // Most tokens that the neurons' kernels take at once.
 enum { PI_NEURON_TOKENS = 8 };
 
-static inline int pi_part_type(int type) { return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0; }
+static inline int pi_part_type(int type) { return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_0X32; }
 
 static inline int64_t pi_part_codes(int type, int64_t k) {
-  return type == PI_Q8_0 ? pi_round_up(k, 64) : type == PI_Q4_0 ? pi_round_up(k, 128) / 2 : pi_round_up(2 * k, 64);
+  return type == PI_Q8_0 ? pi_round_up(k, 64) : type == PI_Q4_0 || type == PI_Q4_0X32 ? pi_round_up(k, 128) / 2 : pi_round_up(2 * k, 64);
 }
 
+// Bytes of the row of one neuron.
 static inline int64_t pi_part_bytes(int type, int64_t k) {
   return pi_round_up(pi_part_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0), 64);
 }
 
-// One part of the bundles of a layer: that of neuron i lies at rows + i * stride.
+// Bytes of the scales that the rows of a group share.
+static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
+
+// One part of the bundles of a layer. Groups lie `stride` apart, the bundles of a group `pitch`, and in each of these the part
+// begins at byte `at`.
 struct PiPart {
-  const uint8_t* rows;
-  int64_t stride, k;
+  const uint8_t* groups;
+  int64_t stride, pitch, at, k;
   int type;
 };
 
+static inline const uint8_t* pi_row(const PiPart* part, int32_t i) { return part->groups + i / PI_GROUP * part->stride + i % PI_GROUP * part->pitch + part->at; }
+
+// What neuron i shares with its group.
+static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) { return part->groups + i / PI_GROUP * part->stride + PI_GROUP * part->pitch; }
+
+// Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d; zeros
+// behind the last block.
+enum { PI_LANES_SUM = 512, PI_LANES_D = 576, PI_LANES_STEP = 640 };
+static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 512 * PI_LANES_STEP; }
+
 struct PiNeuronKernels {
-  // out[t * ldo + j] = neuron index[j] . token t.
+  // out[t * ldo + j] = neuron index[j] . token t. Quantised parts want `lanes`.
   void (*dots)(const PiPart*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
   // out[t * ldo + c] += sum over j, in their order, of h[t * ldh + j] * neuron index[j][c].
   void (*add)(const PiPart*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo);
+  // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the groups that
+  // the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
+  void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d, int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `most` or is NaN for some token t, ascending, as
   // first + j; how many these are for each token is added to counts. Returns their number; up to 16 more are written.
   int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first, int32_t* out, int64_t* counts);

@@ -25,14 +25,16 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class _Ffn:
-    """op: number of the operator; bytes of the dense weights, of the product that names the active ones, and, once
-    there are bundles, of the predictor and of the parts of a neuron: gate (plain FFN: up), up, down."""
+    """op: number of the operator; neurons: of it; bytes of the dense weights, of the product that names the active
+    ones, and, once there are bundles, of the predictor and of what is read of a neuron, gate (plain FFN: up), up and
+    down, and of a group's scales."""
 
     op: int
+    neurons: int
     total: int
     first: int
     predictor: int = 0
-    parts: tuple[int, int, int] = (0, 0, 0)
+    parts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class CpuExecutor:
         """
         total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
         layer = self.first_layer + len(self._ffns)
-        self._ffns[layer] = _Ffn(self._program.size, total, (up if gate is None else gate).nbytes)
+        self._ffns[layer] = _Ffn(self._program.size, up.rows, total, (up if gate is None else gate).nbytes)
         gate_bias, up_bias, down_bias = biases
         activation, threshold = self._config.activation, self._config.activation_threshold
         self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
@@ -250,17 +252,19 @@ class CpuExecutor:
     ) -> None:
         """Give a layer's FFN its neurons as bundles; it stays dense until `set_ways` says otherwise.
 
-        rows: uint8 [d_ff, layout.stride], kept; most: activations up to this magnitude count as zero; predictor: its
-        description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between samples of its
-        recall, 0 for none. ValueError for shapes that are not the layer's.
+        rows: uint8 [groups, layout.group_bytes], kept; most: activations up to this magnitude count as zero; predictor:
+        its description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between samples of
+        its recall, 0 for none. ValueError for shapes that are not the layer's.
         """
         config, ffn = self._config, self._ffns[layer]
         bundles = _native.Bundles(
             rows,
+            ffn.neurons,
             config.d_model,
             layout.gate_type if layout.gated else None,
             layout.gate_type,
             layout.down_type,
+            layout.pitch,
             layout.gate_at if layout.gated else 0,
             layout.up_at,
             layout.down_at,
@@ -273,7 +277,7 @@ class CpuExecutor:
             about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
             self._program.sparsify(ffn.op, bundles, inner, outer, about.threshold, about.floor, most, recall_every)
             ffn.predictor = inner.nbytes + outer.nbytes
-        ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes)
+        ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
 
     def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
         """How a sparsified layer runs steps of few tokens: number of tokens -> "dense", "exact" or "predicted".
@@ -294,9 +298,9 @@ class CpuExecutor:
         """
         ffn = self._ffns[layer]
         counts = dict(self._program.neuron_stats(ffn.op))
-        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows")]
+        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
         exact = counts.pop("exact_steps")
-        counts["rows"] = sum(rows)
+        counts["rows"] = sum(rows[:3])
         counts["bytes"] = exact * ffn.first + (counts["steps"] - exact) * ffn.predictor
         counts["bytes"] += sum(number * nbytes for number, nbytes in zip(rows, ffn.parts, strict=True))
         return counts

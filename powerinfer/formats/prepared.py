@@ -33,9 +33,6 @@ from powerinfer.formats.quant import Bytes
 from powerinfer.formats.safetensors_file import parse_json, read_with_metadata
 from powerinfer.formats.tensors import RawTensor
 
-FORMAT = 1
-"""Goes up with every change of what the files hold, the order of the bytes in a bundle's part included."""
-
 PAGE = 4096  # where the first tensor begins
 LINE = 64  # where every tensor begins
 
@@ -66,14 +63,18 @@ class Filling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of prepared file: its name, what people call its contents, and the verb that makes it."""
+    """A kind of prepared file: its name, what people call its contents, and the verb that makes it.
+
+    format: goes up with every change of what the files hold, the order of the bytes in a bundle's part included.
+    """
 
     name: str
     noun: str
     verb: str
+    format: int = 1
 
 
-BUNDLES = Kind("neurons", "bundles", "pack")
+BUNDLES = Kind("neurons", "bundles", "pack", format=3)
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")
@@ -131,11 +132,12 @@ class PreparedFile:
         return description, {name: data for name, data in tensors.items() if not _is_padding(name, data)}, file
 
     def _check(self, description: dict[str, Any]) -> None:
-        found = description.get("format")
-        if type(found) is not int or found != FORMAT:
-            raise self.bad(f"was written by another version of powerinfer (format {shown(found)}, not {FORMAT})")
         if description.get("kind") != self.kind.name:
             raise self.bad(f"holds {shown(description.get('kind'))}, not {self.kind.name}")
+        found = description.get("format")
+        if type(found) is not int or found != self.kind.format:
+            wanted = self.kind.format
+            raise self.bad(f"was written by another version of powerinfer (format {shown(found)}, not {wanted})")
         if description.get("fingerprint") != self._fingerprint:
             raise self.bad("was made for another model, or the model has changed")
         quantize = description.get("quantize")
@@ -191,7 +193,7 @@ class PreparedFile:
 
     def _header(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> _Header:
         whole = {
-            "format": FORMAT,
+            "format": self.kind.format,
             "kind": self.kind.name,
             "fingerprint": self._fingerprint,
             "quantize": self._quantize,

@@ -108,25 +108,39 @@ def kv_page_bytes(kv_type: str, layers: int, kv_heads: int, head_dim: int) -> in
     return _native.kv_page_bytes(kv_type, layers, kv_heads, head_dim)
 
 
-def part_bytes(type_name: str, k: int) -> int:
-    """Bytes of one part of a bundle, k elements of F16, BF16, Q8_0 or Q4_0; a multiple of 64. ValueError for others."""
-    return _native.part_bytes(type_name, k)
+def part_bytes(type_name: str, k: int) -> tuple[int, int]:
+    """Bytes of a part of k elements: (of one neuron's row, of what the rows of a group share), multiples of 64.
+
+    type_name: F16, BF16, Q8_0, Q4_0 or Q4_0X32; ValueError for others.
+    """
+    return _native.part_bytes(type_name, k), _native.shared_bytes(type_name, k)
 
 
 def pack_part(
-    type_name: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], out: NDArray[np.uint8], at: int, threads: int
+    type_name: str,
+    kind: str,
+    rows: int,
+    k: int,
+    data: NDArray[np.uint8],
+    out: NDArray[np.uint8],
+    pitch: int,
+    at: int,
+    threads: int,
 ) -> None:
-    """Write rows [rows, k] into one part of the bundles `out`, uint8 [rows, stride], from byte `at` of each.
+    """Write rows [rows, k] into one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.
 
-    data: the rows as a model file stores them, uint8 1-D; kind: "dot" for gate and up, "add" for down.
+    data: the rows as a model file stores them, uint8 1-D; for Q4_0X32 group by group k blocks of Q4_0, each across the
+    group's neurons. out: the bundles, uint8 [groups, bytes of a group]; kind: "dot" for gate and up, "add" for down.
     """
-    _native.pack_part(_native.Pool(threads), type_name, kind, rows, k, data, out, at)
+    _native.pack_part(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
 
 
-def unpack_part(type_name: str, kind: str, k: int, data: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
-    """The values of one part of bundles, float32 [rows, k]. data: uint8 [rows, stride]."""
-    out = np.empty((len(data), k), np.float32)
-    _native.unpack_part(type_name, kind, k, data, at, out)
+def unpack_part(
+    type_name: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], pitch: int, at: int
+) -> NDArray[np.float32]:
+    """The values of one part of bundles, float32 [rows, k]. data: uint8 [groups, bytes of a group]."""
+    out = np.empty((rows, k), np.float32)
+    _native.unpack_part(type_name, kind, k, data, pitch, at, out)
     return out
 
 

@@ -12,7 +12,9 @@ row fires, `active_d` on those whose product is not zero. By the way that a laye
     exact        first row           -            up row       down row
     predicted    -                   first row    up row       down row
 
-A dense byte costs 1 / dense_gb_s, a row of a bundle bytes / bundle_gb_s + row_ns (`Device`). A plain FFN's first row is
+A dense byte costs 1 / dense_gb_s, a row of a bundle bytes / bundle_gb_s + row_ns (`Device`). Where rows of down share
+scales (`BundleLayout.shared_bytes`), these are read once for each group of bundles with an active neuron; that counts
+as the work of its neurons, by how often each is active. A plain FFN's first row is
 up, a gated one's gate; a gated one's up row is read where the gate fires. With both devices at work
 
     T_layer = T_attention + T_predictor + max(T_gpu, T_cpu + T_sync) + T_disk
@@ -35,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.neurons import BundleLayout, Indices, Profile
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
 from powerinfer.placement.hardware import Device, Disk
 from powerinfer.placement.shapes import Matrix, Model
 
@@ -51,13 +53,14 @@ WAYS = {
 
 _STREAM = 1 << 20  # bytes of a read where neurons follow one another on disk
 
-EACH, NAMED, FIRED, ACTIVE = range(4)
+EACH, NAMED, FIRED, ACTIVE, SHARED = _KINDS = range(5)
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Of every layer's groups, from the first: float64 [layers, groups + 1, 4], how many of the neurons so far there
-    are (EACH), and for how many a step needs the first row (NAMED), up (FIRED) and down (ACTIVE).
+    """Of every layer's groups, from the first: float64 [layers, groups + 1, 5], how many of the neurons so far there
+    are (EACH), for how many a step needs the first row (NAMED), up (FIRED) and down (ACTIVE), and of how many groups of
+    bundles the scales of down (SHARED).
 
     idle: float64 [layers, groups + 1], chance that no neuron from there on is named.
     """
@@ -67,7 +70,7 @@ class Expected:
 
     @property
     def all(self) -> Floats:
-        """Of whole layers, [layers, 4]."""
+        """Of whole layers, [layers, 5]."""
         return np.asarray(self.sums[:, -1])
 
 
@@ -87,14 +90,15 @@ def expected(
     """
     groups = -(-profile.d_ff // group)
     starts = np.arange(groups) * group
-    sums = np.zeros((profile.n_layers, groups + 1, 4))
+    sums = np.zeros((profile.n_layers, groups + 1, len(_KINDS)))
     idle = np.ones((profile.n_layers, groups + 1))
     for layer in range(profile.n_layers):
         p = profile.fraction(layer)[order[layer]]
         active = _any(p, batch)
         fired = _any(np.sqrt(p), batch) if config.activation == "drelu" else active
         guessed = _any(np.minimum(1.0, named[layer] * p), batch)
-        for kind, values in ((EACH, np.ones_like(p)), (NAMED, guessed), (FIRED, fired), (ACTIVE, active)):
+        shared = _groups_read(_any(profile.fraction(layer), batch))[order[layer]]
+        for kind, values in enumerate((np.ones_like(p), guessed, fired, active, shared)):
             sums[layer, 1:, kind] = np.cumsum(np.add.reduceat(values, starts))
         silent = np.add.reduceat(np.log1p(-np.minimum(guessed, 1 - 1e-15)), starts)
         idle[layer, :-1] = np.exp(np.cumsum(silent[::-1])[::-1])
@@ -105,15 +109,24 @@ def _any(p: Floats, batch: int) -> Floats:
     return p if batch == 1 else np.asarray(-np.expm1(batch * np.log1p(-np.minimum(p, 1 - 1e-15))))
 
 
+def _groups_read(active: Floats) -> Floats:
+    """[d_ff]: how many groups of bundles have an active neuron, shared out to their neurons by the chance of each."""
+    starts = np.arange(0, len(active), BUNDLE_GROUP)
+    some = -np.expm1(np.add.reduceat(np.log1p(-np.minimum(active, 1 - 1e-15)), starts))
+    expected = np.add.reduceat(active, starts)
+    each = np.divide(some, expected, out=np.zeros_like(some), where=expected > 0)
+    return np.asarray(active * np.repeat(each, BUNDLE_GROUP)[: len(active)])
+
+
 def neuron_seconds(
     device: Device, bundles: BundleLayout, way: str, panels: tuple[Matrix, ...] = (), d_ff: int = 1
 ) -> Floats:
-    """[EACH, NAMED, FIRED, ACTIVE]: seconds that a device spends on one neuron, for each reason.
+    """[EACH, NAMED, FIRED, ACTIVE, SHARED]: seconds that a device spends on one of each.
 
     panels: the layer's dense matrices where the device keeps them, from which `all` and the first rows of `exact` are
     computed; without them both come from the bundles.
     """
-    seconds = np.zeros(4)
+    seconds = np.zeros(len(_KINDS))
     first = device.rows_seconds(bundles.gate_type, 1, bundles.gate_bytes)
     if way == "all":
         if panels:
@@ -128,6 +141,7 @@ def neuron_seconds(
     if bundles.gated:
         seconds[FIRED] = first  # up has the size and the type of gate
     seconds[ACTIVE] = device.rows_seconds(bundles.gate_type, 1, bundles.down_bytes)
+    seconds[SHARED] = device.rows_seconds(bundles.gate_type, 0, bundles.shared_bytes)
     return seconds
 
 
@@ -207,7 +221,7 @@ def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector
     `all` streams them. `predicted` reads the bundles that are named. `exact` needs the first row of each neuron, and
     the rest of those that fire; or streams them all, where that is faster.
     """
-    n, named, fired, _ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
+    n, named, fired, *_ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
     streamed = n * bundles.stride / disk.rate(_STREAM)
     if selector == "all":
         return np.asarray(streamed)
@@ -218,12 +232,13 @@ def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector
 
 
 def neuron_bytes(bundles: BundleLayout, way: str) -> Floats:
-    """[EACH, NAMED, FIRED, ACTIVE]: bytes that are read of one neuron, for each reason."""
-    nbytes = np.zeros(4)
+    """[EACH, NAMED, FIRED, ACTIVE, SHARED]: bytes that are read of one of each."""
+    nbytes = np.zeros(len(_KINDS))
     if way == "all":
         nbytes[EACH] = bundles.stride
         return nbytes
     nbytes[NAMED if way == "predicted" else EACH] = bundles.gate_bytes
     nbytes[FIRED] = bundles.gate_bytes if bundles.gated else 0.0
     nbytes[ACTIVE] = bundles.down_bytes
+    nbytes[SHARED] = bundles.shared_bytes
     return nbytes

@@ -24,11 +24,11 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, available_memory
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.pack import PART_TYPES
+from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BundleLayout, Predictor
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Predictor
 from powerinfer.placement.hardware import OTHER
 
 
@@ -63,7 +63,7 @@ _FEW = 256  # rows of one that is not
 _WARM_UP = 2
 _LEAST_STEPS = 3
 _SAMPLE_SECONDS = 0.6  # after which a sample gets no more steps than the least
-_DOWN = {"Q4_0": "Q8_0"}  # what `pack` takes for down where it is not the type of gate
+_DOWN = {"Q4_0": ACROSS}  # what `pack` takes for down where it is not the type of gate
 _OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
 
 
@@ -297,21 +297,24 @@ class _Work:
     def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[Group, float, float, float]]:
         d_model, d_ff = shape
         down_type = _DOWN.get(type_name, type_name)
-        layout = BundleLayout(
-            d_model, True, type_name, down_type, cpu.part_bytes(type_name, d_model), cpu.part_bytes(down_type, d_model)
-        )
+        gate_bytes, _ = cpu.part_bytes(type_name, d_model)
+        layout = BundleLayout(d_model, True, type_name, down_type, gate_bytes, *cpu.part_bytes(down_type, d_model))
         layers = -(-round(self._nbytes / (d_ff * layout.stride)) // len(FRACTIONS)) * len(FRACTIONS) or len(FRACTIONS)
         gate = self._normal(type_name, d_ff, d_model)
-        down, down_rows = self._matrix(type_name, d_model, d_ff), self._matrix(down_type, d_ff, d_model)
+        down, groups = self._matrix(type_name, d_model, d_ff), n_groups(d_ff)
+        if down_type == ACROSS:
+            down_rows = self._matrix("Q4_0", groups * d_model, BUNDLE_GROUP)
+        else:
+            down_rows = self._matrix(down_type, d_ff, d_model)
         inner, outer = self._normal("Q8_0", _RANK, d_model), self._normal("Q8_0", d_ff, _RANK)
-        bundle = np.zeros((d_ff, layout.stride), np.uint8)
+        bundles = np.zeros((groups, layout.group_bytes), np.uint8)
         threads = cpu.choose_threads(self._engine.threads)[0]
-        for kind, part, at in (
-            ("dot", gate, layout.gate_at),
-            ("dot", gate, layout.up_at),
-            ("add", down_rows, layout.down_at),
+        for kind, part_type, part, at in (
+            ("dot", type_name, gate, layout.gate_at),
+            ("dot", type_name, gate, layout.up_at),
+            ("add", down_type, down_rows, layout.down_at),
         ):
-            cpu.pack_part(part.type, kind, d_ff, d_model, part.data, bundle, at, threads)
+            cpu.pack_part(part_type, kind, d_ff, d_model, part.data, bundles, layout.pitch, at, threads)
         tiny = self._matrix("F16", _HEAD_DIM, d_model), self._matrix("F16", d_model, _HEAD_DIM)
         with self._transformer(layers, d_model, d_ff, 1, 1) as executor:
             up, down_matrix = executor.matrix(gate), executor.matrix(down)  # never used: shared by all layers
@@ -323,7 +326,7 @@ class _Work:
                 # predictor's guesses are about normal, of variance 1/2.
                 quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
                 predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
-                executor.sparsify(layer, _as_mapped(bundle), layout, most=quantile, predictor=predictor)
+                executor.sparsify(layer, _as_mapped(bundles), layout, most=quantile, predictor=predictor)
             ways = {
                 "exact": Group(d_model, "exact", type_name, gate.data.nbytes),
                 "predicted": Group(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),

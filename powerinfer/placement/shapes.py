@@ -18,10 +18,11 @@ from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
+from powerinfer.formats.pack import ACROSS, bundle_layout
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BundleLayout
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.power_law import FAMILIES, Law
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def checkpoint_model(
     packed, else those that `pack` would make. named: of predictors whose training is not described; fresh: as if
     nothing were packed or trained yet.
     """
-    from powerinfer.formats.pack import bundle_layout, open_bundles
+    from powerinfer.formats.pack import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile
     from powerinfer.sparsity.packing import choose_types
@@ -130,7 +131,7 @@ def checkpoint_model(
         layout = open_bundles(checkpoint, prepared, cpu.part_bytes).layout
     else:
         types = choose_types(checkpoint)
-        layout = bundle_layout(checkpoint, types.gate, types.down, cpu.part_bytes)
+        layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (named,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
@@ -168,8 +169,9 @@ def described_model(
 
     gate = wanted if config.d_model % block_type(wanted).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
-    sizes = (cpu.part_bytes(gate, config.d_model), cpu.part_bytes(down, config.d_model))
-    layout = BundleLayout(config.d_model, config.gated, gate, down, *sizes)
+    if gate == "Q4_0" and config.d_ff % BUNDLE_GROUP == 0:
+        down = ACROSS
+    layout = bundle_layout(config, gate, down, cpu.part_bytes)
     bare = _model(config, name or config.name, type_of, layout, (), (named,) * config.n_layers)
     total = sum(matrix.stored for layer in (*bare.attention, *bare.ffn) for matrix in layer) + bare.tables
     bytes_of_rank = config.n_layers * (config.d_model + config.d_ff) * _row_bytes(_PREDICTOR_TYPE, 32) / 32

@@ -2,7 +2,8 @@
 
 Gate and up are stored neuron by neuron in every model file, so their rows keep their codes where the type is kept. Down
 is stored the other way round: floats are transposed as they are, but the blocks of a quantised matrix run across the
-neurons, so its values are quantised again along a neuron, to the wider Q8_0. What that costs is measured on the way.
+neurons. Those of Q4_0 are kept, with scales that a group of neurons shares; values of other types are quantised again
+along a neuron, to Q8_0. What that costs is measured on the way.
 """
 
 from __future__ import annotations
@@ -18,10 +19,21 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
-from powerinfer.formats.pack import PART_TYPES, BundleFile, bundle_layout, open_bundles, write_bundles
+from powerinfer.formats.pack import (
+    ACROSS,
+    DOWN_TYPES,
+    PART_TYPES,
+    BundleFile,
+    bundle_layout,
+    can_hold,
+    n_groups,
+    open_bundles,
+    write_bundles,
+)
 from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
+from powerinfer.neurons import BundleLayout
 
 Squares = NDArray[np.float64]
 """[sum of squared errors, sum of squared weights]."""
@@ -56,21 +68,25 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     """The types of a model's parts: those asked for (of `PART_TYPES`), else those that lose least.
 
     F16, BF16, Q8_0 and Q4_0 stay what they are, F32 becomes F16, any other quantised type Q8_0. Down that is quantised
-    becomes Q8_0, unless the file has it neuron by neuron already; down of floats stays what it is, or follows what was
-    asked for (gate_type, --quantize): Q8_0 where that is a quantised type. Rows that are not whole blocks become F16.
-    RequestError for a type that cannot be had.
+    becomes Q8_0, unless the file has it neuron by neuron already, or keeps its blocks (`ACROSS`) where it is Q4_0; down
+    of floats stays what it is, or follows what was asked for (gate_type, --quantize): Q8_0 where that is a quantised
+    type. Rows that are not whole blocks become F16. RequestError for a type that cannot be had.
     """
     d_model = checkpoint.config.d_model
-    for name in (gate_type, down_type):
-        if name is not None and name not in PART_TYPES:
-            raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(PART_TYPES)}")
-        if name is not None and d_model % block_type(name).block:
-            raise RequestError(f"rows of {d_model} weights are not whole blocks of {name}; choose f16 or bf16")
+    for part, name, known in (("up", gate_type, PART_TYPES), ("down", down_type, DOWN_TYPES)):
+        if name is not None and name not in known:
+            raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(known)}")
+        if name is not None and not can_hold(checkpoint.config, part, name):
+            across = name == ACROSS and d_model % 32 == 0
+            rows = f"{checkpoint.config.d_ff} neurons" if across else f"rows of {d_model} weights"
+            raise RequestError(f"{rows} are not whole blocks of {name}; choose f16 or bf16")
     gates = {checkpoint.taken_type(name) for part in _row_parts(checkpoint) for name in _names(checkpoint, part)}
     downs = {checkpoint.taken_type(name) for name in _names(checkpoint, "down")}
     gate = gate_type or _nearest(gates, d_model)
     if down_type is not None:
         down = down_type
+    elif downs == {"Q4_0"} and not any(map(_by_neuron, _names(checkpoint, "down"))) and d_model % 32 == 0:
+        down = ACROSS
     elif not downs <= FLOAT_TYPES and not all(_by_neuron(name) for name in _names(checkpoint, "down")):
         down = _fitting("Q8_0", d_model)
     elif downs <= FLOAT_TYPES and (gate_type is not None or checkpoint.quantize is not None):
@@ -78,7 +94,8 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     else:
         down = _nearest(downs, d_model)
     changes = ((" and ".join(_row_parts(checkpoint)), gates, gate), ("down", downs, down))
-    notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != {new})
+    kept = {new: {"Q4_0"} if new == ACROSS else {new} for _, _, new in changes}
+    notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != kept[new])
     return PartTypes(gate, down, tuple(notes))
 
 
@@ -101,12 +118,12 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     """
     begin = time.perf_counter()
     config = checkpoint.config
-    layout = bundle_layout(checkpoint, types.gate, types.down, cpu.part_bytes)
+    layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
     parts = [_Part(name, types.gate, "dot", getattr(layout, f"{name}_at")) for name in _row_parts(checkpoint)]
     parts.append(_Part("down", types.down, "add", layout.down_at))
     squares = {part.name: np.zeros(2) for part in parts}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
-    rows = np.zeros((min(step, config.d_ff), layout.stride), np.uint8)  # the bytes that pad a part stay zero
+    space = np.zeros((n_groups(min(step, config.d_ff)), layout.group_bytes), np.uint8)
     cores = min(8, cpu.usable_cores()[0])
     done = 0
     with write_bundles(checkpoint, prepared, layout) as write, ThreadPoolExecutor(cores) as threads:
@@ -114,10 +131,11 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
             sources = [_Source(checkpoint, part, layer) for part in parts]
             for slab in _slabs(sources, config.d_ff, step, threads, cores):
                 count = len(slab[0][0])
+                groups = space[: n_groups(count)]
                 for part, (data, error) in zip(parts, slab, strict=True):
                     squares[part.name] += error
-                    part.put(data, rows[:count], config.d_model, cores)
-                write(layer, rows[:count])
+                    part.put(data, count, groups, layout, cores)
+                write(layer, groups)
                 done += count
                 if progress is not None:
                     progress("packing neurons", done, config.n_layers * config.d_ff)
@@ -133,9 +151,10 @@ class _Part:
     kind: str  # how the kernels use it: "dot" with the activations, "add" to the output
     at: int  # in the bundle
 
-    def put(self, stored: Bytes, bundles: Bytes, d_model: int, threads: int) -> None:
-        """Lay stored rows, uint8 [neurons, row_bytes], into their place in the bundles, uint8 [neurons, stride]."""
-        cpu.pack_part(self.type, self.kind, len(stored), d_model, stored.reshape(-1), bundles, self.at, threads)
+    def put(self, stored: Bytes, neurons: int, groups: Bytes, layout: BundleLayout, threads: int) -> None:
+        """Lay what `_Source.rows` gives into its place in the bundles, uint8 [groups, layout.group_bytes]."""
+        data, pitch = stored.reshape(-1), layout.pitch
+        cpu.pack_part(self.type, self.kind, neurons, layout.d_model, data, groups, pitch, self.at, threads)
 
 
 def _slabs(
@@ -164,7 +183,8 @@ class _Source:
     def rows(self, begin: int, end: int) -> tuple[Bytes, Squares]:
         """The neurons from `begin` to `end` as stored rows of the part's type, uint8 [neurons, row_bytes], contiguous.
 
-        `begin` is a multiple of every block, and so is `end`, unless it is d_ff.
+        In `ACROSS` they are whole groups, uint8 [groups, d_model * 18]. `begin` is a multiple of every block, and so is
+        `end`, unless it is d_ff.
         """
         stored = self._tensor.rows()
         if _by_neuron(self._name):
@@ -173,6 +193,8 @@ class _Source:
         columns = stored[:, begin // kind.block * kind.nbytes : end // kind.block * kind.nbytes]
         if self._type == self._part.type and self._type in FLOAT_TYPES:
             return _transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
+        if self._type == "Q4_0" and self._part.type == ACROSS:
+            return _by_group(columns), np.zeros(2)
         return self._encoded(_transposed(dequantize(columns, self._type)))
 
     def _from_rows(self, stored: Bytes) -> tuple[Bytes, Squares]:
@@ -183,8 +205,10 @@ class _Source:
         return self._encoded(dequantize(stored, self._type))
 
     def _encoded(self, values: Floats) -> tuple[Bytes, Squares]:
-        """Values in the part's type, and the error of that; ModelError if it cannot hold one."""
+        """Values, float32 [neurons, d_model], in the part's type, and the error; ModelError if it cannot hold one."""
         target = self._part.type
+        if target == ACROSS:
+            values, target = _transposed(values), "Q4_0"
         try:
             data = quantize(values, target)
         except ModelError as error:
@@ -195,7 +219,8 @@ class _Source:
             hint = f"; `{flag} bf16` holds larger ones" if target == "F16" else ""
             raise ModelError(f"{self._where} has a weight that {target} cannot hold{hint}")
         wrong = np.square(back - values, dtype=np.float64).sum()
-        return data, np.array([wrong, np.square(values, dtype=np.float64).sum()])
+        squares = np.array([wrong, np.square(values, dtype=np.float64).sum()])
+        return (_by_group(data) if self._part.type == ACROSS else data), squares
 
 
 def _transposed(matrix: NDArray[Any]) -> NDArray[Any]:
@@ -205,6 +230,12 @@ def _transposed(matrix: NDArray[Any]) -> NDArray[Any]:
     for at in range(0, rows, 64):
         out[:, at : at + 64] = matrix[at : at + 64].T
     return out
+
+
+def _by_group(blocks: Bytes) -> Bytes:
+    """Blocks of Q4_0, uint8 [d_model, groups * 18], group by group: [groups, d_model * 18]."""
+    rows = len(blocks)
+    return np.ascontiguousarray(blocks.reshape(rows, -1, 18).transpose(1, 0, 2)).reshape(-1, rows * 18)
 
 
 def _as_q8_0(stored: Bytes, type_name: str) -> Bytes:

@@ -11,6 +11,8 @@ namespace {
 const int PART_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
 const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
 const char* const KINDS[] = {"dot", "add"};
+
+const char* type_name(int type) { return type == PI_Q4_0X32 ? "Q4_0X32" : TYPES[type]; }
 const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096}, BLOCK_WIDTHS = {32, 64, 96, 160, 512, 544, 1056};
 
 const std::vector<int64_t>& widths(int type) { return is_quantised(type) ? BLOCK_WIDTHS : FLOAT_WIDTHS; }
@@ -31,7 +33,35 @@ std::vector<List> lists(int32_t n) {
 
 // ---- Parts -----------------------------------------------------------------------------------------------------------
 
-// A part as table.h describes it, from a stored row.
+int64_t groups_of(int64_t neurons) { return (neurons + PI_GROUP - 1) / PI_GROUP; }
+
+// Stored neurons in the form that pack_part takes, and their values.
+std::vector<uint8_t> random_part(Random& r, int type, int64_t rows, int64_t k, std::vector<float>& values) {
+  values.resize((size_t)(rows * k));
+  if (type != PI_Q4_0X32) {
+    const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
+    for (int64_t i = 0; i < rows; i++) unpack_row(type, stored.data() + i * stored_row_bytes(type, k), k, &values[(size_t)(i * k)]);
+    return stored;
+  }
+  const std::vector<uint8_t> stored = random_rows(r, PI_Q4_0, groups_of(rows) * k, PI_GROUP);
+  for (int64_t i = 0; i < rows; i++) {
+    for (int64_t c = 0; c < k; c++) {
+      float block[PI_GROUP];
+      unpack_row(PI_Q4_0, stored.data() + (i / PI_GROUP * k + c) * 18, PI_GROUP, block);
+      values[(size_t)(i * k + c)] = block[i % PI_GROUP];
+    }
+  }
+  return stored;
+}
+
+// Packs all groups of a part; `data` is what its `groups` points to.
+void pack_groups(const PiPart& part, int kind, int64_t rows, const uint8_t* src, uint8_t* data) {
+  for (int64_t g = 0; g < groups_of(rows); g++) {
+    pack_part(part.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), part.k, src + part_source_bytes(part.type, g * PI_GROUP, part.k), data + g * part.stride, part.pitch, part.at);
+  }
+}
+
+// A row of a part as table.h describes it, from a stored row; of Q4_0X32 from its codes.
 std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k) {
   if (!is_quantised(type)) {
     std::vector<uint8_t> part((size_t)pi_round_up(2 * k, 64));
@@ -43,14 +73,17 @@ std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k
   for (int64_t i = 0; i < k; i++) {
     const uint8_t* block = row + i / 32 * size;
     memcpy(&part[(size_t)(codes + i / 32 * 2)], block, 2);
+    // Sixteen blocks, or those that are left: vector v has four elements of each.
+    const int64_t first = i / 512 * 16, word = 4 * std::min(k / 32 - first, (int64_t)16), v = i % 32 / 4;
+    const int64_t vectors = first * (size - 2) + 4 * (i / 32 - first) + i % 4;
     if (type == PI_Q8_0) {
-      part[(size_t)i] = block[2 + i % 32];
+      part[(size_t)(kind == PI_DOT ? vectors + v * word : i)] = block[2 + i % 32];
       continue;
     }
     const int code = i % 32 < 16 ? block[2 + i % 16] & 15 : block[2 + i % 16] >> 4;
     const int64_t base = i / 128 * 64, e = i % 128, s = e / 16, l = e % 16;
-    const int64_t at = base + (kind == PI_DOT ? e % 64 : 4 * l + s / 2);
-    const bool high = kind == PI_DOT ? e >= 64 : s % 2;
+    const int64_t at = kind == PI_DOT ? vectors + v % 4 * word : base + 4 * l + s / 2;
+    const bool high = kind == PI_DOT ? v >= 4 : s % 2;
     part[(size_t)at] = (uint8_t)(part[(size_t)at] | (high ? code << 4 : code));
   }
   return part;
@@ -62,22 +95,56 @@ void test_parts() {
       Check check(std::string("parts ") + TYPES[type] + " " + KINDS[kind]);
       for (int64_t k : widths(type)) {
         Random r((uint64_t)(type * 1000 + kind * 100000 + k));
-        const int64_t rows = 5, bytes = pi_part_bytes(type, k), at = 64, stride = at + bytes, row_bytes = stored_row_bytes(type, k);
-        check.yes(bytes % 64 == 0, k);
-        const std::vector<uint8_t> random = random_rows(r, type, rows, k);
+        const int64_t rows = 37, bytes = pi_part_bytes(type, k), at = 64, pitch = at + bytes, stride = PI_GROUP * pitch, row_bytes = stored_row_bytes(type, k);
+        check.yes(bytes % 64 == 0 && pi_shared_bytes(type, k) == 0, k);
+        std::vector<float> values;
+        const std::vector<uint8_t> random = random_part(r, type, rows, k, values);
         const Exact<uint8_t> stored(random.begin(), random.end());
-        Exact<uint8_t> data((size_t)(rows * stride), 0xaa);
-        pack_part(type, kind, rows, k, stored.data(), data.data() + at, stride);
-        for (int64_t i = 0; i < rows; i++) {
-          const uint8_t* bundle = data.data() + i * stride;
-          const std::vector<uint8_t> part = described(type, kind, stored.data() + i * row_bytes, k);
-          check.yes((int64_t)part.size() == bytes && memcmp(bundle + at, part.data(), (size_t)bytes) == 0, k);
+        Exact<uint8_t> data((size_t)(groups_of(rows) * stride), 0xaa);
+        const PiPart whole{data.data(), stride, pitch, at, k, type};
+        pack_groups(whole, kind, rows, stored.data(), data.data());
+        for (int64_t i = 0; i < groups_of(rows) * PI_GROUP; i++) {
+          const uint8_t *bundle = data.data() + i * pitch, *row = bundle + at;
+          const std::vector<uint8_t> part = i < rows ? described(type, kind, stored.data() + i * row_bytes, k) : std::vector<uint8_t>((size_t)bytes);
+          check.yes((int64_t)part.size() == bytes && memcmp(row, part.data(), (size_t)bytes) == 0, k);
           for (int64_t j = 0; j < at; j++) check.yes(bundle[j] == 0xaa, k);
-          Exact<float> back((size_t)k, NOT), values((size_t)k, NOT);
-          unpack_part(type, kind, k, bundle + at, back.data());
-          unpack_row(type, stored.data() + i * row_bytes, k, values.data());
-          for (int64_t j = 0; j < k; j++) check.same(back[(size_t)j], values[(size_t)j], j);
+          if (i >= rows) continue;
+          Exact<float> back((size_t)k, NOT);
+          unpack_part(kind, whole, i, back.data());
+          for (int64_t j = 0; j < k; j++) check.same(back[(size_t)j], values[(size_t)(i * k + j)], j);
         }
+      }
+    }
+  }
+  Check check("parts Q4_0X32 add");
+  for (int64_t k : BLOCK_WIDTHS) {
+    Random r((uint64_t)k);
+    const int64_t rows = 64, bytes = pi_part_bytes(PI_Q4_0X32, k), scales = pi_round_up(k, 128) * 2, stride = PI_GROUP * bytes + scales;
+    check.yes(bytes == pi_round_up(k, 128) / 2 && pi_shared_bytes(PI_Q4_0X32, k) == scales, k);
+    std::vector<float> values;
+    const std::vector<uint8_t> random = random_part(r, PI_Q4_0X32, rows, k, values);
+    const Exact<uint8_t> stored(random.begin(), random.end());
+    Exact<uint8_t> data((size_t)(groups_of(rows) * stride), 0xaa);
+    const PiPart whole{data.data(), stride, bytes, 0, k, PI_Q4_0X32};
+    pack_groups(whole, PI_ADD, rows, stored.data(), data.data());
+    for (int64_t g = 0; g < groups_of(rows); g++) {
+      const uint8_t* group = data.data() + g * stride;
+      std::vector<uint8_t> wanted((size_t)stride);
+      for (int64_t c = 0; c < k; c++) {
+        const uint8_t* block = stored.data() + (g * k + c) * 18;
+        memcpy(&wanted[(size_t)(PI_GROUP * bytes + 2 * c)], block, 2);
+        for (int64_t i = 0; i < PI_GROUP; i++) {
+          const int code = i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4;
+          const int64_t z = c % 128 / 32, l = c % 16;
+          uint8_t& byte = wanted[(size_t)(i * bytes + c / 128 * 64 + l / 4 * 16 + 4 * z + l % 4)];
+          byte = (uint8_t)(byte | (c % 32 < 16 ? code : code << 4));
+        }
+      }
+      check.yes(memcmp(group, wanted.data(), (size_t)stride) == 0, k);
+      for (int64_t i = 0; i < PI_GROUP; i++) {
+        Exact<float> back((size_t)k, NOT);
+        unpack_part(PI_ADD, whole, g * PI_GROUP + i, back.data());
+        for (int64_t c = 0; c < k; c++) check.same(back[(size_t)c], values[(size_t)((g * PI_GROUP + i) * k + c)], c);
       }
     }
   }
@@ -94,25 +161,33 @@ struct Part {
   Exact<uint8_t> data;
   PiPart part;
 
-  Part(Random& r, int type, int kind, int64_t rows, int64_t k) : rows(rows), k(k), type(type), values((size_t)(rows * k)) {
-    const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
-    for (int64_t i = 0; i < rows; i++) unpack_row(type, stored.data() + i * stored_row_bytes(type, k), k, &values[(size_t)(i * k)]);
-    const int64_t stride = AT + pi_part_bytes(type, k);
-    data.assign((size_t)(rows * stride), 0xff);
-    pack_part(type, kind, rows, k, stored.data(), data.data() + AT, stride);
-    part = {data.data() + AT, stride, k, type};
+  Part(Random& r, int type, int kind, int64_t rows, int64_t k) : rows(rows), k(k), type(type) {
+    const std::vector<uint8_t> stored = random_part(r, type, rows, k, values);
+    const int64_t pitch = AT + pi_part_bytes(type, k), stride = PI_GROUP * pitch + pi_shared_bytes(type, k);
+    data.assign((size_t)(groups_of(rows) * stride), 0xff);
+    part = {data.data(), stride, pitch, AT, k, type};
+    pack_groups(part, kind, rows, stored.data(), data.data());
   }
   const float* row(int64_t i) const { return &values[(size_t)(i * k)]; }
 };
 
+// Activations with what quantised parts want of them.
+struct Lanes {
+  Exact<uint8_t> data;
+  PiActs acts;
+  Lanes(const PiActs& x, int type, int64_t tokens) : data(is_quantised(type) ? (size_t)(tokens * pi_lanes_bytes(x.k)) : 0, 0xff), acts(x) {
+    if (is_quantised(type)) fill_lanes(&x, tokens, data.data());
+    acts.lanes = data.empty() ? nullptr : data.data();
+  }
+};
+
 // Roundings on the longest path of a term to a dot product, two for a step that is not fused: lanes of 16 elements; pairs of
-// them; 64 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
+// them; 512 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
 double dot_chain(int type, int64_t k) {
   switch (type) {
     case PI_F16: return 2.0 * (double)((k + 15) / 16) + 4;
     case PI_BF16: return 4.0 * (double)((k + 31) / 32) + 4;
-    case PI_Q8_0: return 2.0 * (double)((k + 63) / 64) + 5;
-    default: return 4.0 * (double)((k + 127) / 128) + 5;
+    default: return 2.0 * (double)((k + 511) / 512) + 6;
   }
 }
 
@@ -121,14 +196,14 @@ void test_dots(const PiKernels* kernels) {
     for (int64_t k : widths(type)) {
       const std::string name = std::string(kernels->name) + " dots " + TYPES[type] + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k));
-      const int64_t rows = k > 2000 ? 13 : 23, most = PI_NEURON_TOKENS;
+      const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
       const Part part(r, type, PI_DOT, rows, k);
       const Acts acts(kernels, pi_form(type), most, k, r.normals(most * k));
       Check values(name), bits(name + " bits for any tokens and rows"), outside(name + " writes its part only");
       std::vector<float> alone((size_t)(most * rows), NOT);
       for (int64_t t = 0; t < most; t++) {
-        const PiActs x = acts.from(t);
-        for (int32_t i = 0; i < rows; i++) kernels->neurons->dots(&part.part, &i, 1, &x, 1, &alone[(size_t)(t * rows + i)], 1);
+        const Lanes x(acts.from(t), type, 1);
+        for (int32_t i = 0; i < rows; i++) kernels->neurons->dots(&part.part, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
       }
       for (int64_t t = 0; t < most; t++) {
         for (int64_t i = 0; i < rows; i++) {
@@ -142,12 +217,12 @@ void test_dots(const PiKernels* kernels) {
         }
       }
       for (int64_t tokens = 1; tokens <= most; tokens++) {
-        const PiActs x = acts.from(most - tokens);
+        const Lanes x(acts.from(most - tokens), type, tokens);
         for (const List& list : lists((int32_t)rows)) {
           const Exact<int32_t> index(list.begin(), list.end());
           const int64_t n = (int64_t)index.size(), ldo = n + tokens % 3;
           Exact<float> out((size_t)((tokens - 1) * ldo + n), NOT);
-          kernels->neurons->dots(&part.part, index.data(), n, &x, tokens, out.data(), ldo);
+          kernels->neurons->dots(&part.part, index.data(), n, &x.acts, tokens, out.data(), ldo);
           for (int64_t i = 0; i < (int64_t)out.size(); i++) {
             if (i % ldo < n) bits.same(out[(size_t)i], alone[(size_t)((most - tokens + i / ldo) * rows + index[(size_t)(i % ldo)])], i);
             else outside.yes(isnan(out[(size_t)i]), i);
@@ -163,7 +238,7 @@ void test_add(const PiKernels* kernels) {
     for (int64_t k : widths(type)) {
       const std::string name = std::string(kernels->name) + " add " + TYPES[type] + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k + 7));
-      const int64_t rows = k > 2000 ? 13 : 23, most = PI_NEURON_TOKENS;
+      const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
       const Part part(r, type, PI_ADD, rows, k);
       const std::vector<float> before = r.normals(most * k), factors = r.normals(most * rows);
       Check values(name), bits(name + " bits for any tokens, in two parts, without zeros"), outside(name + " writes its part only");
@@ -221,6 +296,54 @@ void test_add(const PiKernels* kernels) {
         }
       }
       if (outside.all == 0) outside.yes(true, 0);
+    }
+  }
+}
+
+// Of Q4_0X32, whole numbers by group.
+void test_add_groups(const PiKernels* kernels) {
+  for (int64_t k : BLOCK_WIDTHS) {
+    const std::string name = std::string(kernels->name) + " add_groups k=" + std::to_string(k);
+    Random r((uint64_t)(k + 99));
+    const int64_t rows = 150;
+    const Part part(r, PI_Q4_0X32, PI_ADD, rows, k);
+    Check values(name), bits(name + " bits for any tokens"), outside(name + " writes its part only");
+    for (int64_t tokens : {1, 2, 3, 8}) {
+      for (const List& list : lists((int32_t)rows)) {
+        const Exact<int32_t> index(list.begin(), list.end());
+        const int64_t n = (int64_t)index.size(), ldq = n + tokens % 2, ldo = k + tokens % 3, size = (tokens - 1) * ldo + k;
+        std::vector<int64_t> group;  // of each of the list
+        for (int64_t j = 0; j < n; j++) group.push_back(j == 0 ? 0 : group.back() + (index[(size_t)j] / PI_GROUP != index[(size_t)(j - 1)] / PI_GROUP));
+        const int64_t groups = n ? group.back() + 1 : 0, ldd = groups + tokens % 3;
+        Exact<int8_t> q(n ? (size_t)((tokens - 1) * ldq + n) : 0, 77);
+        Exact<float> d(n ? (size_t)((tokens - 1) * ldd + groups) : 0, NOT), out((size_t)size, NOT);
+        for (int64_t t = 0; t < tokens; t++) {
+          for (int64_t j = 0; j < n; j++) q[(size_t)(t * ldq + j)] = (int8_t)(r.next() % 8 == 0 ? 127 : r.next() % 8 == 0 ? -127 : (int)(r.next() % 255) - 127);
+          for (int64_t g = 0; g < groups; g++) d[(size_t)(t * ldd + g)] = fabsf(r.normal());
+          for (int64_t c = 0; c < k; c++) out[(size_t)(t * ldo + c)] = r.normal();
+        }
+        const Exact<float> start = out;
+        Exact<int32_t> sums((size_t)pi_round_up(k, 128), -1);
+        kernels->neurons->add_groups(&part.part, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(), ldo, sums.data());
+        for (int64_t t = 0; t < tokens; t++) {
+          Exact<float> alone(start.begin() + t * ldo, start.begin() + t * ldo + k);
+          kernels->neurons->add_groups(&part.part, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd, ldd, 1, alone.data(), k, sums.data());
+          for (int64_t c = 0; c < k; c++) {
+            double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0;
+            for (int64_t j = 0; j < n; j++) {  // a group's sum is exact; the product of its two scales rounds, and each group's step
+              whole += (double)q[(size_t)(t * ldq + j)] * part.row(index[(size_t)j])[c];
+              if (j + 1 < n && group[(size_t)(j + 1)] == group[(size_t)j]) continue;
+              const double term = whole * d[(size_t)(t * ldd + group[(size_t)j])];
+              sum += term;
+              all += fabs(term);
+              whole = 0;
+            }
+            values.near(out[(size_t)(t * ldo + c)], sum, gamma_of(2.0 * (double)groups + 2) * all, t * k + c);
+            bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
+          }
+        }
+        for (int64_t i = 0; i < size; i++) if (i % ldo >= k) outside.yes(isnan(out[(size_t)i]), i);
+      }
     }
   }
 }
@@ -324,22 +447,22 @@ struct Layer {
   Layer(const Layer&) = delete;
   Layer(Random& r, int64_t k, int64_t neurons, int type, int down_type, int act, bool gated, bool biases)
       : k(k), neurons(neurons), type(type), down_type(down_type), act(act), threshold(act == PI_FATRELU ? 0.125f : 0.0f), gated(gated) {
-    const int64_t part = pi_part_bytes(type, k), down_at = gated ? 2 * part : part, stride = down_at + pi_part_bytes(down_type, k);
-    data.assign((size_t)(neurons * stride), 0xff);
+    const int64_t part = pi_part_bytes(type, k), down_at = gated ? 2 * part : part, pitch = down_at + pi_part_bytes(down_type, k);
+    const int64_t stride = PI_GROUP * pitch + pi_shared_bytes(down_type, k);
+    data.assign((size_t)(groups_of(neurons) * stride), 0xff);
     const auto make = [&](int t, int kind, std::vector<uint8_t>& rows, std::vector<float>& values, int64_t at) {
-      rows = random_rows(r, t, neurons, k);
-      values.resize((size_t)(neurons * k));
-      for (int64_t i = 0; i < neurons; i++) unpack_row(t, rows.data() + i * stored_row_bytes(t, k), k, &values[(size_t)(i * k)]);
-      pack_part(t, kind, neurons, k, rows.data(), data.data() + at, stride);
+      rows = random_part(r, t, neurons, k, values);
+      pack_groups({data.data(), stride, pitch, at, k, t}, kind, neurons, rows.data(), data.data());
     };
     if (gated) make(type, PI_DOT, gate_rows, gate, 0);
     make(type, PI_DOT, up_rows, up, gated ? part : 0);
     make(down_type, PI_ADD, down_rows, down, down_at);
     if (biases && gated) gate_bias = r.normals(neurons, 0.1f);
     if (biases) up_bias = r.normals(neurons, 0.1f);
-    const PiPart none{nullptr, 0, k, 0};
-    bundles = std::make_shared<Bundles>(Bundles{gated ? PiPart{data.data(), stride, k, type} : none, PiPart{data.data() + (gated ? part : 0), stride, k, type},
-                                                PiPart{data.data() + down_at, stride, k, down_type}, neurons, act, threshold, gate_bias, up_bias});
+    const PiPart none{nullptr, 0, 0, 0, k, 0};
+    const auto of = [&](int t, int64_t at) { return PiPart{data.data(), stride, pitch, at, k, t}; };
+    bundles = std::make_shared<Bundles>(Bundles{gated ? of(type, 0) : none, of(type, gated ? part : 0), of(down_type, down_at),
+                                                neurons, act, threshold, gate_bias, up_bias});
   }
 };
 
@@ -415,6 +538,11 @@ struct Wanted {
   Range up, down, active;
 
   template <class F> Wanted(const Layer& l, int64_t tokens, const List& list, const F& of) : sum((size_t)(tokens * l.k)), size(sum), off(sum) {
+    std::vector<double> largest((size_t)tokens);
+    for (int32_t i : list) for (int64_t t = 0; t < tokens; t++) {
+      const Near h = of(t, i).h;
+      largest[(size_t)t] = std::max(largest[(size_t)t], fabs(h.value) + h.off);
+    }
     for (int32_t i : list) {
       Sure fires = NO, some = NO;
       for (int64_t t = 0; t < tokens; t++) {
@@ -423,11 +551,13 @@ struct Wanted {
         some = std::max(some, n.active);
         active.add(n.active);
         if (n.h.value == 0 && n.h.off == 0) continue;
+        // h in 8 bits of the largest of its group, none of which is larger than the largest of all
+        const double in_8_bits = l.down_type == PI_Q4_0X32 ? 1.001 * largest[(size_t)t] / 254 : 0;
         for (int64_t c = 0; c < l.k; c++) {
           const double w = l.down[(size_t)(i * l.k + c)];
           sum[(size_t)(t * l.k + c)] += n.h.value * w;
           size[(size_t)(t * l.k + c)] += (fabs(n.h.value) + n.h.off) * fabs(w);
-          off[(size_t)(t * l.k + c)] += n.h.off * fabs(w);
+          off[(size_t)(t * l.k + c)] += (n.h.off + in_8_bits) * fabs(w);
         }
       }
       if (l.gated) up.add(fires);
@@ -445,7 +575,7 @@ struct Wanted {
 };
 
 void add_case(const PiKernels* kernels, int type, int down_type, int act, bool gated, bool biases) {
-  const std::string name = std::string(kernels->name) + " add_neurons " + TYPES[type] + " " + TYPES[down_type] + " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") + (biases ? " with biases" : "");
+  const std::string name = std::string(kernels->name) + " add_neurons " + TYPES[type] + " " + type_name(down_type) + " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") + (biases ? " with biases" : "");
   Random r((uint64_t)(type * 1000 + down_type * 100 + act * 4 + gated * 2 + biases));
   const int64_t k = 96, neurons = 150, most_tokens = PI_NEURON_TOKENS;  // three blocks, the last of them odd
   const Layer layer(r, k, neurons, type, down_type, act, gated, biases);
@@ -480,7 +610,7 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
         const Wanted wanted(layer, tokens, list, of);
         const std::vector<float> was(before.begin() + first * k, before.end());
         Exact<float> out(was.begin(), was.end());
-        NeuronCounts counts = {5, 6, 7, 8};
+        NeuronCounts counts = {5, 6, 7, 9, 8};
         add_neurons(kernels, *layer.bundles, &x, tokens, index.data(), (int64_t)index.size(), firing, *block, out.data(), k, counts);
         wanted.check(sums, out.data(), k, k, was, {}, 2.0 * (double)list.size() + 1);
         counted.yes(counts.first == 5 + (is_known ? 0 : (int64_t)list.size()), 1);
@@ -500,7 +630,7 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
 }
 
 void test_add_neurons(const PiKernels* kernels) {
-  const int types[][2] = {{PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}};
+  const int types[][2] = {{PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}};
   for (int act = 0; act < PI_N_ACTS; act++) {
     for (bool gated : {false, true}) {
       if (act == PI_DRELU && !gated) continue;  // it is on gate and up
@@ -794,6 +924,7 @@ int main() {
     const int before = passed, wrong = failed;
     test_dots(kernels);
     test_add(kernels);
+    test_add_groups(kernels);
     test_keep(kernels);
     test_fires(kernels);
     test_add_neurons(kernels);
