@@ -366,6 +366,8 @@ def refused(model: Checkpoint, why: str) -> None:
         ({"down_type": ["F16"]}, "parts of type"),
         ({"gate_type": ACROSS}, "parts of type"),
         ({"down_type": "Q8_0"}, "does not hold layer 0 as 3 groups of"),
+        ({"format": 1}, r"another version of powerinfer \(format '1', not 3\)"),
+        ({"format": 2}, r"another version of powerinfer \(format '2', not 3\)"),
         ({"format": BUNDLES.format + 1}, "another version"),
     ],
 )

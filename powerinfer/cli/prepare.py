@@ -350,7 +350,7 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and packed_bundles(work) is None:
         types = packing.choose_types(work.checkpoint)
-        total += neurons * bundle_layout(work.checkpoint, types.gate, types.down, part_bytes).stride
+        total += neurons * bundle_layout(config, types.gate, types.down, part_bytes).stride
     return total
 
 
