@@ -16,8 +16,7 @@ enum { ROWS = 4, SHARED_ROWS = 4, SHARED_TOKENS = 1 };
 // R rows of a list, and those whose turn is next.
 template <int R> struct Rows {
   const uint8_t *now[R], *next[R];
-  int64_t row = 0, line = 0, lines;  // of the next ones, what was asked for line by line
-  PI_INLINE_MEMBER Rows(const PiPart* part, const int32_t* index, int64_t left) : lines(pi_part_bytes(part->type, part->k) / 64) {
+  PI_INLINE_MEMBER Rows(const PiPart* part, const int32_t* index, int64_t left) {
     for (int r = 0; r < R; r++) {
       now[r] = pi_row(part, index[r]);
       next[r] = r + R < left ? pi_row(part, index[r + R]) : now[r];
@@ -26,13 +25,6 @@ template <int R> struct Rows {
   PI_INLINE_MEMBER void ask(int64_t at) const {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at);
-  }
-  // The same one row after the other, each from end to end: where rows are neighbours the processor sees a stream.
-  PI_INLINE_MEMBER void ask_lines(int count) {
-    for (; count > 0 && row < R; count--) {
-      __builtin_prefetch(next[row] + 64 * line);
-      if (++line == lines) line = 0, row++;
-    }
   }
 };
 
@@ -54,7 +46,7 @@ template <int R, int T> struct Sums {
 
 struct DotF16 {
   enum { TOKENS = SHARED_TOKENS };
-  template <int R, int T> static void rows(Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
     Sums<R, T> sum;
     const int64_t k = x->k;
     for (int64_t i = 0; i < k; i += 16) {
@@ -78,7 +70,7 @@ struct DotF16 {
 
 struct DotBF16 {
   enum { TOKENS = SHARED_TOKENS };
-  template <int R, int T> static void rows(Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
     Sums<R, T> sum;
     for (int64_t i = 0; i < x->k; i += 32) {
       w.ask(2 * i);
@@ -119,7 +111,7 @@ struct CodesQ4_0 {
 
 template <class C> struct DotQ {
   enum { TOKENS = SHARED_TOKENS > 2 ? 2 : SHARED_TOKENS };
-  template <int R, int T> static void rows(Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
     Sums<R, T> sum;
     const int64_t nb = x->k / 32, codes = pi_part_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
     const uint8_t* a = x->lanes + t0 * ld;
@@ -135,7 +127,7 @@ template <class C> struct DotQ {
 #pragma GCC unroll 8
       for (int v = 0; v < C::VECTORS; v++) {
         const int64_t at = C::BLOCK * b + step * v;
-        w.ask_lines(R);
+        w.ask(at);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const u8x64 raw = b_load(w.now[r] + at);
@@ -143,7 +135,7 @@ template <class C> struct DotQ {
           for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a + t * ld, v);
         }
       }
-      w.ask_lines((R + 1) / 2);  // their scales
+      if (b % 32 == 0) w.ask(codes + 2 * b);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const f32x16 d = f_load_f16(w.now[r] + codes + 2 * b);
@@ -155,7 +147,7 @@ template <class C> struct DotQ {
   }
 };
 
-template <class D, int R, int T> PI_INLINE void dot_tokens(Rows<R> w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
+template <class D, int R, int T> PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
   for (; t + T <= tokens; t += T) D::template rows<R, T>(w, x, t, out + t * ldo, ldo);
   if constexpr (T > 1) dot_tokens<D, R, T / 2>(w, x, t, tokens, out, ldo);
 }
