@@ -278,9 +278,10 @@ def plan(work: Work, progress: Progress) -> Outcome:
     if facts is None:
         facts = read_document(save_plan(make_plan(request), work.folder))
     work.plan, work.plan_path = facts, path
-    said = f"{rate(facts.decode_tok_s)} tokens/s predicted with --selector {work.selector}"
+    on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
+    said = f"{rate(facts.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
     figures = {"path": str(path), "key": request.key, "selector": work.selector}
-    return Outcome(SKIPPED if known else DONE, f"{said}, {100 * facts.mass_on_gpu:.1f} % of the activations on the GPU", figures)
+    return Outcome(SKIPPED if known else DONE, said, figures)
 
 
 def report(work: Work, progress: Progress) -> Outcome:
