@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.config import ModelConfig
+from powerinfer.formats.quant import Bytes, Floats, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 PAGE = 32
 """Tokens of a page of the KV cache."""
 
-FEW = 8
-"""Most tokens that go through matrices vector by vector; more of them are multiplied as a matrix."""
+FEW = 32
+"""Most tokens whose products read a weight once, as it is; for more of them matrices are dequantised first."""
 
 GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 """The types in which matrices lie on a GPU. Parts of bundles may be Q4_0X32 besides."""
@@ -39,6 +41,8 @@ HALF_MOST = 65504.0
 """The largest float16."""
 
 _PIECE = 1 << 24  # elements of a matrix that are converted, or multiplied with many tokens, at a time
+
+_SIGNS = np.uint8(0x88)  # turns two codes that lie 8 above their values into two's complement, and back
 
 _forced = [False]
 
@@ -50,7 +54,17 @@ def force_triton(on: bool) -> None:
 
 def which(tensor: Tensor) -> str:
     """ "triton" or "torch": the kind of kernel that serves tensors which lie where this one does."""
-    return "triton" if _forced[0] or (tensor.is_cuda and _has_triton()) else "torch"
+    return "triton" if _triton(tensor) else "torch"
+
+
+def _triton(tensor: Tensor) -> bool:
+    return _forced[0] or (tensor.is_cuda and _has_triton())
+
+
+def _kernels() -> Any:
+    from powerinfer.kernels import triton_kernels
+
+    return triton_kernels
 
 
 @cache
@@ -67,8 +81,8 @@ class Weight:
     """A matrix [rows, k] on a device.
 
     F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
-    byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), 8 above
-    their values; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales lie in `Neurons.shared`.
+    byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
+    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales lie in `Neurons.shared`.
     """
 
     type: str
@@ -157,7 +171,8 @@ def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
     if kind in FLOAT_TYPES:
         return raw, None
     blocks = raw.reshape(len(raw), -1, block_type(kind).nbytes)
-    return blocks[..., 2:].reshape(len(raw), -1), blocks[..., :2].reshape(len(raw), -1)
+    codes, scales = blocks[..., 2:].reshape(len(raw), -1), blocks[..., :2].reshape(len(raw), -1)
+    return (codes if kind == "Q8_0" else codes ^ _SIGNS), scales
 
 
 def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
@@ -190,11 +205,9 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
         return data.float()
     blocks = weight.k // 32
     if weight.type != "Q8_0":
-        bytes_ = data.view(-1, blocks, 16)
-        data = torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
+        pairs = data.view(-1, blocks, 16)
+        data = torch.cat(((pairs << 4).view(torch.int8) >> 4, pairs.view(torch.int8) >> 4), dim=-1)
     codes = data.view(-1, blocks, 32).float()
-    if weight.type != "Q8_0":
-        codes = codes - 8
     if weight.scales is not None:
         return (codes * weight.scales[begin:end].float()[..., None]).view(-1, weight.k)
     assert scales is not None
@@ -207,6 +220,8 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
 
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """x . W^T + bias, float32 [T, rows]. x: float32 [T, k]; bias: float32 [rows]."""
+    if x.shape[0] <= FEW and _triton(x):
+        return _kernels().linear(w, x, bias)
     import torch
 
     out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
@@ -221,6 +236,8 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
     """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32."""
+    if _triton(x):
+        return _kernels().norm(x, weight, bias, eps, layer)
     import torch
 
     centred = x - x.mean(dim=-1, keepdim=True) if layer else x
@@ -242,6 +259,8 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
     x: float32 [T, heads, head_dim], dimensions from 2 * pairs on stay as they are; positions: int32 [T]; frequencies:
     float32 [pairs], radians per position; factor: what sine and cosine are multiplied by.
     """
+    if _triton(x):
+        return _kernels().rotate(x, positions, frequencies, factor)
     import torch
 
     n = frequencies.shape[0]
@@ -260,11 +279,33 @@ def store_kv(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tens
     slots: int64 [T], page * PAGE + place, no two alike; a token whose slot is negative is not stored. What float16
     cannot hold becomes the largest value it can.
     """
+    if _triton(k):
+        _kernels().store_kv(cache_k, cache_v, k, v, slots)
+        return
     kept = slots >= 0
     for cache_, new in ((cache_k, k), (cache_v, v)):
         if cache_.dtype != new.dtype:
             new = new.clamp(-HALF_MOST, HALF_MOST).to(cache_.dtype)
         cache_.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    factor: float,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    slots: Tensor,
+) -> None:
+    """`rotate` of q in place and of k, then `store_kv`; what k holds afterwards is not said."""
+    if _triton(q):
+        _kernels().rotate_and_store(q, k, v, positions, frequencies, factor, cache_k, cache_v, slots)
+        return
+    rotate(q, positions, frequencies, factor)
+    store_kv(cache_k, cache_v, rotate(k, positions, frequencies, factor), v, slots)
 
 
 def attention(
@@ -283,6 +324,8 @@ def attention(
     int32 [S, P]; rows: int32 [T], the row of page_table of a token; positions: int32 [T]. The token at position p sees
     0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores.
     """
+    if _triton(q):
+        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale)
     import torch
 
     out = torch.zeros_like(q)
@@ -312,6 +355,8 @@ def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: in
     relu(inner . x) is at least `threshold` (or no number), and where fewer than `floor` are, the `floor` of largest z,
     of equals the first.
     """
+    if x.shape[0] <= FEW and _triton(x):
+        return _kernels().predict(inner, outer, x, threshold, floor)
     z = linear(outer, linear(inner, x).relu_())
     named = ~(z < threshold)
     floor = min(floor, outer.rows)
@@ -356,12 +401,96 @@ class Neurons:
         return weights + sum(_nbytes(t) for t in (self.shared, self.group, self.gate_bias, self.up_bias))
 
 
+def resident(
+    layout: BundleLayout,
+    groups: Bytes,
+    index: NDArray[np.int32],
+    device: Any,
+    config: ModelConfig,
+    biases: Sequence[Floats | None] = (None, None, None),
+) -> Neurons:
+    """Some neurons of a layer on a torch device, from their bundles.
+
+    groups: uint8 [groups, layout.group_bytes], a layer of a BundleFile; index: int32 [n] ascending, the neurons;
+    biases: float32 [d_ff] of gate and up (and down, which belongs to no neuron and is left out).
+    """
+    import torch
+
+    assert groups.ndim == 2 and groups.shape[1] == layout.group_bytes
+    bundles = groups[:, : BUNDLE_GROUP * layout.pitch].reshape(len(groups), BUNDLE_GROUP, layout.pitch)
+
+    def part(type_name: str, kind: str, at: int, nbytes: int) -> Weight:
+        weight = _empty(type_name, len(index), layout.d_model, device)
+        for begin, end in _pieces(len(index), layout.d_model):
+            some = index[begin:end]
+            raw = bundles[some // BUNDLE_GROUP, some % BUNDLE_GROUP, at : at + nbytes]
+            codes, scales = _from_part(type_name, kind, layout.d_model, raw)
+            _put(weight.data, begin, codes)
+            _put(weight.scales, begin, scales)
+        return weight
+
+    def bias(values: Floats | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[index].astype(np.float32)).to(device)
+
+    shared = group = None
+    if layout.shared_bytes:
+        own, where = np.unique(index // BUNDLE_GROUP, return_inverse=True)
+        shared = torch.empty((len(own), layout.d_model), dtype=torch.float16, device=device)
+        at = BUNDLE_GROUP * layout.pitch
+        _put(shared, 0, groups[own, at : at + 2 * layout.d_model])
+        group = torch.from_numpy(where.reshape(-1).astype(np.int32)).to(device)
+    gate = part(layout.gate_type, "dot", layout.gate_at, layout.gate_bytes) if layout.gated else None
+    up = part(layout.gate_type, "dot", layout.up_at, layout.gate_bytes)
+    down = part(layout.down_type, "add", layout.down_at, layout.down_bytes)
+    own_biases = (bias(biases[0]), bias(biases[1]))
+    return Neurons(gate, up, down, shared, group, *own_biases, config.activation, config.activation_threshold)
+
+
+def _from_part(type_name: str, kind: str, k: int, raw: Bytes) -> tuple[Bytes, Bytes | None]:
+    """Rows of a part of bundles (csrc/table.h), uint8 [n, bytes], as the bytes of a Weight's codes and scales."""
+    n = len(raw)
+    if type_name in FLOAT_TYPES:
+        return raw[:, : 2 * k], None
+    if type_name == "Q8_0" and kind == "add":
+        return raw[:, :k], _scales(raw, -(-k // 64) * 64, k)
+    if type_name == "Q8_0":
+        return _blocks(raw, k, 8), _scales(raw, -(-k // 64) * 64, k)
+    lines = -(-k // 128) * 64  # bytes of codes
+    if kind == "dot":
+        return _blocks(raw, k, 4) ^ _SIGNS, _scales(raw, lines, k)
+    words = raw[:, :lines].reshape(n, -1, 4, 4, 4)
+    if type_name == "Q4_0":  # of 128 elements byte 4 l + z -> 16 z + l
+        codes = words.reshape(n, -1, 16, 4).swapaxes(-1, -2)
+        return codes.reshape(n, -1)[:, : k // 2] ^ _SIGNS, _scales(raw, lines, k)
+    # byte 16 a + 4 z + l -> 16 z + 4 a + l
+    return words.swapaxes(2, 3).reshape(n, -1)[:, : k // 2] ^ _SIGNS, None
+
+
+def _blocks(raw: Bytes, k: int, words: int) -> Bytes:
+    """Blocks of so many words that lie word by word, sixteen of them or those that are left, one after the other."""
+    n, whole, left = len(raw), k // 512, k % 512 // 32
+    step = 64 * words
+    codes = [raw[:, : whole * step].reshape(n, whole, words, 16, 4).swapaxes(2, 3).reshape(n, -1)]
+    if left:
+        rest = raw[:, whole * step : whole * step + 4 * words * left]
+        codes.append(rest.reshape(n, words, left, 4).swapaxes(1, 2).reshape(n, -1))
+    return np.concatenate(codes, axis=1)
+
+
+def _scales(raw: Bytes, at: int, k: int) -> Bytes:
+    return raw[:, at : at + k // 16]
+
+
 def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None = None, most: float = 0.0) -> tuple[Tensor, Tensor]:
     """What the neurons add to the output of T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
 
     x: float32 [T, d_model]; named: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
     activation of at most `most` in magnitude is zero. A neuron fires for a token when its product h is not zero.
     """
+    if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
+        from powerinfer.kernels import triton_neurons
+
+        return triton_neurons.neuron_sum(neurons, x, named, most)
     import torch
 
     total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device)
@@ -380,6 +509,8 @@ def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None = None, most: f
 
 def products(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> Tensor:
     """h of all neurons, float32 [T, n], with arguments as `neuron_sum`."""
+    import torch
+
     first = neurons.up if neurons.gate is None else neurons.gate
     h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
     h = _activate(h, neurons.activation, neurons.threshold)
@@ -389,7 +520,8 @@ def products(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> 
         h = h.masked_fill_(h.abs() <= most, 0)
     if neurons.gate is not None:
         up = linear(neurons.up, x, neurons.up_bias)
-        h *= up.relu_() if neurons.activation == "drelu" else up
+        up = up.relu_() if neurons.activation == "drelu" else up
+        h = torch.where(h == 0, h, h * up)  # where gate is zero, up does not count, whatever it is
     return h
 
 

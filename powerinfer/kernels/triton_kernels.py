@@ -1,0 +1,485 @@
+"""Triton kernels of `gpu`: one program makes its outputs alone, so nothing is added atomically and bits repeat.
+
+Launches hang on shapes only, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
+`gpu` imports this file where its kernels are to run, and nobody else: that takes a second and needs Triton.
+
+In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token),
+R and C the rows and columns of a tile, and PRECISION how tensor cores multiply.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from powerinfer.kernels.gpu import FEW
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powerinfer.kernels.gpu import Weight
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time: rows of a matrix, columns (of Q4_0 bytes, two columns each), and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# One token: every thread has a few bytes of each of several rows, so that a program has some eight kilobytes under way.
+ONE = {
+    "F32": Tile(4, 512, 4),
+    "F16": Tile(4, 1024, 4),
+    "BF16": Tile(4, 1024, 4),
+    "Q8_0": Tile(4, 1024, 4),
+    "Q4_0": Tile(4, 1024, 4),
+}
+# Several tokens: tiles for tensor cores, whose operands come in stages.
+SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
+
+ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
+ATTENTION_PROGRAMS = 264  # a context is split until there are so many programs,
+ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of a matrix against the activations
+
+
+@triton.jit
+def row_dots(
+    x, data, scales, row, live, tokens, k,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN."""
+    t = tl.arange(0, T if T else 1)
+    if TYPE == "Q4_0":
+        B: tl.constexpr = C // 16
+        acc = tl.zeros((R, T if T else B), tl.float32)
+        blocks = k // 32
+        for b0 in range(0, blocks, B):
+            b = b0 + tl.arange(0, B)
+            j = tl.arange(0, 16)[None, :]
+            here = live[:, None] & (b < blocks)[None, :]
+            at = row[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
+            pairs = tl.load(data + at, mask=here[:, :, None], other=0)
+            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32) * 0.0625
+            low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32)  # sixteen times the value
+            high = (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32)
+            if T:
+                c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
+                ok = (c < k)[:, None] & (t < tokens)[None, :]
+                x_at = x + t[None, :] * k + c[:, None]
+                low, high = tl.reshape(low * d[:, :, None], (R, C)), tl.reshape(high * d[:, :, None], (R, C))
+                acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+                acc = tl.dot(high, tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
+            else:
+                x_at = x + b[:, None] * 32 + j
+                x_low = tl.load(x_at, mask=(b < blocks)[:, None], other=0)
+                x_high = tl.load(x_at + 16, mask=(b < blocks)[:, None], other=0)
+                acc += tl.sum(low * x_low[None] + high * x_high[None], 2) * d
+    elif TYPE == "Q8_0":
+        BLOCKS: tl.constexpr = C // 32
+        acc = tl.zeros((R, T if T else BLOCKS), tl.float32)
+        blocks = k // 32
+        for b0 in range(0, blocks, BLOCKS):
+            b = b0 + tl.arange(0, BLOCKS)
+            c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+            here = live[:, None] & (b < blocks)[None, :]
+            codes = tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0).to(tl.float32)
+            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+            if T:
+                c = b0 * 32 + tl.arange(0, C)
+                ok = (c < k)[:, None] & (t < tokens)[None, :]
+                v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+                acc = tl.dot(tl.reshape(codes * d[:, :, None], (R, C)), v, acc, input_precision=PRECISION)
+            else:
+                v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
+                acc += tl.sum(codes * v[None], 2) * d
+    else:
+        acc = tl.zeros((R, T if T else C), tl.float32)
+        for k0 in range(0, k, C):
+            c = k0 + tl.arange(0, C)
+            here = live[:, None] & (c < k)[None, :]
+            w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(tl.float32)
+            if T:
+                ok = (c < k)[:, None] & (t < tokens)[None, :]
+                v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+                acc = tl.dot(w, v, acc, input_precision=PRECISION)
+            else:
+                acc += w * tl.load(x + c, mask=c < k, other=0)[None, :]
+    return acc if T else tl.sum(acc, 1)
+
+
+@triton.jit
+def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
+    """Adds, if there is one, what belongs to the rows of `row_dots`."""
+    if BIAS:
+        b = tl.load(bias + row, mask=live, other=0)
+        sums += b[:, None] if T else b
+    return sums
+
+
+@triton.jit
+def _linear_kernel(
+    x, data, scales, bias, out, tokens, rows, k,
+    TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    live = row < rows
+    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION)
+    y = add_bias(y, bias, row, live, BIAS, T)
+    if RELU:
+        y = tl.where(y <= 0, 0.0, y)
+    if T:
+        t = tl.arange(0, T)
+        tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
+    else:
+        tl.store(out + row, y, mask=live)
+
+
+def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """`gpu.linear` of at most `gpu.FEW` tokens; relu: of the result."""
+    tokens = x.shape[0]
+    out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device)
+    if out.numel():
+        tile = (SEVERAL if tokens > 1 else ONE)[w.type]
+        _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
+            x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens, w.rows, w.k,
+            TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens), R=tile.rows, C=tile.columns,
+            PRECISION=precision(x), num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+def columns(tokens: int) -> int:
+    """Columns of a product with so many tokens: 0 for one, else what tensor cores take."""
+    return 0 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
+
+
+def either(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that may not be read."""
+    return other if tensor is None else tensor
+
+
+def precision(x: Tensor) -> str:
+    """How tensor cores multiply float32: as three products of TF32, nearly as exact. Before Ampere there are none."""
+    return "tf32x3" if not x.is_cuda or _capability(x.device.index) >= 8 else "ieee"
+
+
+@cache
+def _capability(device: int) -> int:
+    return int(torch.cuda.get_device_capability(device)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms, rotary embedding, cache
+
+
+@triton.jit
+def _norm_kernel(
+    x, weight, bias, out, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    here = c < width
+    v = tl.load(x + row * width + c, mask=here, other=0)
+    if LAYER:
+        v = tl.where(here, v - tl.sum(v, 0) / width, 0.0)
+    y = v * (1 / tl.sqrt_rn(tl.sum(v * v, 0) / width + eps)) * tl.load(weight + c, mask=here, other=0)
+    if BIAS:
+        y += tl.load(bias + c, mask=here, other=0)
+    tl.store(out + row * width + c, y, mask=here)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
+    """`gpu.norm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    if out.numel():
+        block = triton.next_power_of_2(width)
+        _norm_kernel[(x.numel() // width,)](
+            x, weight, either(bias, weight), out, width, eps, LAYER=layer, BIAS=bias is not None, BLOCK=block,
+            num_warps=_warps(block, 8),
+        )  # fmt: skip
+    return out
+
+
+def _warps(elements: int, each: int) -> int:
+    """Warps for a block whose threads are to hold about `each` elements: a power of two up to 32."""
+    return min(32, max(1, int(triton.next_power_of_2(elements // (32 * each)))))
+
+
+@triton.jit
+def _turned(x, dim, position, frequencies, factor, pairs, dims):
+    """Elements dim of heads at x [heads, dims], turned by their position."""
+    i = tl.where(dim < pairs, dim, dim - pairs)
+    turns = dim < 2 * pairs
+    angle = position.to(tl.float32) * tl.load(frequencies + i, mask=turns, other=0)
+    c = tl.where(turns, tl.cos(angle) * factor, 1.0)
+    s = tl.where(turns, tl.sin(angle) * factor, 0.0)
+    other = tl.where(dim < pairs, dim + pairs, dim - pairs)
+    own = tl.load(x + dim, mask=dim < dims, other=0)
+    pair = tl.load(x + other, mask=turns, other=0)
+    return own * c + tl.where(dim < pairs, -pair, pair) * s
+
+
+@triton.jit
+def _rotate_kernel(x, positions, frequencies, factor, pairs, dims, token_stride, head_stride, BLOCK: tl.constexpr):
+    t, dim = tl.program_id(0), tl.arange(0, BLOCK)
+    head = x + t.to(tl.int64) * token_stride + tl.program_id(1) * head_stride
+    y = _turned(head, dim, tl.load(positions + t), frequencies, factor, pairs, dims)
+    tl.debug_barrier()  # every thread has read its pair
+    tl.store(head + dim, y, mask=dim < 2 * pairs)
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
+    """`gpu.rotate`; x may be a part of a larger tensor."""
+    tokens, heads, dims = x.shape
+    assert x.stride(2) == 1
+    if x.numel():
+        block = triton.next_power_of_2(dims)
+        _rotate_kernel[(tokens, heads)](
+            x, positions, frequencies, factor, frequencies.shape[0], dims, x.stride(0), x.stride(1), BLOCK=block,
+            num_warps=_warps(block, 2),
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def _stored(cache, slot, head, heads, dims, dim, y, HALF: tl.constexpr):
+    if HALF:
+        y = tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
+    tl.store(cache + (slot * heads + head) * dims + dim, y.to(cache.dtype.element_ty), mask=(dim < dims) & (slot >= 0))
+
+
+@triton.jit
+def _store_kernel(
+    k, v, cache_k, cache_v, slots, dims, k_token, k_head, v_token, v_head, HALF: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    slot, heads = tl.load(slots + t), tl.num_programs(1)
+    key = tl.load(k + t * k_token + head * k_head + dim, mask=dim < dims, other=0)
+    value = tl.load(v + t * v_token + head * v_head + dim, mask=dim < dims, other=0)
+    _stored(cache_k, slot, head, heads, dims, dim, key, HALF)
+    _stored(cache_v, slot, head, heads, dims, dim, value, HALF)
+
+
+def store_kv(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """`gpu.store_kv`; k and v may be parts of a larger tensor."""
+    tokens, heads, dims = k.shape
+    assert k.stride(2) == v.stride(2) == 1
+    if k.numel():
+        block = triton.next_power_of_2(dims)
+        _store_kernel[(tokens, heads)](
+            k, v, cache_k, cache_v, slots, dims, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            HALF=cache_k.dtype == torch.float16, BLOCK=block, num_warps=_warps(block, 2),
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    q, k, v, positions, frequencies, factor, pairs, cache_k, cache_v, slots, heads, kv_heads, dims,
+    q_token, q_head, k_token, k_head, v_token, v_head, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    slot, position = tl.load(slots + t), tl.load(positions + t)
+    if head < heads:
+        x = q + t * q_token + head * q_head
+        y = _turned(x, dim, position, frequencies, factor, pairs, dims)
+        tl.debug_barrier()
+        tl.store(x + dim, y, mask=dim < 2 * pairs)
+    elif head < heads + kv_heads:
+        head -= heads
+        y = _turned(k + t * k_token + head * k_head, dim, position, frequencies, factor, pairs, dims)
+        _stored(cache_k, slot, head, kv_heads, dims, dim, y, HALF)
+    else:
+        head -= heads + kv_heads
+        y = tl.load(v + t * v_token + head * v_head + dim, mask=dim < dims, other=0)
+        _stored(cache_v, slot, head, kv_heads, dims, dim, y, HALF)
+
+
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, frequencies: Tensor, factor: float,
+    cache_k: Tensor, cache_v: Tensor, slots: Tensor,
+) -> None:  # fmt: skip
+    """`gpu.rotate_and_store` in one launch."""
+    (tokens, heads, dims), kv_heads = q.shape, k.shape[1]
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    if tokens:
+        block = triton.next_power_of_2(dims)
+        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        _rotate_and_store_kernel[(tokens, heads + 2 * kv_heads)](
+            q, k, v, positions, frequencies, factor, frequencies.shape[0], cache_k, cache_v, slots, heads, kv_heads,
+            dims, *strides, HALF=cache_k.dtype == torch.float16, BLOCK=block, num_warps=_warps(block, 2),
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+@triton.jit
+def _attention_kernel(
+    q, cache_k, cache_v, table, rows, positions, out, peaks, sums, tokens, heads, kv_heads, dims, pages, per, window,
+    scale, q_token, q_head,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
+
+    HALF: products of float16.
+    """
+    NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
+    g, split = tl.program_id(1), tl.program_id(2)
+    m, dim, place = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, 32)
+    token, head = tl.program_id(0) * TILE + m // GROUP_PAD, m % GROUP_PAD
+    live = (m // GROUP_PAD < TILE) & (token < tokens) & (head < GROUP)
+    head += g * GROUP
+    position = tl.load(positions + token, mask=live, other=-1)
+    row = tl.load(rows + token, mask=live, other=0)
+    real = (dim < dims)[None, :]
+    at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
+    query = (tl.load(q + at, mask=live[:, None] & real, other=0) * scale).to(NARROW)
+    acc = tl.zeros((M, BLOCK), tl.float32)
+    peak = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    left = live & (position >= 0)
+    while tl.max(left.to(tl.int32), 0) > 0:  # the sequences of the tile in turn
+        one = tl.min(tl.where(left, row, 0x7FFFFFFF), 0)
+        mine = left & (row == one)
+        last = tl.max(tl.where(mine, position, -1), 0)
+        first = tl.maximum(tl.min(tl.where(mine, position, 0x7FFFFFFF), 0) - window + 1, 0)
+        begin = tl.maximum(first // 32, split * per)
+        end = tl.minimum(last // 32 + 1, split * per + per)
+        for page in range(begin, end):
+            slot = page * 32 + place
+            there = ((slot >= first) & (slot <= last))[:, None] & real
+            base = tl.load(table + one * pages + page).to(tl.int64) * 32 * kv_heads * dims + g * dims
+            from_ = base + place[:, None] * (kv_heads * dims) + dim[None, :]
+            keys = tl.load(cache_k + from_, mask=there, other=0).to(NARROW)
+            seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] > position[:, None] - window)
+            scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp(peak - level)
+            weights = tl.exp(scores - level[:, None])
+            values = tl.load(cache_v + from_, mask=there, other=0).to(NARROW)
+            acc = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
+            total = total * shrink + tl.sum(weights, 1)
+            peak = higher
+        left = left & (row != one)
+    where_ = token.to(tl.int64) * heads + head
+    if SPLITS == 1:
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out + where_[:, None] * dims + dim[None, :], result, mask=live[:, None] & real)
+    else:
+        where_ += split.to(tl.int64) * tokens * heads
+        tl.store(out + where_[:, None] * dims + dim[None, :], acc, mask=live[:, None] & real)
+        tl.store(peaks + where_, peak, mask=live)
+        tl.store(sums + where_, total, mask=live)
+
+
+@triton.jit
+def _join_kernel(parts, peaks, sums, out, dims, SPLITS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """The splits of one head of one token, in their order."""
+    at, of = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    s, dim = tl.arange(0, PAD), tl.arange(0, BLOCK)
+    split = s < SPLITS
+    peak = tl.load(peaks + s * of + at, mask=split, other=float("-inf"))
+    level = tl.max(peak, 0)
+    level = tl.where(level == float("-inf"), 0.0, level)
+    weight = tl.exp(peak - level)
+    total = tl.sum(weight * tl.load(sums + s * of + at, mask=split, other=0), 0)
+    here = split[:, None] & (dim < dims)[None, :]
+    part = tl.load(parts + (s[:, None] * of + at) * dims + dim[None, :], mask=here, other=0)
+    y = tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out + at * dims + dim, y, mask=dim < dims)
+
+
+def attention(
+    q: Tensor, cache_k: Tensor, cache_v: Tensor, page_table: Tensor, rows: Tensor, positions: Tensor,
+    window: int | None, scale: float,
+) -> Tensor:  # fmt: skip
+    """`gpu.attention`; q may be a part of a larger tensor."""
+    tokens, heads, dims = q.shape
+    kv_heads, pages = cache_k.shape[2], page_table.shape[1]
+    assert q.stride(2) == 1
+    out = torch.empty((tokens, heads, dims), dtype=torch.float32, device=q.device)
+    if not out.numel():
+        return out
+    group = heads // kv_heads
+    padded = triton.next_power_of_2(group)
+    half = tokens > FEW and cache_k.dtype == torch.float16
+    tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
+    tiles = triton.cdiv(tokens, tile)
+    splits = max(1, min(pages // ATTENTION_SPLIT_PAGES, triton.cdiv(ATTENTION_PROGRAMS, tiles * kv_heads)))
+    per = triton.cdiv(pages, splits)
+    splits = triton.cdiv(pages, per)
+    block = max(16, triton.next_power_of_2(dims))
+    parts, peaks, sums = out, out, out
+    if splits > 1:
+        parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
+        peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
+    _attention_kernel[(tiles, kv_heads, splits)](
+        q, cache_k, cache_v, page_table, rows, positions, parts, peaks, sums, tokens, heads, kv_heads, dims, pages, per,
+        window or 1 << 30, scale, q.stride(0), q.stride(1),
+        GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLITS=splits,
+        HALF=half, PRECISION=precision(q), num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        pad = triton.next_power_of_2(splits)
+        _join_kernel[(tokens * heads,)](
+            parts, peaks, sums, out, dims, SPLITS=splits, PAD=pad, BLOCK=block, num_warps=4
+        )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The predictor
+
+
+@triton.jit
+def _name_kernel(z, named, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: the guesses from the threshold on and, where these are fewer than `floor`, the `floor` largest."""
+    t, i = tl.program_id(0), tl.arange(0, BLOCK)
+    here = i < n
+    guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
+    chosen = here & ((guess >= threshold) | (guess != guess))
+    if FLOOR:  # noqa: SIM102 - known when it is compiled
+        if tl.sum(chosen.to(tl.int32), 0) < floor:
+            # Whole numbers in the order of the guesses, what is no number above all.
+            bits = (guess + 0.0).to(tl.int32, bitcast=True)
+            key = tl.where(guess != guess, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+            # The largest key that `floor` of them reach, by halving what it may be.
+            low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
+            for _ in range(32):
+                middle = (low + high + 1) >> 1
+                enough = tl.sum((here & (key >= middle.to(tl.int32))).to(tl.int32), 0) >= floor
+                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+            last = low.to(tl.int32)
+            above, equal = here & (key > last), here & (key == last)
+            rank = tl.cumsum(equal.to(tl.int32), 0)
+            chosen = above | (equal & (rank <= floor - tl.sum(above.to(tl.int32), 0)))
+    tl.store(named + t * n + i, chosen.to(tl.uint8), mask=here)
+
+
+def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
+    """`gpu.predict` of at most `gpu.FEW` tokens."""
+    z = linear(outer, linear(inner, x, relu=True))
+    named = torch.empty(z.shape, dtype=torch.uint8, device=x.device)
+    if named.numel():
+        block = triton.next_power_of_2(outer.rows)
+        floor = min(floor, outer.rows)
+        _name_kernel[(x.shape[0],)](
+            z, named, outer.rows, threshold, floor, FLOOR=floor > 0, BLOCK=block, num_warps=_warps(block, 16)
+        )  # fmt: skip
+    return named

@@ -1,0 +1,329 @@
+"""Triton kernels for the neurons of a layer, for few tokens; see `triton_kernels` for the rules and the letters.
+
+[what is named -> a list ->] products of gate and up -> a list of what fires -> sums of down, each of a share of the
+list -> one sum. A list has room for every neuron, and its length lies in device memory, where programs read when to
+stop. It is made in two stages: programs count what they have of it; then programs that write a piece of it first add up
+what lies before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from powerinfer.kernels.triton_kernels import Tile, add_bias, columns, either, precision, row_dots
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powerinfer.kernels.gpu import Neurons
+
+# Products of listed neurons, for one token and for several: fewer rows than in a whole matrix, for there are fewer.
+DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
+DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 64, 2)), "Q4_0": Tile(32, 32, 2)}
+# Sums of rows of down, likewise; the rows are those taken at a time.
+ADD_ONE = {
+    **dict.fromkeys(("F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
+    **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
+}
+ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
+ADD_PROGRAMS = 528  # lists are cut until there are so many programs, four for each processor of the largest GPUs,
+ADD_ROUNDS = 2  # but, were all neurons listed, into no fewer than so many tiles
+LIST = 1024  # neurons that one program looks at to list them; a multiple of the rows of tiles
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists
+
+
+@triton.jit
+def _count_kernel(named, counts, fired, tokens, n, BLOCK: tl.constexpr):
+    """counts: how many neurons of each block any token names. fired: of none, as yet."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
+    wanted = tl.zeros((BLOCK,), tl.int32)
+    for t in range(tokens):
+        wanted |= (tl.load(named + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(wanted, 0))
+
+
+@triton.jit
+def _list_kernel(
+    source, before, length, counts, listed, at, total, tokens, n, pieces, per,
+    LISTED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Lists ascending what is not zero for any token in source [tokens, n].
+
+    LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
+    [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; at, with PLACES, places.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = i < n
+    neuron = i
+    if LISTED:
+        here &= i < tl.load(length)
+        neuron = tl.load(before + i, mask=here, other=0)
+    wanted = tl.zeros((BLOCK,), tl.int32)
+    for t in range(tokens):
+        wanted |= (tl.load(source + t * n + i, mask=here, other=0) != 0).to(tl.int32)
+    first = tl.minimum(tl.program_id(0) * per, pieces)
+    base = 0
+    for c0 in range(0, first, COUNTS):
+        c = c0 + tl.arange(0, COUNTS)
+        base += tl.sum(tl.load(counts + c, mask=c < first, other=0), 0)
+    place = base + tl.cumsum(wanted, 0) - wanted
+    tl.store(listed + place, neuron, mask=wanted != 0)
+    if PLACES:
+        tl.store(at + place, i, mask=wanted != 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(total, base + tl.sum(wanted, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+@triton.jit
+def _active(a, threshold, ACTIVATION: tl.constexpr):
+    """The activation, of drelu its half; what is no number stays so."""
+    if ACTIVATION == "silu":
+        return a / (1 + tl.exp(-a))
+    if ACTIVATION == "fatrelu":
+        return tl.where(a <= threshold, 0.0, a)
+    a = tl.where(a <= 0, 0.0, a)
+    return a * a if ACTIVATION == "relu2" else a
+
+
+@triton.jit
+def _tokens_of(a, T: tl.constexpr):
+    """How many tokens each row of a is not zero for, int32 [R]."""
+    fires = (a != 0).to(tl.int32)
+    return tl.sum(fires, 1) if T else fires
+
+
+@triton.jit
+def _products_kernel(
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, named, listed, length, h, fired, counts, tokens, n, k,
+    threshold, most,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
+    UP_BIAS: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """h [tokens, n] at places of the list, of R neurons: rows of up are read where gate has not made it zero.
+
+    fired: at neurons; counts: of the R neurons those that fire. Without GATED, gate and its like are up's.
+    """
+    place = tl.program_id(0) * R + tl.arange(0, R)
+    many, neuron = n, place
+    if LISTED:
+        many = tl.load(length)
+        neuron = tl.load(listed + place, mask=place < many, other=0)
+    live = place < many
+    row = tl.where(live, neuron, 0).to(tl.int64)
+    count = 0
+    if tl.program_id(0) * R < many:
+        a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
+        a = _active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), threshold, ACTIVATION)
+        if MOST:
+            a = tl.where(tl.abs(a) <= most, 0.0, a)
+        mine = live
+        if T:
+            t = tl.arange(0, T)
+            mine = live[:, None] & (t < tokens)[None, :]
+            if LISTED:
+                mine &= tl.load(named + t[None, :] * n + row[:, None], mask=mine, other=0) != 0
+        a = tl.where(mine, a, 0.0)
+        fires = _tokens_of(a, T)
+        if GATED:  # noqa: SIM102 - known when it is compiled
+            if tl.max(fires, 0) > 0:
+                u = row_dots(x, up, up_scales, row, fires > 0, tokens, k, TYPE, T, R, C, PRECISION)
+                u = add_bias(u, up_bias, row, live, UP_BIAS, T)
+                if ACTIVATION == "drelu":
+                    u = tl.where(u <= 0, 0.0, u)
+                a = tl.where(a == 0, 0.0, a * u)
+                fires = _tokens_of(a, T)
+        if T:
+            t = tl.arange(0, T)
+            tl.store(h + t[None, :] * n + place[:, None], a, mask=live[:, None] & (t < tokens)[None, :])
+        else:
+            tl.store(h + place, a, mask=live)
+        tl.store(fired + row, fires, mask=live)
+        count = tl.sum((fires > 0).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0), count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums
+
+
+@triton.jit
+def _factors(h, place, live, tokens, n, T: tl.constexpr):
+    """h at places [R], of several tokens [T, R]."""
+    if T:
+        t = tl.arange(0, T)
+        return tl.load(h + t[:, None] * n + place[None, :], mask=(t < tokens)[:, None] & live[None, :], other=0)
+    else:
+        return tl.load(h + place, mask=live, other=0)
+
+
+@triton.jit
+def _add_kernel(
+    data, scales, shared, group, listed, at, total, h, parts, tokens, n, k,
+    TYPE: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum of h times rows of down over a share of the list, in C columns of parts [splits, tokens, k]."""
+    count = tl.load(total)
+    share = (count + SPLITS - 1) // SPLITS
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, count)
+    parts += tl.program_id(1).to(tl.int64) * tokens * k
+    r, t = tl.arange(0, R), tl.arange(0, T if T else 1)[:, None]
+    if TYPE == "F16" or TYPE == "BF16":
+        c = tl.program_id(0) * C + tl.arange(0, C)
+        acc = tl.zeros((T if T else R, C), tl.float32)
+        for i in range(begin, end, R):
+            live = i + r < end
+            row = tl.load(listed + i + r, mask=live, other=0).to(tl.int64)
+            by = _factors(h, tl.load(at + i + r, mask=live, other=0), live, tokens, n, T)
+            w = tl.load(data + row[:, None] * k + c[None, :], mask=live[:, None] & (c < k)[None, :], other=0)
+            if T:
+                acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
+            else:
+                acc += w.to(tl.float32) * by[:, None]
+        if T:
+            tl.store(parts + t * k + c[None, :], acc, mask=(t < tokens) & (c < k)[None, :])
+        else:
+            tl.store(parts + c, tl.sum(acc, 0), mask=c < k)
+    else:
+        # Blocks of 32 columns; of 4 bits, first[b, j] is the column of a byte's low nibble, its high one 16 further on.
+        PAIRS: tl.constexpr = TYPE != "Q8_0"
+        E: tl.constexpr = 16 if PAIRS else 32
+        B: tl.constexpr = C // E
+        blocks = k // 32
+        b = tl.program_id(0) * B + tl.arange(0, B)
+        j = tl.arange(0, E)[None, :]
+        first = b[:, None] * 32 + j
+        acc = tl.zeros((T, C) if T else (R, B, E), tl.float32)
+        acc_high = tl.zeros((T, C) if T else (R, B, E), tl.float32)
+        for i in range(begin, end, R):
+            live = i + r < end
+            row = tl.load(listed + i + r, mask=live, other=0).to(tl.int64)
+            by = _factors(h, tl.load(at + i + r, mask=live, other=0), live, tokens, n, T)
+            here = live[:, None] & (b < blocks)[None, :]
+            codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
+            codes = tl.load(codes_at, mask=here[:, :, None], other=0)
+            if PAIRS:
+                low = (codes << 4).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
+                high = (codes & 0xF0).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
+            else:
+                low = codes.to(tl.float32)
+            if TYPE == "Q4_0X32":
+                of = tl.load(group + row, mask=live, other=0).to(tl.int64)
+                d_at = shared + of[:, None, None] * k + first[None]
+                low *= tl.load(d_at, mask=here[:, :, None], other=0).to(tl.float32)
+                high *= tl.load(d_at + 16, mask=here[:, :, None], other=0).to(tl.float32)
+                if not T:
+                    low *= by[:, None, None]
+                    high *= by[:, None, None]
+            else:
+                d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+                if not T:
+                    d *= by[:, None]
+                low *= d[:, :, None]
+                if PAIRS:
+                    high *= d[:, :, None]
+            if T:
+                acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
+                if PAIRS:
+                    acc_high = tl.dot(by, tl.reshape(high, (R, C)), acc_high, input_precision=PRECISION)
+            else:
+                acc += low
+                if PAIRS:
+                    acc_high += high
+        if T:
+            c = tl.program_id(0) * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
+            ok = (t < tokens) & (c < k)[None, :]
+            tl.store(parts + t * k + c[None, :], acc, mask=ok)
+            if PAIRS:
+                tl.store(parts + t * k + c[None, :] + 16, acc_high, mask=ok)
+        else:
+            tl.store(parts + first, tl.sum(acc, 0), mask=(b < blocks)[:, None])
+            if PAIRS:
+                tl.store(parts + first + 16, tl.sum(acc_high, 0), mask=(b < blocks)[:, None])
+
+
+@triton.jit
+def _sum_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(SPLITS):
+        acc += tl.load(parts + i, mask=i < size, other=0)
+        parts += size
+    tl.store(out + i, acc, mask=i < size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> tuple[Tensor, Tensor]:
+    """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron."""
+    x = x.contiguous()
+    tokens, n = x.shape[0], neurons.n
+    tile = (DOT_SEVERAL if tokens > 1 else DOT_ONE)[neurons.up.type]
+    blocks, programs = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=x.device)
+
+    fired = numbers(n)
+    listed, length = fired, fired
+    if named is not None:
+        named = named.contiguous()
+        counts, listed, length = numbers(blocks), numbers(n), numbers(1)
+        _count_kernel[(blocks,)](named, counts, fired, tokens, n, BLOCK=LIST)
+        _list_kernel[(blocks,)](
+            named, listed, length, counts, listed, listed, length, tokens, n, blocks, 1,
+            LISTED=False, PLACES=False, BLOCK=LIST, COUNTS=LIST,
+        )  # fmt: skip
+    h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
+    counts = numbers(programs)
+    up = neurons.up
+    first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
+    _products_kernel[(programs,)](
+        x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
+        either(neurons.up_bias, h), either(named, h), listed, length, h, fired, counts, tokens, n, up.k,
+        neurons.threshold, most,
+        GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=named is not None,
+        GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, MOST=most > 0, T=columns(tokens), R=tile.rows,
+        C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
+    )  # fmt: skip
+    rows, at, total = numbers(n), numbers(n), numbers(1)
+    _list_kernel[(blocks,)](
+        h, listed, length, counts, rows, at, total, tokens, n, programs, LIST // tile.rows,
+        LISTED=named is not None, PLACES=True, BLOCK=LIST, COUNTS=LIST,
+    )  # fmt: skip
+    return _down(neurons, h, rows, at, total), fired
+
+
+def _down(neurons: Neurons, h: Tensor, rows: Tensor, at: Tensor, total: Tensor) -> Tensor:
+    """Sum of h [T, n] at the listed places times the listed rows of down, float32 [T, d_model]."""
+    down, (tokens, n) = neurons.down, h.shape
+    tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
+    across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
+    splits = min(triton.cdiv(ADD_PROGRAMS, across), triton.cdiv(n, ADD_ROUNDS * tile.rows))
+    parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
+    _add_kernel[(across, splits)](
+        down.data, either(down.scales, h), either(neurons.shared, h), either(neurons.group, h), rows, at, total, h,
+        parts, tokens, n, down.k,
+        TYPE=down.type, T=columns(tokens), SPLITS=splits, R=tile.rows, C=tile.columns, PRECISION=precision(h),
+        num_warps=tile.warps,
+    )  # fmt: skip
+    if splits == 1:
+        return parts[0]
+    out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device)
+    _sum_kernel[(triton.cdiv(out.numel(), 256),)](parts, out, out.numel(), SPLITS=splits, BLOCK=256, num_warps=4)
+    return out
