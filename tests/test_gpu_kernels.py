@@ -162,6 +162,25 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
     assert_close(gpu.linear(gpu.upload(stored, DEVICE), on_device(x)), *product(stored.float32().astype(np.float64), x))
 
 
+@pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0", "Q4_0"])
+def test_many_tokens_are_multiplied_in_a_narrow_type(
+    type_name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_NARROW", [DEVICE])
+    stored, x = raw(type_name, 21, 96), floats(3, 40, 96)
+    x[7] *= 1e9
+    x[8] = 0
+    want, bound = product(stored.float32().astype(np.float64), x)
+    rounding = 2**-8 if type_name == "BF16" else 2**-10 if type_name == "F16" else 2**-9
+    got = gpu.linear(gpu.upload(stored, DEVICE), on_device(x))
+    assert_close(got, want, bound * (1 + rounding / (98 * EPS)))
+    bundles = make_bundles(96, 70, (type_name, "Q4_0X32" if type_name == "Q4_0" else type_name), "silu")
+    index, x = np.arange(70, dtype=np.int32), floats(36, 40, 96)
+    want, _, h, _ = expected(bundles, index, x)
+    total, _ = run(all_of(bundles, index), x)
+    assert_close(total, want, 8 * rounding * (np.abs(h).max() * np.abs(bundles.parts["down"]).sum(axis=0)))
+
+
 @pytest.mark.parametrize("width", [1, 33, 64, 200])
 def test_norms(width: int, kernels: str) -> None:
     x, weight, bias = floats(4, 2, 3, width) * 3 + 1, floats(5, width), floats(6, width)

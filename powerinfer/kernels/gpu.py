@@ -2,7 +2,8 @@
 
 Activations are float32 between operators; weights rest in their own type and are dequantised on their way into a
 product, whose sums are float32. The plain functions here are what the Triton kernels must compute. Every sum has a
-fixed order: the same arguments give the same bits.
+fixed order: the same arguments give the same bits. Many tokens at once, of a prompt, are multiplied in the narrow
+types of tensor cores, on a GPU.
 
 torch is imported inside the functions: the sizes below are asked for without it.
 """
@@ -43,6 +44,8 @@ HALF_MOST = 65504.0
 _PIECE = 1 << 24  # elements of a matrix that are converted, or multiplied with many tokens, at a time
 
 _SIGNS = np.uint8(0x88)  # turns two codes that lie 8 above their values into two's complement, and back
+
+_NARROW = ["cuda"]  # the devices that multiply many tokens in float16 or bfloat16
 
 _forced = [False]
 
@@ -226,12 +229,46 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
     for begin, end in _pieces(w.rows, w.k):
-        out[:, begin:end] = _product(x, values(w, begin, end).T)
+        out[:, begin:end] = _product(x, _operand(w, begin, end).T)
     return out if bias is None else out + bias
 
 
+def _operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:
+    """Rows of a weight in the type in which a device multiplies many tokens with them. neurons: whose down w is."""
+    if w.data.device.type in _NARROW and w.type != "F32":
+        if w.type in FLOAT_TYPES:
+            return w.data[begin:end]
+        if _triton(w.data):
+            shared, group = (None, None) if neurons is None else (neurons.shared, neurons.group)
+            half: Tensor = _kernels().values(w, begin, end, shared, group)
+            return half
+        return values(w, begin, end, _scales_of(neurons, begin, end)).half()
+    return values(w, begin, end, _scales_of(neurons, begin, end))
+
+
+def _scales_of(neurons: Neurons | None, begin: int, end: int) -> Tensor | None:
+    if neurons is None or neurons.shared is None or neurons.group is None:
+        return None
+    return neurons.shared[neurons.group[begin:end].long()]
+
+
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    return x @ w
+    """x . w, float32 [T, n]. x: float32 [T, k]; w: [k, n], in whose type x is rounded."""
+    import torch
+
+    if w.dtype == x.dtype:
+        return x @ w
+    if w.dtype == torch.bfloat16:
+        return _wide(x.bfloat16(), w)
+    peak = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+    return _wide((x / peak).half(), w) * peak  # no activation is too large for float16
+
+
+def _wide(x: Tensor, w: Tensor) -> Tensor:
+    """The product of narrow matrices, with float32 sums."""
+    import torch
+
+    return torch.mm(x, w, out_dtype=torch.float32) if x.is_cuda else x.float() @ w.float()
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
@@ -500,10 +537,7 @@ def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None = None, most: f
     h = products(neurons, x, named, most)
     torch.sum(h != 0, dim=0, dtype=torch.int32, out=fired)
     for begin, end in _pieces(neurons.n, neurons.down.k):
-        scales = None
-        if neurons.shared is not None and neurons.group is not None:
-            scales = neurons.shared[neurons.group[begin:end].long()]
-        total += _product(h[:, begin:end], values(neurons.down, begin, end, scales))
+        total += _product(h[:, begin:end], _operand(neurons.down, begin, end, neurons))
     return total, fired
 
 

@@ -43,6 +43,7 @@ ONE = {
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
 
+VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
 ATTENTION_PROGRAMS = 264  # a context is split until there are so many programs,
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
@@ -154,6 +155,51 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
             x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens, w.rows, w.k,
             TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens), R=tile.rows, C=tile.columns,
             PRECISION=precision(x), num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _values_kernel(
+    data, scales, shared, group, out, first, k, TYPE: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """B blocks of a row of codes, as float16."""
+    row = first + tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * B + tl.arange(0, B)
+    blocks = k // 32
+    here = (b < blocks)[:, None]
+    out += tl.program_id(0).to(tl.int64) * k
+    if TYPE != "Q4_0X32":
+        d = tl.load(scales + row * blocks + b, mask=b < blocks, other=0).to(tl.float32)[:, None]
+    if TYPE == "Q8_0":
+        c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(
+            out + c, (tl.load(data + row * k + c, mask=here, other=0).to(tl.float32) * d).to(tl.float16), mask=here
+        )
+    else:
+        j = tl.arange(0, 16)[None, :]
+        c = b[:, None] * 32 + j
+        pairs = tl.load(data + row * (blocks * 16) + b[:, None] * 16 + j, mask=here, other=0)
+        low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
+        high = (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
+        if TYPE == "Q4_0X32":
+            d_at = shared + tl.load(group + row).to(tl.int64) * k + c
+            low *= tl.load(d_at, mask=here, other=0).to(tl.float32)
+            high *= tl.load(d_at + 16, mask=here, other=0).to(tl.float32)
+        else:
+            low *= d
+            high *= d
+        tl.store(out + c, low.to(tl.float16), mask=here)
+        tl.store(out + c + 16, high.to(tl.float16), mask=here)
+
+
+def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor | None) -> Tensor:
+    """Rows begin .. end of a quantised weight, float16 [end - begin, k]; shared, group: of Q4_0X32, see `Neurons`."""
+    out = torch.empty((end - begin, w.k), dtype=torch.float16, device=w.data.device)
+    if out.numel():
+        _values_kernel[(end - begin, triton.cdiv(w.k, 32 * VALUES))](
+            w.data, either(w.scales, w.data), either(shared, w.data), either(group, w.data), out, begin, w.k,
+            TYPE=w.type, B=VALUES, num_warps=4,
         )  # fmt: skip
     return out
 

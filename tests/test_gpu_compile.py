@@ -1,0 +1,110 @@
+"""The Triton kernels, compiled for GPUs that need not be there: what the interpreter takes, the compiler may refuse.
+
+A process of its own, for a kernel is either interpreted or compiled. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED = {89: 99, 90: 227}
+"""KiB of shared memory that a program may have, by compute capability."""
+
+
+def compile_all(capability: int) -> list[dict[str, Any]]:
+    """Every launch of a step of one and of some tokens, for a made-up device: name, type, shared memory."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from powerinfer.kernels import gpu, triton_kernels
+
+    class Device:
+        """What the launcher asks of one."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    driver.set_active(Device())
+    launch, made = JITFunction.run, {}
+
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **constants: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **constants)
+        made[kernel.hash] = {
+            "name": self.fn.__name__,
+            "type": constants.get("TYPE"),
+            "shared": kernel.metadata.shared,
+            "ptx": len(kernel.asm["ptx"]),
+        }
+
+    JITFunction.run = compiled
+    gpu.force_triton(True)
+    d_model, d_ff, heads, kv_heads, dim = 512, 1024, 8, 2, 64
+
+    def weight(kind: str, rows: int = d_ff, k: int = d_model) -> gpu.Weight:
+        return gpu._empty(kind, rows, k, "cpu")
+
+    for tokens in (1, 4):
+        x = torch.empty(tokens, d_model)
+        named = torch.empty(tokens, d_ff, dtype=torch.uint8)
+        for kind in gpu.GPU_TYPES:
+            gpu.linear(weight(kind), x)
+            if kind[0] == "Q" and tokens == 1:
+                triton_kernels.values(weight(kind), 0, 8, None, None)
+        triton_kernels.values(weight("Q4_0X32"), 0, 8, x.half(), torch.empty(8, dtype=torch.int32))
+        for kind, down in (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
+            shared = torch.empty(32, d_model, dtype=torch.float16) if down == "Q4_0X32" else None
+            group = torch.empty(d_ff, dtype=torch.int32) if down == "Q4_0X32" else None
+            parts = (weight(kind), weight(kind), weight(down), shared, group)
+            gpu.neuron_sum(gpu.Neurons(*parts, None, None, "relu", 0.0), x, named)
+        bias = torch.empty(d_ff)
+        plain = (None, weight("F16"), weight("F16"), None, None, None, bias)
+        for activation in ("silu", "relu2", "fatrelu"):
+            gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.5), x, None, 0.1)
+        gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
+        gpu.norm(x, x[0], x[0], 1e-5, True)
+    for tokens, kv_type in ((4, torch.float16), (64, torch.float16), (64, torch.float32)):
+        q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
+        cache = torch.empty(64, gpu.PAGE, kv_heads, dim, dtype=kv_type)
+        numbers = torch.empty(tokens, dtype=torch.int32)
+        turns = (numbers, torch.empty(dim // 2), 1.0)
+        gpu.rotate(q, *turns)
+        gpu.store_kv(cache, cache, k, k, numbers.long())
+        gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long())
+        gpu.attention(q, cache, cache, torch.empty(4, 64, dtype=torch.int32), numbers, numbers, None, 0.1)
+    return list(made.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("capability", [89, 90])
+def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, __file__, str(capability)], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    made = json.loads(run.stdout)
+    assert len({kernel["name"] for kernel in made}) == 14 and all(kernel["ptx"] for kernel in made)
+    most = max(made, key=lambda kernel: kernel["shared"])
+    assert most["shared"] <= SHARED[capability] << 10, most
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(int(sys.argv[1]))))
