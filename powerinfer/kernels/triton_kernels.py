@@ -4,7 +4,9 @@ Launches hang on shapes only, never on data, and nothing waits for the host: a s
 `gpu` imports this file where its kernels are to run, and nobody else: that takes a second and needs Triton.
 
 In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token),
-R and C the rows and columns of a tile, and PRECISION how tensor cores multiply.
+R and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Numbers that change from step to step
+are not specialised on, nor is where the parts of a step's description lie: else a kernel would be compiled while a
+request waits.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, data, scales, bias, out, tokens, rows, k,
     TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -159,7 +161,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _values_kernel(
     data, scales, shared, group, out, first, k, TYPE: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
@@ -277,7 +279,7 @@ def _turned(x, dim, position, frequencies, factor, pairs, dims):
     return own * c + tl.where(dim < pairs, -pair, pair) * s
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["x", "positions"])
 def _rotate_kernel(x, positions, frequencies, factor, pairs, dims, token_stride, head_stride, BLOCK: tl.constexpr):
     t, dim = tl.program_id(0), tl.arange(0, BLOCK)
     head = x + t.to(tl.int64) * token_stride + tl.program_id(1) * head_stride
@@ -306,7 +308,7 @@ def _stored(cache, slot, head, heads, dims, dim, y, HALF: tl.constexpr):
     tl.store(cache + (slot * heads + head) * dims + dim, y.to(cache.dtype.element_ty), mask=(dim < dims) & (slot >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store_kernel(
     k, v, cache_k, cache_v, slots, dims, k_token, k_head, v_token, v_head, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -330,7 +332,7 @@ def store_kv(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tens
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_store_kernel(
     q, k, v, positions, frequencies, factor, pairs, cache_k, cache_v, slots, heads, kv_heads, dims,
     q_token, q_head, k_token, k_head, v_token, v_head, HALF: tl.constexpr, BLOCK: tl.constexpr,
@@ -372,12 +374,12 @@ def rotate_and_store(
 # Attention
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
     q, cache_k, cache_v, table, rows, positions, out, peaks, sums, tokens, heads, kv_heads, dims, pages, per, window,
     scale, q_token, q_head,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
@@ -424,7 +426,7 @@ def _attention_kernel(
             peak = higher
         left = left & (row != one)
     where_ = token.to(tl.int64) * heads + head
-    if SPLITS == 1:
+    if not SPLIT:
         result = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + where_[:, None] * dims + dim[None, :], result, mask=live[:, None] & real)
     else:
@@ -434,12 +436,12 @@ def _attention_kernel(
         tl.store(sums + where_, total, mask=live)
 
 
-@triton.jit
-def _join_kernel(parts, peaks, sums, out, dims, SPLITS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def _join_kernel(parts, peaks, sums, out, dims, splits, PAD: tl.constexpr, BLOCK: tl.constexpr):
     """The splits of one head of one token, in their order."""
     at, of = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     s, dim = tl.arange(0, PAD), tl.arange(0, BLOCK)
-    split = s < SPLITS
+    split = s < splits
     peak = tl.load(peaks + s * of + at, mask=split, other=float("-inf"))
     level = tl.max(peak, 0)
     level = tl.where(level == float("-inf"), 0.0, level)
@@ -478,13 +480,13 @@ def attention(
     _attention_kernel[(tiles, kv_heads, splits)](
         q, cache_k, cache_v, page_table, rows, positions, parts, peaks, sums, tokens, heads, kv_heads, dims, pages, per,
         window or 1 << 30, scale, q.stride(0), q.stride(1),
-        GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLITS=splits,
+        GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1,
         HALF=half, PRECISION=precision(q), num_warps=4,
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)
         _join_kernel[(tokens * heads,)](
-            parts, peaks, sums, out, dims, SPLITS=splits, PAD=pad, BLOCK=block, num_warps=4
+            parts, peaks, sums, out, dims, splits, PAD=pad, BLOCK=block, num_warps=4
         )  # fmt: skip
     return out
 

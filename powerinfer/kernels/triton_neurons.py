@@ -39,7 +39,7 @@ LIST = 1024  # neurons that one program looks at to list them; a multiple of the
 # Lists
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(named, counts, fired, tokens, n, BLOCK: tl.constexpr):
     """counts: how many neurons of each block any token names. fired: of none, as yet."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def _count_kernel(named, counts, fired, tokens, n, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0), tl.sum(wanted, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "pieces", "per"])
 def _list_kernel(
     source, before, length, counts, listed, at, total, tokens, n, pieces, per,
     LISTED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
@@ -104,7 +104,7 @@ def _tokens_of(a, T: tl.constexpr):
     return tl.sum(fires, 1) if T else fires
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, named, listed, length, h, fired, counts, tokens, n, k,
     threshold, most,
@@ -169,15 +169,15 @@ def _factors(h, place, live, tokens, n, T: tl.constexpr):
         return tl.load(h + place, mask=live, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_kernel(
-    data, scales, shared, group, listed, at, total, h, parts, tokens, n, k,
-    TYPE: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    data, scales, shared, group, listed, at, total, h, parts, tokens, n, k, splits,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum of h times rows of down over a share of the list, in C columns of parts [splits, tokens, k]."""
     count = tl.load(total)
-    share = (count + SPLITS - 1) // SPLITS
+    share = (count + splits - 1) // splits
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
@@ -256,11 +256,11 @@ def _add_kernel(
                 tl.store(parts + first + 16, tl.sum(acc_high, 0), mask=(b < blocks)[:, None])
 
 
-@triton.jit
-def _sum_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def _sum_kernel(parts, out, size, splits, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(SPLITS):
+    for _ in range(splits):
         acc += tl.load(parts + i, mask=i < size, other=0)
         parts += size
     tl.store(out + i, acc, mask=i < size)
@@ -318,12 +318,12 @@ def _down(neurons: Neurons, h: Tensor, rows: Tensor, at: Tensor, total: Tensor) 
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
     _add_kernel[(across, splits)](
         down.data, either(down.scales, h), either(neurons.shared, h), either(neurons.group, h), rows, at, total, h,
-        parts, tokens, n, down.k,
-        TYPE=down.type, T=columns(tokens), SPLITS=splits, R=tile.rows, C=tile.columns, PRECISION=precision(h),
+        parts, tokens, n, down.k, splits,
+        TYPE=down.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(h),
         num_warps=tile.warps,
     )  # fmt: skip
     if splits == 1:
         return parts[0]
     out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device)
-    _sum_kernel[(triton.cdiv(out.numel(), 256),)](parts, out, out.numel(), SPLITS=splits, BLOCK=256, num_warps=4)
+    _sum_kernel[(triton.cdiv(out.numel(), 256),)](parts, out, out.numel(), splits, BLOCK=256, num_warps=4)
     return out
