@@ -135,7 +135,7 @@ def test_rows_are_reordered_and_padded(type_name: str) -> None:
 def test_a_read_only_mapping_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = raw("Q8_0", 40, 64)
     stored.data.flags.writeable = False
-    monkeypatch.setattr(gpu, "_PIECE", 7 * 64)
+    monkeypatch.setattr(gpu, "_SLAB", 7 * 64)
     np.testing.assert_array_equal(gpu.values(gpu.upload(stored, DEVICE)).cpu().numpy(), stored.float32())
 
 

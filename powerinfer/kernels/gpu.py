@@ -10,7 +10,7 @@ torch is imported inside the functions: the sizes below are asked for without it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from powerinfer.config import ModelConfig
 from powerinfer.formats.quant import Bytes, Floats, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
+from powerinfer.kernels.cpu import usable_cores
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
 PAGE = 32
@@ -41,7 +40,8 @@ GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 HALF_MOST = 65504.0
 """The largest float16."""
 
-_PIECE = 1 << 24  # elements of a matrix that are converted, or multiplied with many tokens, at a time
+_PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
+_SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
 
 _SIGNS = np.uint8(0x88)  # turns two codes that lie 8 above their values into two's complement, and back
 
@@ -144,7 +144,8 @@ def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32]
     rows, k = tensor.shape
     stored = tensor.gathered().rows()
     source = np.arange(rows, dtype=np.int32) if row_map is None else row_map
-    for begin, end in _pieces(len(source), k):
+
+    def slab(begin: int, end: int) -> None:
         part = source[begin:end]
         raw = stored[part[0] : part[-1] + 1] if row_map is None else stored[np.maximum(part, 0)]
         if row_map is not None:
@@ -154,6 +155,23 @@ def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32]
         codes, scales = _split(weight.type, raw)
         _put(weight.data, at + begin, codes)
         _put(weight.scales, at + begin, scales)
+
+    _by_slabs(len(source), k, slab)
+
+
+def _by_slabs(rows: int, k: int, work: Callable[[int, int], None]) -> None:
+    """Calls work(begin, end) for some rows at a time, from several threads: numpy copies without Python's lock."""
+    slabs = list(_pieces(rows, k, _SLAB))
+    threads = min(len(slabs), 8, usable_cores()[0])
+    if threads < 2:
+        for begin, end in slabs:
+            work(begin, end)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(work, *zip(*slabs, strict=True)):
+            pass
 
 
 def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
@@ -184,13 +202,15 @@ def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
 
     if out is None or rows is None or not rows.size:
         return
-    host = torch.empty((len(rows), out.shape[1]), dtype=out.dtype)  # of its own: `rows` may be a read-only mapping
+    own = out[first : first + len(rows)]
+    host = torch.empty_like(own, device="cpu") if own.device.type != "cpu" else own
     host.view(torch.uint8).numpy()[...] = rows
-    out[first : first + len(rows)].copy_(host)
+    if host is not own:
+        own.copy_(host)
 
 
-def _pieces(rows: int, k: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _PIECE // k)
+def _pieces(rows: int, k: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
+    step = max(1, (elements or _PIECE) // k)
     for begin in range(0, rows, step):
         yield begin, min(begin + step, rows)
 
@@ -458,12 +478,15 @@ def resident(
 
     def part(type_name: str, kind: str, at: int, nbytes: int) -> Weight:
         weight = _empty(type_name, len(index), layout.d_model, device)
-        for begin, end in _pieces(len(index), layout.d_model):
+
+        def slab(begin: int, end: int) -> None:
             some = index[begin:end]
             raw = bundles[some // BUNDLE_GROUP, some % BUNDLE_GROUP, at : at + nbytes]
             codes, scales = _from_part(type_name, kind, layout.d_model, raw)
             _put(weight.data, begin, codes)
             _put(weight.scales, begin, scales)
+
+        _by_slabs(len(index), layout.d_model, slab)
         return weight
 
     def bias(values: Floats | None) -> Tensor | None:
@@ -488,30 +511,29 @@ def _from_part(type_name: str, kind: str, k: int, raw: Bytes) -> tuple[Bytes, By
     n = len(raw)
     if type_name in FLOAT_TYPES:
         return raw[:, : 2 * k], None
-    if type_name == "Q8_0" and kind == "add":
-        return raw[:, :k], _scales(raw, -(-k // 64) * 64, k)
     if type_name == "Q8_0":
-        return _blocks(raw, k, 8), _scales(raw, -(-k // 64) * 64, k)
+        codes = raw[:, :k] if kind == "add" else _blocks(raw, k, 8)
+        return codes, _scales(raw, -(-k // 64) * 64, k)
     lines = -(-k // 128) * 64  # bytes of codes
     if kind == "dot":
-        return _blocks(raw, k, 4) ^ _SIGNS, _scales(raw, lines, k)
-    words = raw[:, :lines].reshape(n, -1, 4, 4, 4)
-    if type_name == "Q4_0":  # of 128 elements byte 4 l + z -> 16 z + l
-        codes = words.reshape(n, -1, 16, 4).swapaxes(-1, -2)
-        return codes.reshape(n, -1)[:, : k // 2] ^ _SIGNS, _scales(raw, lines, k)
-    # byte 16 a + 4 z + l -> 16 z + 4 a + l
-    return words.swapaxes(2, 3).reshape(n, -1)[:, : k // 2] ^ _SIGNS, None
+        codes = _blocks(raw, k, 4)
+    elif type_name == "Q4_0":  # of 128 elements byte 4 l + z -> 16 z + l
+        codes = raw[:, :lines].reshape(n, -1, 16, 4).swapaxes(-1, -2).reshape(n, -1)[:, : k // 2]
+    else:  # of 128 elements word 4 a + z -> 4 z + a
+        words = np.ascontiguousarray(raw[:, :lines]).view(np.uint32).reshape(n, -1, 4, 4)
+        codes = words.swapaxes(-1, -2).reshape(n, -1).view(np.uint8)[:, : k // 2]
+    return codes ^ _SIGNS, None if type_name == "Q4_0X32" else _scales(raw, lines, k)
 
 
-def _blocks(raw: Bytes, k: int, words: int) -> Bytes:
+def _blocks(raw: Bytes, k: int, each: int) -> Bytes:
     """Blocks of so many words that lie word by word, sixteen of them or those that are left, one after the other."""
     n, whole, left = len(raw), k // 512, k % 512 // 32
-    step = 64 * words
-    codes = [raw[:, : whole * step].reshape(n, whole, words, 16, 4).swapaxes(2, 3).reshape(n, -1)]
-    if left:
-        rest = raw[:, whole * step : whole * step + 4 * words * left]
-        codes.append(rest.reshape(n, words, left, 4).swapaxes(1, 2).reshape(n, -1))
-    return np.concatenate(codes, axis=1)
+    words = np.ascontiguousarray(raw[:, : k // 8 * each]).view(np.uint32)
+    out = np.empty_like(words)
+    end = whole * 16 * each
+    out[:, :end].reshape(n, whole, 16, each)[...] = words[:, :end].reshape(n, whole, each, 16).swapaxes(-1, -2)
+    out[:, end:].reshape(n, left, each)[...] = words[:, end:].reshape(n, each, left).swapaxes(-1, -2)
+    return out.view(np.uint8)
 
 
 def _scales(raw: Bytes, at: int, k: int) -> Bytes:
