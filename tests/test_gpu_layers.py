@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+import test_gpu_kernels as kernels  # noqa: E402
 from sparse_models import tiny_llama  # noqa: E402
 from test_sparse import case_named, residual_of  # noqa: E402
 
@@ -102,6 +103,21 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
     for layers in (1, LAYERS):  # the head, and of one layer the others, on the CPU
         with opened(truth.path, GpuShare("cpu", layers)) as executor:
             truth.check(families.run_chunks(executor, tokens, [50, 1, total - 51], pages[3]), what=f"{layers} layers")
+
+
+@pytest.mark.skipif(not kernels.TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
+@pytest.mark.parametrize("name", ["qwen3", "falcon-7b"])
+def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
+    """Prompts and single tokens with Triton's kernels, in its interpreter."""
+    truth = Truth(case_named(name), "folder", tmp_path)
+    gpu.force_triton(True)
+    try:
+        with opened(truth.path, ALL) as executor:
+            pages = families.scattered_pages(executor, 1)[0]
+            ours = families.run_chunks(executor, truth.texts[0][:37], [33, 3, 1], pages)
+        assert families.rms(ours - truth.logits[0][:37]) <= truth.allowed
+    finally:
+        gpu.force_triton(False)
 
 
 def test_the_same_step_gives_the_same_bits(tmp_path: Path) -> None:

@@ -298,30 +298,23 @@ class GpuLayers:
             GpuNorm(self._vector(w), None, config.norm_eps, False) if w is not None else None for w in (q_norm, k_norm)
         )
         keys, values = self._cache[layer]
-        scale = dim**-0.5
+        frequencies, factor, scale = self._frequencies, self._rope_factor, dim**-0.5
 
         def run(step: Step) -> None:
             tokens = len(step.x)
             every = matrices(step.normalised(norm)).view(tokens, heads + 2 * kv, dim)
             q, k, v = every[:, :heads], every[:, heads : heads + kv], every[:, heads + kv :]
-            if of_q is None and of_k is None:  # in one go
-                q_and_k = self._rotated(every[:, : heads + kv], step)
-                q, k = q_and_k[:, :heads], q_and_k[:, heads:]
+            q = q if of_q is None else _each_head(of_q, q)
+            k = k if of_k is None else _each_head(of_k, k)
+            if frequencies is None:
+                gpu.store_kv(keys, values, k, v, step.slots)
             else:
-                q = self._rotated(_each_head(of_q, q), step)
-                k = self._rotated(_each_head(of_k, k), step)
-            gpu.store_kv(keys, values, k, v, step.slots)
+                gpu.rotate_and_store(q, k, v, step.positions, frequencies, factor, keys, values, step.slots)
             step.attended = gpu.attention(
                 q, keys, values, step.page_table, step.rows, step.positions, window, scale
             ).view(tokens, heads * dim)
 
         self._add("attention", layer, run)
-
-    def _rotated(self, heads: Tensor, step: Step) -> Tensor:
-        """heads float32 [T, n, head_dim] at the positions of their tokens."""
-        if self._frequencies is None:
-            return heads
-        return gpu.rotate(heads, step.positions, self._frequencies, self._rope_factor)
 
     def project(self, matrix: StoredMatrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
@@ -592,8 +585,6 @@ def _array(tensor: Tensor) -> Floats:
     return values
 
 
-def _each_head(norm: GpuNorm | None, heads: Tensor) -> Tensor:
+def _each_head(norm: GpuNorm, heads: Tensor) -> Tensor:
     """heads float32 [T, n, head_dim], each normalised."""
-    if norm is None:
-        return heads
     return norm(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
