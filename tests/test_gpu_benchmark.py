@@ -1,0 +1,50 @@
+"""benchmarks/gpu_kernels.py, where there is no GPU: that it runs, and what it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gpu_kernels
+import pytest
+import torch
+
+from powerinfer.kernels import gpu
+
+
+def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "CONTEXT", 64)
+    out = tmp_path / "kernels.json"
+    monkeypatch.setattr(gpu_kernels, "TOKENS", (1, 8))
+    arguments = ["--device", "cpu", "--d-model", "256", "--d-ff", "320", "--active", "1", "--out", str(out)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    document = gpu_kernels.main(arguments)
+    torch.set_num_threads(threads)
+    assert json.loads(out.read_text()) == document
+    cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
+    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "predict", "attention"}
+    assert all(case["us"] > 0 for case in cases.values())
+    assert cases["linear", "Q8_0", 8]["bytes"] == gpu.weight_bytes("Q8_0", 256, 256)
+    for tokens in gpu_kernels.TOKENS:  # all neurons are active, and read once
+        assert cases["neurons", "Q8_0/Q8_0", tokens]["bytes"] == 3 * gpu.weight_bytes("Q8_0", 320, 256)
+        across = 2 * gpu.weight_bytes("Q4_0", 320, 256) + 320 * 128 + 10 * 2 * 256
+        assert cases["neurons", "Q4_0/Q4_0X32", tokens]["bytes"] == across
+
+
+def test_other_tiles_are_tried_and_put_back() -> None:
+    pytest.importorskip("triton")
+    from powerinfer.kernels import triton_neurons
+
+    before = dict(triton_neurons.DOT_ONE), dict(triton_neurons.ADD_ONE)
+    with gpu_kernels.tiles("neurons", "Q4_0/Q4_0X32", 1) as choices:
+        seen = {(*chosen,) for chosen in choices}
+    assert len(seen) > 40 and (before[0]["Q4_0"], before[1]["Q4_0X32"]) in seen
+    assert before == (triton_neurons.DOT_ONE, triton_neurons.ADD_ONE)
+
+
+def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_kernels.main([])
+    assert "there is no GPU here" in capsys.readouterr().err
