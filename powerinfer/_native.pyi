@@ -85,6 +85,7 @@ class Bundles:
         threshold: float,
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
+        counts: NDArray[np.int32] | None = None,
     ) -> None: ...
     @property
     def neurons(self) -> int: ...
@@ -178,6 +179,17 @@ class Program:
         down_bias: NDArray[np.float32] | None = None,
         activation: str = "silu",
         threshold: float = 0.0,
+    ) -> None: ...
+    def neurons_ffn(
+        self,
+        norm: Norm | None,
+        bundles: Bundles,
+        down_bias: NDArray[np.float32] | None = None,
+        replace: bool = False,
+        most: float = 0.0,
+    ) -> None: ...
+    def neuron_sum(
+        self, op: int, x: NDArray[np.float32], names: NDArray[np.uint8] | None, out: NDArray[np.float32]
     ) -> None: ...
     def sparsify(
         self,

@@ -50,6 +50,7 @@ class Layer:
     """Bundles of one layer, and the values that they hold in float64."""
 
     native: Any
+    data: np.ndarray  # uint8 [groups, bytes of a group]
     gate: np.ndarray | None  # [neurons, d_model], and so the others
     up: np.ndarray
     down: np.ndarray
@@ -89,7 +90,7 @@ def make_layer(
         data, neurons, k, types[0] if gated else None, *types, pitch, at.get("gate", 0), at["up"], at["down"],
         activation, THRESHOLD, *bias,
     )  # fmt: skip
-    return Layer(native, held.get("gate"), held["up"], held["down"], activation, *types, (bias[0], bias[1]))
+    return Layer(native, data, held.get("gate"), held["up"], held["down"], activation, *types, (bias[0], bias[1]))
 
 
 def activate(x: np.ndarray, activation: str) -> np.ndarray:

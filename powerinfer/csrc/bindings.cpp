@@ -6,8 +6,10 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <string.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 
@@ -172,11 +174,33 @@ void unpack_parts(const std::string& type_name, const std::string& kind_name, in
 
 std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model, const std::optional<std::string>& gate_type, const std::string& up_type, const std::string& down_type,
                                       int64_t pitch, int64_t gate_at, int64_t up_at, int64_t down_at, const std::string& activation, float threshold,
-                                      std::optional<Floats> gate_bias, std::optional<Floats> up_bias) {
-  const auto part = [&](const std::string& name, int kind, int64_t at) {
-    return part_of(name, kind, d_model, neurons, data.data(), data.shape(0), data.shape(1), pitch, at);
-  };
+                                      std::optional<Floats> gate_bias, std::optional<Floats> up_bias, std::optional<Ints> counts) {
   auto b = std::make_shared<Bundles>();
+  const int64_t groups = counts ? (int64_t)counts->shape(0) : (int64_t)data.shape(0);
+  int64_t group_bytes = (int64_t)data.shape(1);
+  if (counts) {
+    const int64_t shared = pi_shared_bytes(part_type(down_type), d_model);
+    require(data.shape(0) == 1 && pitch > 0 && groups > 0, "bundles of groups that differ come one behind the other");
+    b->offsets.push_back(0);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t n = counts->data()[g];
+      require(n >= 0 && n <= PI_GROUP, "a group has between 0 and 32 bundles");
+      for (int64_t i = 0; i < n; i++) b->members.push_back((int32_t)(g * PI_GROUP + i));
+      b->offsets.push_back(b->offsets.back() + (n ? n * pitch + shared : 0));
+    }
+    require(b->offsets.back() == (int64_t)data.shape(1), "the bundles are not those of so many rows");
+    require((int64_t)b->members.size() == neurons, "the groups do not hold so many neurons");
+    neurons = groups * PI_GROUP;
+    group_bytes = PI_GROUP * pitch + shared;
+  } else {
+    b->members.resize((size_t)std::max(neurons, (int64_t)0));
+    std::iota(b->members.begin(), b->members.end(), 0);
+  }
+  const auto part = [&](const std::string& name, int kind, int64_t at) {
+    PiPart whole = part_of(name, kind, d_model, neurons, data.data(), (size_t)groups, (size_t)group_bytes, pitch, at);
+    if (counts) whole.offsets = b->offsets.data();
+    return whole;
+  };
   b->gate = gate_type ? part(*gate_type, PI_DOT, gate_at) : PiPart{nullptr, 0, 0, 0, d_model, 0};
   b->up = part(up_type, PI_DOT, up_at);
   b->down = part(down_type, PI_ADD, down_at);
@@ -197,11 +221,12 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 8 tokens");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k, "x and out must be [tokens, d_model]");
-  std::vector<bool> listed((size_t)b.neurons);
+  std::vector<bool> listed((size_t)b.neurons, true);  // places that are empty count as listed
+  for (const int32_t i : b.members) listed[(size_t)i] = false;
   for (int64_t j = 0; j < n; j++) {
     const int32_t i = index.data()[j];
     require(i >= 0 && i < b.neurons, "no such neuron");
-    require(!listed[(size_t)i], "a neuron is listed twice");
+    require(!listed[(size_t)i], "a neuron is listed twice, or its place is empty");
     listed[(size_t)i] = true;
   }
   const Acts own(kernels, x.data(), tokens, k, b.forms());
@@ -218,6 +243,23 @@ void sparsify(Program& p, size_t op, std::shared_ptr<Bundles> bundles, std::shar
   require((bool)in == (bool)out, "a predictor has two matrices");
   auto predictor = in ? std::make_unique<Predictor>(Predictor{std::move(in), std::move(out), threshold, floor}) : nullptr;
   p.sparsify(op, std::move(bundles), std::move(predictor), most, recall_every);
+}
+
+// out = what an FFN that has bundles alone makes of x.
+void neuron_sum(Program& p, size_t op, Floats2 x, std::optional<Bytes2> names, OutFloats2 out) {
+  const Bundles& b = *p.sparse(op).bundles;
+  const int64_t k = p.sizes.d_model;
+  Step step;
+  step.tokens = (int64_t)x.shape(0);
+  require(step.tokens > 0 && step.tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
+  require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k, "x and out must be [tokens, d_model]");
+  require(!names || (names->shape(0) == x.shape(0) && names->shape(1) == b.members.size()), "names must be [tokens, neurons]");
+  nb::gil_scoped_release release;
+  for (int64_t i = 0; i < step.tokens; i++) memcpy(p.x + i * p.ldx, x.data() + i * k, (size_t)k * sizeof(float));
+  p.names = names ? names->data() : nullptr;
+  p.run_alone(step, op);
+  p.names = nullptr;
+  for (int64_t i = 0; i < step.tokens; i++) memcpy(out.data() + i * k, p.x + i * p.ldx, (size_t)k * sizeof(float));
 }
 
 void set_ways(Program& p, size_t op, const std::vector<std::string>& names) {
@@ -327,7 +369,7 @@ NB_MODULE(_native, m) {
   m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert());
   nb::class_<Bundles>(m, "Bundles")
       .def(nb::new_(&make_bundles), "data"_a.noconvert(), "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a, "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a,
-           "threshold"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
+           "threshold"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "counts"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
       .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "most"_a = 0.0f);
 
@@ -409,6 +451,16 @@ NB_MODULE(_native, m) {
                index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold});
       }, "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
            "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f)
+      .def("neurons_ffn", [](Program& p, const Norm* norm, std::shared_ptr<Bundles> bundles, std::optional<Floats> down_bias, bool replace, float most) {
+        FfnInput in;
+        in.norm = norm_of(norm);
+        in.down_bias = vector_of(down_bias);
+        in.act = bundles->act;
+        in.threshold = bundles->threshold;
+        in.replace = replace;
+        p.neurons_ffn(std::move(in), std::move(bundles), most);
+      }, "norm"_a.none(), "bundles"_a, "down_bias"_a = nb::none(), "replace"_a = false, "most"_a = 0.0f)
+      .def("neuron_sum", &neuron_sum, "op"_a, "x"_a, "names"_a.none(), "out"_a.noconvert())
       .def("sparsify", &sparsify, "op"_a, "bundles"_a, "predictor_in"_a.none(), "predictor_out"_a.none(), "threshold"_a, "floor"_a, "most"_a, "recall_every"_a)
       .def("set_ways", &set_ways, "op"_a, "ways"_a)
       .def("neuron_stats", &neuron_stats, "op"_a)

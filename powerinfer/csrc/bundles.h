@@ -19,10 +19,12 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 // An FFN's neurons: h = act(gate . n + gate_bias) * (up . n + up_bias), or without a gate act(up . n + up_bias).
 struct Bundles {
   PiPart gate, up, down;  // gate.groups null: no gate
-  int64_t neurons;
+  int64_t neurons;  // places: where groups have fewer bundles, some are empty
   int act;
   float threshold;
   std::vector<float> gate_bias, up_bias;  // empty: none
+  std::vector<int32_t> members;           // the places that hold a neuron, ascending
+  std::vector<int64_t> offsets;           // of groups, where some have fewer bundles; else empty
   bool gated() const { return gate.groups != nullptr; }
   const PiPart& first() const { return gated() ? gate : up; }  // what the activation is on
   const std::vector<float>& first_bias() const { return gated() ? gate_bias : up_bias; }

@@ -168,9 +168,17 @@ struct Ffn : Op {
   std::unique_ptr<SparseFfn> sparse;
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) const override {
+    if (!in.up) return in_pieces(t, step);
     const Way way = sparse && step.tokens <= PI_NEURON_TOKENS ? sparse->ways[step.tokens] : WAY_DENSE;
     if (way == WAY_DENSE || t.program->watch) dense(t, step);
     else sparse->run(t, step, in, way);
+  }
+  void in_pieces(Thread& t, const Step& step) const {
+    Step piece;
+    for (; piece.first < step.tokens; piece.first += piece.tokens) {
+      piece.tokens = std::min(step.tokens - piece.first, (int64_t)PI_NEURON_TOKENS);
+      sparse->run(t, piece, in, WAY_NAMED);
+    }
   }
   void dense(Thread& t, const Step& step) const {
     Program& p = *t.program;
@@ -482,7 +490,7 @@ void Program::ffn(FfnInput in) {
 
 void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every) {
   auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
-  check(ffn, "that operator is not an FFN");
+  check(ffn && ffn->in.up, "that operator is not an FFN with matrices");
   check(bundles->neurons == ffn->in.up->rows && bundles->up.k == sizes.d_model, "the bundles have another shape than the FFN");
   check(bundles->gated() == (bool)ffn->in.gate && bundles->act == ffn->in.act && bundles->threshold == ffn->in.threshold, "the bundles are of another kind of FFN");
   check(most >= 0.0f && recall_every >= 0, "a threshold or an interval is negative");
@@ -498,6 +506,19 @@ void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_
   bundles->gate_bias = ffn->in.gate_bias;
   bundles->up_bias = ffn->in.up_bias;
   ffn->sparse = std::make_unique<SparseFfn>(std::move(bundles), std::move(predictor), most, recall_every);
+}
+
+void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, float most) {
+  check(bundles->up.k == sizes.d_model && (int64_t)bundles->members.size() <= sizes.d_ff, "the bundles have another shape than the model's FFNs");
+  check_bias(in.down_bias, sizes.d_model, "down");
+  check_norm(in.norm, sizes.d_model, "the FFN norm");
+  check(most >= 0.0f, "a threshold is negative");
+  in.down_bias = padded(std::move(in.down_bias));
+  if (!neurons) neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, 0);
+  auto op = std::make_unique<Ffn>();
+  op->in = std::move(in);
+  op->sparse = std::make_unique<SparseFfn>(std::move(bundles), nullptr, most, 0);
+  ops_.push_back(std::move(op));
 }
 
 SparseFfn& Program::sparse(size_t op) const {
@@ -602,6 +623,12 @@ void Program::run(const Step& step, size_t first, size_t last) {
   const bool rotate = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
   if (rotate) rotated_.assign(step.position, step.position + step.tokens);
   RunOps r{this, &step, first, std::min(last, ops_.size()), rotate};
+  pool->run(RunOps::job, &r);
+}
+
+void Program::run_alone(const Step& step, size_t op) {
+  times_.resize(ops_.size(), 0.0);
+  RunOps r{this, &step, op, op + 1, false};
   pool->run(RunOps::job, &r);
 }
 

@@ -60,6 +60,7 @@ struct Step {
   const int32_t *token = nullptr, *position = nullptr, *logit_row = nullptr;
   float* logits = nullptr;
   std::vector<Run> runs;
+  int64_t first = 0;  // row of x with which the tokens begin: an FFN from bundles alone takes a step in pieces
 };
 
 class Program;
@@ -106,6 +107,7 @@ struct FfnInput {
   Vector gate_bias, up_bias, down_bias;
   int act;  // PiAct
   float threshold;
+  bool replace = false;  // x = what the neurons give, not x +=
 };
 
 // What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not zero.
@@ -150,16 +152,23 @@ class Program {
   // Gives operator `op`, an FFN, its neurons as bundles, and a predictor or null; it runs as before until its `ways` say else.
   void sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every);
   SparseFfn& sparse(size_t op) const;  // invalid_argument where there is none
+  // An FFN that has its neurons as bundles alone, all of them or some: every gate is computed, or, of neurons that
+  // `names` tells, only those. in: norm, down_bias and replace; steps of any size.
+  void neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, float most);
   void normalise(Norm norm);                             // x = norm(x)
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);  // logits = w . project . norm(x); project may be null
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
   void run(const Step& step, size_t first, size_t last);
+  // Runs one operator on rows of x that belong to no sequence; it must not be one of attention.
+  void run_alone(const Step& step, size_t op);
   // Seconds spent in each operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
   std::shared_ptr<Watch> watch;  // null: nobody looks
+  // For FFNs of bundles alone: [tokens][members], not zero where a token names a neuron; null: all are wanted.
+  const uint8_t* names = nullptr;
   // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is none.
   int64_t table_rows = 0, positions = 0, head_panels = 0;
 

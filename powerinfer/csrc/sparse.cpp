@@ -23,7 +23,7 @@ void columns(const Thread& t, const Matrix& w, int64_t* p0, int64_t* p1, int64_t
 }  // namespace
 
 NeuronScratch::NeuronScratch(int threads, int64_t d_ff, int64_t d_model, int64_t rank)
-    : ldz(pi_round_up(d_ff, PI_LANES)), ldr(pi_round_up(rank, PI_LANES)), z((size_t)(ldz * PI_NEURON_TOKENS)), hidden((size_t)(ldr * PI_NEURON_TOKENS)),
+    : ldz(pi_round_up(d_ff, PI_GROUP)), ldr(pi_round_up(rank, PI_LANES)), z((size_t)(ldz * PI_NEURON_TOKENS)), hidden((size_t)(ldr * PI_NEURON_TOKENS)),
       shares((size_t)threads) {
   for (Share& s : shares) {
     s.listed.resize((size_t)(ldz + PI_LANES));
@@ -39,22 +39,27 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
   Program& p = *t.program;
   NeuronScratch& s = *p.neurons;
   Share& own = s.shares[(size_t)t.id];
-  const bool predicted = way == WAY_PREDICTED, sampled = predicted && recall_every_ && stats.steps % recall_every_ == 0;
+  const bool predicted = way == WAY_PREDICTED, named = way == WAY_NAMED, sampled = predicted && recall_every_ && stats.steps % recall_every_ == 0;
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
   own.sampled_active = own.sampled_found = 0;
   const PiActs* acts = nullptr;
   if (predicted) predict(t, step);
-  else acts = fire(t, step, in);
+  else if (!named) acts = fire(t, step, in);
+  else {
+    acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms());
+    take_named(t, step);
+  }
   p.pool->barrier();
   if (predicted) {
     reach_floor(t, step);
     acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
     if (sampled) sample(t, step, in, acts);
   }
-  const int64_t n = take_part(t), ld = predicted ? s.ldz : p.ldh;
+  const int64_t n = take_part(t), ld = predicted || named ? s.ldz : p.ldh;
+  const float* guess = predicted || (named && p.names && step.tokens > 1) ? s.z.data() : nullptr;
   std::fill(own.sums.begin(), own.sums.begin() + step.tokens * p.ldx, 0.0f);
   own.done = {};
-  add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n, {predicted ? nullptr : p.gate, predicted ? s.z.data() : nullptr, ld, above_, most_}, own.block,
+  add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n, {predicted || named ? nullptr : p.gate, guess, ld, above_, most_}, own.block,
               own.sums.data(), p.ldx, own.done);
   p.pool->barrier();
   add_sums(t, step, in);
@@ -74,6 +79,29 @@ const PiActs* SparseFfn::fire(Thread& t, const Step& step, const FfnInput& in) {
   for (int64_t i = 0; i < step.tokens; i++) p.kernels->activate(plain_act(in.act), in.threshold, p.gate + i * p.ldh + c0, nullptr, (p1 - p0) * PI_LANES);
   own.n = p.kernels->neurons->keep(p.gate + c0, p.ldh, step.tokens, c1 - c0, 1, most_, (int32_t)c0, own.listed.data(), own.counts);
   return acts;
+}
+
+// Of this thread's part of all neurons, those that some token names; z tells which token does.
+void SparseFfn::take_named(Thread& t, const Step& step) {
+  Program& p = *t.program;
+  NeuronScratch& s = *p.neurons;
+  Share& own = s.shares[(size_t)t.id];
+  const int64_t all = (int64_t)bundles->members.size();
+  const uint8_t* names = p.names ? p.names + step.first * all : nullptr;
+  int64_t begin, end;
+  share(all, 1, p.pool->threads(), t.id, &begin, &end);
+  own.n = 0;
+  for (int64_t j = begin; j < end; j++) {
+    const int32_t place = bundles->members[(size_t)j];
+    bool wanted = !names;
+    for (int64_t i = 0; i < step.tokens; i++) {
+      const bool one = !names || names[i * all + j];
+      wanted |= one;
+      own.counts[i] += one;
+      if (names) s.z[(size_t)(i * s.ldz + place)] = one ? INFINITY : -INFINITY;
+    }
+    if (wanted) own.listed[(size_t)own.n++] = place;
+  }
 }
 
 void SparseFfn::predict(Thread& t, const Step& step) {
@@ -187,7 +215,8 @@ void SparseFfn::add_sums(Thread& t, const Step& step, const FfnInput& in) {
   int64_t c0, c1;
   share(p.sizes.d_model, PI_LANES, p.pool->threads(), t.id, &c0, &c1);
   for (int64_t i = 0; i < step.tokens; i++) {
-    float* x = p.x + i * p.ldx;
+    float* x = p.x + (step.first + i) * p.ldx;
+    if (in.replace) std::fill(x + c0, x + c1, 0.0f);
     float* sum = p.neurons->shares[0].sums.data() + i * p.ldx;
     for (size_t other = 1; other < p.neurons->shares.size(); other++) {
       const float* more = p.neurons->shares[other].sums.data() + i * p.ldx;

@@ -6,7 +6,7 @@
 #include "bundles.h"
 #include "program.h"
 
-enum Way { WAY_DENSE, WAY_EXACT, WAY_PREDICTED, N_WAYS };
+enum Way { WAY_DENSE, WAY_EXACT, WAY_PREDICTED, N_WAYS, WAY_NAMED = N_WAYS };  // named: of an FFN that has bundles alone
 
 // Guesses z = out . relu(in . x) from the residual stream before the norm; neurons with z >= threshold are candidates, and if
 // these are fewer than `floor`, the `floor` largest.
@@ -58,6 +58,7 @@ class SparseFfn {
   using Share = NeuronScratch::Share;
   const PiActs* fire(Thread& t, const Step& step, const FfnInput& in);
   void predict(Thread& t, const Step& step);
+  void take_named(Thread& t, const Step& step);
   void list(Thread& t, const Step& step);
   void reach_floor(Thread& t, const Step& step);
   void sample(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts);

@@ -133,18 +133,24 @@ static inline int64_t pi_part_bytes(int type, int64_t k) {
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
 
-// One part of the bundles of a layer. Groups lie `stride` apart, the bundles of a group `pitch`, and in each of these the part
-// begins at byte `at`.
+// One part of the bundles of a layer. Groups lie `stride` apart, or, where some have fewer bundles, group g from offsets[g] to
+// offsets[g + 1]; the bundles of a group `pitch`, and in each of these the part begins at byte `at`.
 struct PiPart {
   const uint8_t* groups;
   int64_t stride, pitch, at, k;
   int type;
+  const int64_t* offsets = nullptr;
 };
 
-static inline const uint8_t* pi_row(const PiPart* part, int32_t i) { return part->groups + i / PI_GROUP * part->stride + i % PI_GROUP * part->pitch + part->at; }
+static inline const uint8_t* pi_row(const PiPart* part, int32_t i) {
+  const int64_t group = part->offsets ? part->offsets[i / PI_GROUP] : i / PI_GROUP * part->stride;
+  return part->groups + group + i % PI_GROUP * part->pitch + part->at;
+}
 
 // What neuron i shares with its group.
-static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) { return part->groups + i / PI_GROUP * part->stride + PI_GROUP * part->pitch; }
+static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) {
+  return part->groups + (part->offsets ? part->offsets[i / PI_GROUP + 1] - pi_shared_bytes(part->type, part->k) : i / PI_GROUP * part->stride + PI_GROUP * part->pitch);
+}
 
 // Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d; zeros
 // behind the last block.

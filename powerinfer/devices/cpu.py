@@ -16,8 +16,10 @@ from powerinfer.devices.batch import Batch
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
+from powerinfer.neurons import BUNDLE_GROUP
 
 if TYPE_CHECKING:
+    from powerinfer.formats.pack import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
 Floats = NDArray[np.float32]
@@ -240,6 +242,69 @@ class CpuExecutor:
 
     # ---------------------------------------------------------------- the neurons of an FFN
 
+    def bundled_ffn(
+        self,
+        layout: BundleLayout,
+        bundles: NDArray[np.uint8] | SomeBundles,
+        *,
+        norm: _native.Norm | None = None,
+        biases: Sequence[Floats | None] = (None, None, None),
+        replace: bool = False,
+        most: float = 0.0,
+    ) -> int:
+        """An FFN that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
+
+        bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
+        layer's neurons; most: activations up to this magnitude count as zero. Returns the number of the operator, for
+        `neuron_sum`.
+        """
+        config, counts = self._config, None
+        gate_bias, up_bias, down_bias = biases
+        if isinstance(bundles, np.ndarray):
+            rows, neurons = bundles, config.d_ff
+        else:
+            rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
+            gate_bias, up_bias = (_placed(bundles, bias) for bias in (gate_bias, up_bias))
+        native = self._bundles(layout, rows, neurons, gate_bias, up_bias, counts)
+        self._program.neurons_ffn(norm, native, down_bias, replace, most)
+        self.bytes_per_token += rows.nbytes
+        return self._program.size - 1
+
+    def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> None:
+        """out = what the neurons of a `bundled_ffn` that replaces make of x, both float32 [tokens, d_model].
+
+        names: uint8 [tokens, neurons], not zero where a token wants a neuron, in the order of their index; None: all.
+        """
+        self._program.neuron_sum(op, x, names, out)
+
+    def _bundles(
+        self,
+        layout: BundleLayout,
+        rows: NDArray[np.uint8],
+        neurons: int,
+        gate_bias: Floats | None = None,
+        up_bias: Floats | None = None,
+        counts: NDArray[np.int32] | None = None,
+    ) -> _native.Bundles:
+        config = self._config
+        return _native.Bundles(
+            rows,
+            neurons,
+            config.d_model,
+            layout.gate_type if layout.gated else None,
+            layout.gate_type,
+            layout.down_type,
+            layout.pitch,
+            layout.gate_at if layout.gated else 0,
+            layout.up_at,
+            layout.down_at,
+            config.activation,
+            config.activation_threshold,
+            gate_bias,
+            up_bias,
+            counts,
+        )
+
     def sparsify(
         self,
         layer: int,
@@ -256,21 +321,8 @@ class CpuExecutor:
         its description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between samples of
         its recall, 0 for none. ValueError for shapes that are not the layer's.
         """
-        config, ffn = self._config, self._ffns[layer]
-        bundles = _native.Bundles(
-            rows,
-            ffn.neurons,
-            config.d_model,
-            layout.gate_type if layout.gated else None,
-            layout.gate_type,
-            layout.down_type,
-            layout.pitch,
-            layout.gate_at if layout.gated else 0,
-            layout.up_at,
-            layout.down_at,
-            config.activation,
-            config.activation_threshold,
-        )
+        ffn = self._ffns[layer]
+        bundles = self._bundles(layout, rows, ffn.neurons)
         if predictor is None:
             self._program.sparsify(ffn.op, bundles, None, None, 0.0, 0, most, recall_every)
         else:
@@ -429,6 +481,14 @@ class CpuExecutor:
     def close(self) -> None:
         for name in ("_observed", "_program", "_arena", "_pool"):
             self.__dict__.pop(name, None)
+
+
+def _placed(bundles: SomeBundles, bias: Floats | None) -> Floats | None:
+    if bias is None:
+        return None
+    placed = np.zeros(len(bundles.counts) * BUNDLE_GROUP, np.float32)
+    placed[bundles.places] = bias[bundles.index]
+    return placed
 
 
 def available_memory() -> int:

@@ -7,17 +7,21 @@ scales lie behind each group. Biases stay in the model's own files.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
 from powerinfer.formats.quant import Bytes, block_type
-from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices
 
 PART_TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 """The types that a part can have."""
@@ -105,6 +109,48 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     if tensors:
         raise place.bad(f"holds tensors that are not bundles, such as {shown(next(iter(tensors)))}")
     return BundleFile(layout, tuple(layers), str(description.get("source_type")), file)
+
+
+@dataclass(frozen=True)
+class SomeBundles:
+    """Bundles of some of a layer's neurons, in memory of their own.
+
+    index: int32 [n], the neurons, ascending; counts: int32 [groups], how many of them each group of the layer has;
+    rows: uint8 [1, bytes], group by group the bundles and, where a group has any, what they share, pages of their own.
+    """
+
+    index: Indices
+    counts: NDArray[np.int32]
+    rows: Bytes
+
+    @property
+    def places(self) -> Indices:
+        """Of each neuron, where biases and the like of it are kept: group * BUNDLE_GROUP + its number in the group."""
+        first = np.cumsum(self.counts) - self.counts
+        group = self.index // BUNDLE_GROUP
+        return (group * BUNDLE_GROUP + np.arange(len(self.index)) - first[group]).astype(np.int32)
+
+
+def some_bytes(layout: BundleLayout, index: Indices) -> int:
+    """Bytes of the bundles of these neurons, with what their groups share."""
+    return len(index) * layout.pitch + len(np.unique(index // BUNDLE_GROUP)) * layout.shared_bytes
+
+
+def gather(layout: BundleLayout, groups: Bytes, index: Indices) -> SomeBundles:
+    """The bundles of some neurons, copied. groups: uint8 [groups, layout.group_bytes]; index: ascending, not empty."""
+    memory = mmap.mmap(-1, some_bytes(layout, index))
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # rows that lie anywhere touch many pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    out = np.frombuffer(memory, np.uint8)
+    counts = np.bincount(index // BUNDLE_GROUP, minlength=len(groups)).astype(np.int32)
+    bundles, first, at = BUNDLE_GROUP * layout.pitch, 0, 0
+    for group, count in zip(groups[counts > 0], counts[counts > 0].tolist(), strict=True):
+        size = count * layout.pitch
+        own = index[first : first + count] % BUNDLE_GROUP
+        out[at : at + size].reshape(count, -1)[:] = group[:bundles].reshape(BUNDLE_GROUP, -1)[own]
+        out[at + size : at + size + layout.shared_bytes] = group[bundles : bundles + layout.shared_bytes]
+        first, at = first + count, at + size + layout.shared_bytes
+    return SomeBundles(index, counts, out.reshape(1, -1))
 
 
 @contextmanager

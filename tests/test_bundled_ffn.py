@@ -1,0 +1,145 @@
+"""FFNs that have their neurons as bundles alone: some of a layer's, named or all, in steps of any size.
+
+What is expected, and how far off it may be, is that of tests/test_neuron_kernels.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, make_layer
+
+from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.pack import gather, some_bytes
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BundleLayout
+
+K, NEURONS, TOKENS = 128, 160, 21
+
+
+def layout_of(layer: Layer) -> BundleLayout:
+    gate_bytes, _ = cpu.part_bytes(layer.up_type, K)
+    return BundleLayout(
+        K, layer.gate is not None, layer.up_type, layer.down_type, gate_bytes, *cpu.part_bytes(layer.down_type, K)
+    )
+
+
+def executor_of(layer: Layer, threads: int) -> CpuExecutor:
+    config = ModelConfig(
+        "sample", 1, K, 1, 1, 16, NEURONS, K, 64, 1e-5, RopeConfig(dim=16),
+        activation=layer.activation, activation_threshold=THRESHOLD, gated=layer.gate is not None, ffn_bias=True,
+    )  # fmt: skip
+    engine = EngineConfig(threads=threads, context=64, prefill_chunk=32)
+    return CpuExecutor(config, engine, np.ones(8, np.float32), 1.0)
+
+
+def some(share: float, seed: int = 0) -> np.ndarray:
+    return np.flatnonzero(np.random.default_rng(seed).random(NEURONS) < share).astype(np.int32)
+
+
+def sum_of(layer: Layer, index: np.ndarray, x: np.ndarray, names: np.ndarray | None = None, threads: int = 2):
+    executor = executor_of(layer, threads)
+    bundles = gather(layout_of(layer), layer.data, index)
+    op = executor.bundled_ffn(layout_of(layer), bundles, biases=(*layer.biases, None), replace=True)
+    out = np.full(x.shape, np.nan, np.float32)
+    executor.neuron_sum(op, x, names, out)
+    return out
+
+
+def tokens(n: int) -> np.ndarray:
+    return np.random.default_rng(n).standard_normal((n, K)).astype(np.float32)
+
+
+KINDS = [(t, t) for t in TYPES] + [("Q4_0", ACROSS), ("F16", "Q8_0")]
+
+
+@pytest.mark.parametrize("types", KINDS)
+@pytest.mark.parametrize("share", [0.03, 0.5, 1.0])
+def test_some_neurons_give_their_sum(types: tuple[str, str], share: float) -> None:
+    layer = make_layer(K, NEURONS, types)
+    index = some(share)
+    for n in (1, 3, 8, TOKENS):
+        x = tokens(n)
+        want, bound = expected(layer, x, index)
+        assert (np.abs(sum_of(layer, index, x) - want) <= bound).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_kind_of_ffn(activation: str, gated: bool) -> None:
+    layer = make_layer(K, NEURONS, ("F16", "F16"), activation, gated, biases=True)
+    x, index = tokens(3), some(0.4, 1)
+    want, bound = expected(layer, x, index)
+    assert (np.abs(sum_of(layer, index, x) - want) <= bound).all()
+
+
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
+@pytest.mark.parametrize("n", [1, 8, TOKENS])
+def test_a_token_gets_the_neurons_that_it_names(types: tuple[str, str], n: int) -> None:
+    layer, index, x = make_layer(K, NEURONS, types), some(0.6, 2), tokens(n)
+    names = np.random.default_rng(3).integers(0, 2, (n, len(index))).astype(np.uint8) * 255
+    out = sum_of(layer, index, x, names)
+    for i in range(n):
+        want, bound = expected(layer, x[i : i + 1], index[names[i] > 0])
+        # another token's neurons of a group do not change how this token's are rounded: their products are zero
+        assert (np.abs(out[i] - want[0]) <= bound[0]).all()
+    assert not sum_of(layer, index, x, np.zeros_like(names)).any()
+
+
+def test_the_parts_of_a_cut_add_up_whatever_the_cut() -> None:
+    layer, x = make_layer(K, NEURONS, ("F16", "F16")), tokens(5)
+    want, bound = expected(layer, x, np.arange(NEURONS))
+    rng = np.random.default_rng(4)
+    for parts in (1, 2, 3, 7):
+        owner = rng.integers(0, parts, NEURONS)
+        cut = [np.flatnonzero(owner == part).astype(np.int32) for part in range(parts)]
+        total = sum(sum_of(layer, index, x).astype(np.float64) for index in cut if len(index))
+        assert (np.abs(total - want) <= 2 * bound).all()
+
+
+def test_the_same_bits_on_every_run_and_memory_of_their_own() -> None:
+    layer, index, x = make_layer(K, NEURONS, ("Q4_0", ACROSS)), some(0.5, 5), tokens(9)
+    assert sum_of(layer, index, x).tobytes() == sum_of(layer, index, x).tobytes()
+    bundles = gather(layout_of(layer), layer.data, index)
+    assert bundles.rows.nbytes == some_bytes(layout_of(layer), index) and not np.shares_memory(bundles.rows, layer.data)
+
+
+def test_within_a_model_it_adds_to_the_residual_stream() -> None:
+    """Between an embedding and a head that show the stream: x + its norm's sum + down's bias."""
+    layer = make_layer(K, NEURONS, ("F16", "F16"))
+    executor, rows = executor_of(layer, 2), tokens(K)
+    table = RawTensor("F32", (K, K), np.ascontiguousarray(rows).view(np.uint8).reshape(-1))
+    bias = np.random.default_rng(6).standard_normal(K).astype(np.float32)
+    executor.embed(table)
+    executor.bundled_ffn(layout_of(layer), layer.data, biases=(None, None, bias))
+    one = RawTensor("F32", (K, K), np.eye(K, dtype=np.float32).view(np.uint8).reshape(-1))
+    executor.head(None, executor.matrix(one))
+    from powerinfer.devices.batch import Batch
+
+    ids = np.arange(12, dtype=np.int32)
+    pages = np.arange(2, dtype=np.int32)[None]
+    logits = executor.forward(Batch(ids, ids, np.zeros(12, np.int32), pages, ids))
+    want, bound = expected(layer, rows[:12], np.arange(NEURONS))
+    assert (np.abs(logits - (want + rows[:12] + bias)) <= bound + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"counts": [33, 0, 0, 0, 0]}, {"counts": [1, 1, 1, 1, 1]}, {"counts": []}, {"bytes": -64}]
+)
+def test_groups_that_do_not_suit_are_refused(change: dict) -> None:
+    layer, index = make_layer(K, NEURONS, ("F16", "F16")), some(0.5, 7)
+    bundles = gather(layout_of(layer), layer.data, index)
+    counts = np.array(change.get("counts", bundles.counts), np.int32)
+    rows = np.ascontiguousarray(bundles.rows[:, : change.get("bytes", bundles.rows.shape[1])])
+    with pytest.raises(ValueError):
+        executor_of(layer, 1)._bundles(layout_of(layer), rows, len(index), None, None, counts)
+
+
+def test_names_of_another_shape_are_refused() -> None:
+    layer, index = make_layer(K, NEURONS, ("F16", "F16")), some(0.5, 8)
+    with pytest.raises(ValueError):
+        sum_of(layer, index, tokens(2), np.ones((2, len(index) + 1), np.uint8))
+    with pytest.raises(ValueError):
+        sum_of(layer, index, tokens(2), np.ones((1, len(index)), np.uint8))
