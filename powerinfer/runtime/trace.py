@@ -1,0 +1,155 @@
+"""What took the time of a step on two devices: spans by device, layer and kind, and how far both worked at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import device
+
+LANES = ("GPU", "CPU", "wait")
+"""Where a span is: computing on a device, or the CPU waiting for the GPU."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """lane: of `LANES`; layer: -1 for what belongs to none; begin, end: seconds since the trace began."""
+
+    lane: str
+    kind: str
+    layer: int
+    begin: float
+    end: float
+
+
+class Trace:
+    """Spans of the steps that run within `step()`.
+
+    On CUDA a span of the GPU lies between two events of the stream it runs on, so it is what the GPU did and not when
+    it was told to; elsewhere the caller computes what it is told at once, and a clock is enough.
+    """
+
+    def __init__(self, device: device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._begin = time.perf_counter()
+        self._events: list[tuple[str, int, Any, Any]] = []
+        self.spans: list[Span] = []
+        self.steps: list[tuple[float, float]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Of one forward call, until the GPU has done all of it."""
+        origin = self._synchronised()
+        try:
+            yield
+        finally:
+            end = self._synchronised()
+            for kind, layer, first, last in self._events:
+                begin = 1e-3 * origin[1].elapsed_time(first)
+                self.spans.append(
+                    Span("GPU", kind, layer, origin[0] + begin, origin[0] + begin + 1e-3 * first.elapsed_time(last))
+                )
+            self._events.clear()
+            self.steps.append((origin[0], end[0]))
+
+    def _synchronised(self) -> tuple[float, Any]:
+        """(now, an event of now)."""
+        if not self._cuda:
+            return self._now(), None
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return self._now(), event
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begin
+
+    @contextmanager
+    def gpu(self, kind: str, layer: int) -> Iterator[None]:
+        """What the GPU is told to do meanwhile."""
+        if not self._cuda:
+            with self.cpu(kind, layer, "GPU"):
+                yield
+            return
+        import torch
+
+        stream = torch.cuda.current_stream(self._device)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(stream)
+        yield
+        last.record(stream)
+        self._events.append((kind, layer, first, last))
+
+    @contextmanager
+    def cpu(self, kind: str, layer: int, lane: str = "CPU") -> Iterator[None]:
+        """What the caller does meanwhile."""
+        begin = self._now()
+        yield
+        self.spans.append(Span(lane, kind, layer, begin, self._now()))
+
+    def summary(self) -> dict[str, Any]:
+        """Seconds of the steps, mean: in all, of which both devices, one of them or none worked; by lane and kind.
+
+        overlap: 1 - the share of a step in which neither worked.
+        """
+        count = max(1, len(self.steps))
+        whole = sum(end - begin for begin, end in self.steps)
+        busy = {lane: _union([(s.begin, s.end) for s in self.spans if s.lane == lane]) for lane in ("GPU", "CPU")}
+        either = _length(_union(busy["GPU"] + busy["CPU"]))
+        gpu, cpu = _length(busy["GPU"]), _length(busy["CPU"])
+        kinds: dict[str, float] = {}
+        for span in self.spans:
+            name = f"{span.lane} {span.kind}"
+            kinds[name] = kinds.get(name, 0.0) + (span.end - span.begin) / count
+        return {
+            "steps": len(self.steps),
+            "step_s": whole / count,
+            "gpu_s": gpu / count,
+            "cpu_s": cpu / count,
+            "both_s": (gpu + cpu - either) / count,
+            "neither_s": (whole - either) / count,
+            "overlap": either / whole if whole else None,
+            "kinds": kinds,
+        }
+
+    def document(self) -> dict[str, Any]:
+        """The spans as a Chrome trace (chrome://tracing, Perfetto): complete events in microseconds."""
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(LANES)
+        ]
+        events = [
+            {
+                "name": span.kind if span.layer < 0 else f"{span.kind} {span.layer}",
+                "cat": span.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": LANES.index(span.lane),
+                "ts": 1e6 * span.begin,
+                "dur": 1e6 * (span.end - span.begin),
+            }
+            for span in sorted(self.spans, key=lambda span: span.begin)
+        ]
+        return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans that do not overlap, of the same points in time."""
+    result: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((begin, end))
+    return result
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
