@@ -146,6 +146,16 @@ class EngineConfig:
         None, "folder of what was prepared for the model (bundles, predictor); None: MODEL.powerinfer", metavar="PATH"
     )
     recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N", least=0)
+    gpu: str = option(
+        "auto",
+        "GPU that works beside the CPU: auto takes CUDA's first, if there is one; none; cuda:N; cpu stands in for one, to "
+        "try things",
+        metavar="NAME",
+    )
+    vram: int | None = option(
+        None, "budget on the GPU, everything counted, such as 8GiB; 0: no GPU; default: what is free on it", size=True
+    )
+    ram: int | None = option(None, "budget in RAM, everything counted; default: what others leave of it", size=True)
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
 
 
@@ -153,10 +163,6 @@ class EngineConfig:
 class PlanConfig:
     """What a placement is planned for, beside the engine's own options."""
 
-    vram: int | None = option(
-        None, "budget on the GPU, everything counted, such as 8GiB; 0: no GPU; default: what it has", size=True
-    )
-    ram: int | None = option(None, "budget in RAM, everything counted; default: what others leave of it", size=True)
     batch: int = option(1, "requests that decode together, each with a whole context", metavar="N")
     hardware: str | None = option(
         None,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.power_law import Law
     from powerinfer.placement.shapes import Model
 
-ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "threads", "isa")
+ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa")
 MOST = 1 << 16  # requests, and tokens of a prompt at once
 TIERS = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
@@ -105,8 +105,8 @@ def _request(
         model,
         profile,
         hardware,
-        vram=wanted.vram,
-        ram=wanted.ram,
+        vram=engine.vram,
+        ram=engine.ram,
         context=engine.context or model.config.context_length,
         batch=wanted.batch,
         kv_type=engine.kv_type,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from powerinfer.sparsity.profile import Task
 
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
-ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "threads", "isa")
+ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa")
 DONE, SKIPPED, NOT_NEEDED = "done", "skipped", "not needed"
 TRAINING = ("recall", "share", "device", "steps")
 TERMINATED = 143  # what a shell reports for a program that SIGTERM ended

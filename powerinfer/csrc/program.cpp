@@ -175,6 +175,7 @@ struct Ffn : Op {
   }
   void in_pieces(Thread& t, const Step& step) const {
     Step piece;
+    piece.counted = step.tokens <= PI_NEURON_TOKENS;
     for (; piece.first < step.tokens; piece.first += piece.tokens) {
       piece.tokens = std::min(step.tokens - piece.first, (int64_t)PI_NEURON_TOKENS);
       sparse->run(t, piece, in, WAY_NAMED);

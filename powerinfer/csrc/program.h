@@ -60,7 +60,9 @@ struct Step {
   const int32_t *token = nullptr, *position = nullptr, *logit_row = nullptr;
   float* logits = nullptr;
   std::vector<Run> runs;
-  int64_t first = 0;  // row of x with which the tokens begin: an FFN from bundles alone takes a step in pieces
+  // An FFN from bundles alone takes a step in pieces: the row of x with which they begin, and whether the step is small.
+  int64_t first = 0;
+  bool counted = true;
 };
 
 class Program;

@@ -63,7 +63,7 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
               own.sums.data(), p.ldx, own.done);
   p.pool->barrier();
   add_sums(t, step, in);
-  if (t.id == 0) count(step, way, s, sampled);
+  if (t.id == 0 && step.counted) count(step, way, s, sampled);
   p.pool->barrier();
 }
 

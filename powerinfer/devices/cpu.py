@@ -118,10 +118,12 @@ class CpuExecutor:
         self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
         self.d_model = config.d_model
         self.d_ff = config.d_ff
-        self._config = config
+        self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
+        self._bundled: dict[int, tuple[int, int, int, int]] = {}  # bytes of the parts of neurons that are bundles alone
         self._embedded = 0  # operators up to the embedding's
+        self._end: int | None = None  # of the model's own; those behind it run by themselves (`neuron_sum`)
         self._pool = _native.Pool(threads)
         self._arena = _native.Arena()
         # Without layers here the cache still says which pages there are; none is ever written, so none takes memory.
@@ -164,7 +166,7 @@ class CpuExecutor:
 
         None where the rows are right as they are.
         """
-        dim = self._config.head_dim
+        dim = self.config.head_dim
         padded = cpu.round_up(dim, cpu.LANES)
         if padded == dim and not interleaved:
             return None
@@ -175,7 +177,7 @@ class CpuExecutor:
 
     def norm(self, weight: Floats, bias: Floats | None = None) -> _native.Norm:
         """A norm of the model's kind over rows of d_model."""
-        return _native.Norm(weight, self._config.norm_eps, bias, self._config.norm == "layer")
+        return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
 
     def embed(
         self, tensor: RawTensor, positions: RawTensor | None = None, projection: _native.Matrix | None = None
@@ -183,7 +185,7 @@ class CpuExecutor:
         """x = projection . row of the embedding + row of positions; rows are looked up in the model file's own type."""
         table = self._table(tensor)
         rows = self._table(positions) if positions is not None else None
-        self._program.embed(table, rows, self._config.position_offset, projection)
+        self._program.embed(table, rows, self.config.position_offset, projection)
         self._embedded = self._program.size
 
     def _table(self, tensor: RawTensor) -> _native.Table:
@@ -204,7 +206,7 @@ class CpuExecutor:
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
-        of_q, of_k = (_native.Norm(w, self._config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
+        of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k)
         self._program.attention(own, window or 0)
@@ -229,7 +231,7 @@ class CpuExecutor:
         layer = self.first_layer + len(self._ffns)
         self._ffns[layer] = _Ffn(self._program.size, up.rows, total, (up if gate is None else gate).nbytes)
         gate_bias, up_bias, down_bias = biases
-        activation, threshold = self._config.activation, self._config.activation_threshold
+        activation, threshold = self.config.activation, self.config.activation_threshold
         self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
 
     def normalise(self, norm: _native.Norm) -> None:
@@ -255,10 +257,10 @@ class CpuExecutor:
         """An FFN that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
 
         bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
-        layer's neurons; most: activations up to this magnitude count as zero. Returns the number of the operator, for
-        `neuron_sum`.
+        layer's neurons; most: activations up to this magnitude count as zero. Returns the number of the operator. One
+        that replaces is no part of the model's own steps but run by `neuron_sum`; nothing else may be wired behind it.
         """
-        config, counts = self._config, None
+        config, counts = self.config, None
         gate_bias, up_bias, down_bias = biases
         if isinstance(bundles, np.ndarray):
             rows, neurons = bundles, config.d_ff
@@ -266,9 +268,13 @@ class CpuExecutor:
             rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
             gate_bias, up_bias = (_placed(bundles, bias) for bias in (gate_bias, up_bias))
         native = self._bundles(layout, rows, neurons, gate_bias, up_bias, counts)
+        if replace and self._end is None:
+            self._end = self._program.size
         self._program.neurons_ffn(norm, native, down_bias, replace, most)
         self.bytes_per_token += rows.nbytes
-        return self._program.size - 1
+        op = self._program.size - 1
+        self._bundled[op] = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
+        return op
 
     def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> None:
         """out = what the neurons of a `bundled_ffn` that replaces make of x, both float32 [tokens, d_model].
@@ -276,6 +282,17 @@ class CpuExecutor:
         names: uint8 [tokens, neurons], not zero where a token wants a neuron, in the order of their index; None: all.
         """
         self._program.neuron_sum(op, x, names, out)
+
+    def neuron_sums(self, op: int) -> dict[str, int]:
+        """What a `bundled_ffn` did in steps of up to `neuron_tokens`: tokens, active and candidates (neurons), bytes."""
+        counts = dict(self._program.neuron_stats(op))
+        rows = [counts[name] for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
+        nbytes = sum(number * size for number, size in zip(rows, self._bundled[op], strict=True))
+        return {"tokens": counts["tokens"], "active": counts["active"], "candidates": counts["candidates"], "bytes": nbytes}
+
+    def clear_neuron_sums(self, op: int) -> None:
+        """Begin to count anew."""
+        self._program.clear_neuron_stats(op)
 
     def _bundles(
         self,
@@ -286,7 +303,7 @@ class CpuExecutor:
         up_bias: Floats | None = None,
         counts: NDArray[np.int32] | None = None,
     ) -> _native.Bundles:
-        config = self._config
+        config = self.config
         return _native.Bundles(
             rows,
             neurons,
@@ -398,7 +415,7 @@ class CpuExecutor:
     def finish(self, batch: Batch) -> Floats:
         """Run all behind the embedding on the residual stream as it is now; logits as `forward` returns them."""
         self._make_room(batch)
-        self._run(batch, self._embedded, self._program.size)
+        self._run(batch, self._embedded, self._program.size if self._end is None else self._end)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def _make_room(self, batch: Batch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from powerinfer.models.rope import rope_frequencies
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.formats.pack import BundleFile
 
 __all__ = ["GpuShare", "load", "load_split"]
 
@@ -25,14 +27,17 @@ class GpuShare:
     """What of a model is to lie on a GPU.
 
     device: a name for `choose_device`; layers: how many, from the first on, with their KV cache; head: and the head;
-    bundled: the neurons of their FFNs come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not read;
-    pages: of the KV cache on both devices, None: chosen by what the CPU's memory holds.
+    bundles: whose neurons all FFNs are made of, instead of the checkpoint's matrices, which are not read; somebody
+    gives the GPU's layers theirs (`GpuLayers.hang`); None: FFNs are dense. most: for each layer, up to which magnitude
+    activations of neurons count as zero. pages: of the KV cache on both devices, None: chosen by what the CPU's memory
+    holds.
     """
 
     device: str
     layers: int
     head: bool = False
-    bundled: bool = False
+    bundles: BundleFile | None = None
+    most: Sequence[float] | None = None
     pages: int | None = None
 
 
@@ -75,7 +80,7 @@ def load_split(
                 frequencies=frequencies,
                 rope_factor=factor,
             )
-            wire(cpu, checkpoint, progress, gpu, bundled=share.bundled, head=share.head)
+            wire(cpu, checkpoint, progress, gpu, share.bundles, share.most, head=share.head)
     except BaseException:
         cpu.close()
         raise

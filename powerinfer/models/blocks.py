@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -12,7 +13,9 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 
 if TYPE_CHECKING:
+    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.formats.pack import BundleFile
 
 Vector = NDArray[np.float32] | None
 Matrix = TypeVar("Matrix")
@@ -52,13 +55,15 @@ def wire(
     checkpoint: Checkpoint,
     progress: Progress | None,
     first: GpuLayers | None = None,
+    bundles: BundleFile | None = None,
+    most: Sequence[float] | None = None,
     *,
-    bundled: bool = False,
     head: bool = False,
 ) -> None:
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
-    first: takes the layers before the executor's, without the matrices of their FFNs if `bundled`; head: the head too.
+    first: takes the layers before the executor's, and with `head` the head too. bundles: FFNs are made of their
+    neurons, where the GPU's get theirs later; most: see `GpuShare`.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
@@ -66,9 +71,10 @@ def wire(
     executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"))
     for layer in range(config.n_layers):
         if first is not None and layer < first.layers:
-            _layer(first, checkpoint, layer, first.neurons if bundled else None)
+            _layer(first, checkpoint, layer, None if bundles is None else first.neurons)
         else:
-            _layer(executor, checkpoint, layer, None)
+            own = None if bundles is None else partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0)
+            _layer(executor, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         if progress is not None:
             progress("loading weights", layer + 1, config.n_layers)
@@ -133,6 +139,18 @@ def _ffn(
         return
     *gate, up, down = (builder.matrix(checkpoint.take(name + part)) for part in parts)
     builder.ffn(norm, gate[0] if gate else None, up, down, biases)
+
+
+def _bundled(
+    executor: CpuExecutor,
+    bundles: BundleFile,
+    layer: int,
+    most: float,
+    norm: _native.Norm | None,
+    biases: Sequence[Vector],
+) -> None:
+    bundles.file.check()
+    executor.bundled_ffn(bundles.layout, bundles.layers[layer], norm=norm, biases=biases, most=most)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:

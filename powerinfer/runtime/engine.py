@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.hybrid import HybridSparsity
     from powerinfer.sparsity.attach import Sparsity
 
 Prompt = str | Sequence[int]
@@ -55,22 +56,21 @@ class LLM:
     template: ChatTemplate | None
     load_s: float  # seconds that loading took
     checkpoint: Checkpoint | None  # where the model came from
-    _sparsity: Sparsity | None
+    _sparsity: Sparsity | HybridSparsity | None
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.formats.hub import resolve_model
-        from powerinfer.models import load
-        from powerinfer.sparsity.attach import attach, check
+        from powerinfer.runtime.placing import load_executor
+        from powerinfer.sparsity.attach import check
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
         check(checkpoint, engine)
         tokenizer = checkpoint.tokenizer()
-        executor = load(checkpoint, engine, progress)
-        sparsity = attach(executor, checkpoint, engine, lambda: tokenizer.encode(SAMPLE), progress)
+        executor, sparsity = load_executor(checkpoint, engine, lambda: tokenizer.encode(SAMPLE), progress)
         template = checkpoint.chat_template()
         self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
         self.checkpoint = checkpoint

@@ -14,7 +14,9 @@ An FFN is a sum over its neurons, so where they rest changes nothing but how the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 
     from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.split import SplitExecutor
     from powerinfer.formats.checkpoint import Progress
 
 Floats = NDArray[np.float32]
@@ -66,7 +69,7 @@ class Link:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, which lie in RAM."""
-        return self._x.nbytes + self._back.nbytes + self._names.nbytes
+        return int(self._x.nbytes) + self._back.nbytes + self._names.nbytes
 
     def send(self, x: Tensor, names: Tensor | None) -> None:
         """Let x float32 [T, d_model] and names uint8 [T, n] go out to the CPU."""
@@ -112,8 +115,7 @@ class _Guess:
 
 @dataclass
 class HybridCounts:
-    """What a layer did, summed over the tokens of steps of up to `NAMED_TOKENS`: tokens, steps, and of these steps in
-    which the CPU had something to do; active: int64 [d_ff], tokens that each neuron fired for."""
+    """What a layer did in steps of up to `NAMED_TOKENS`: their tokens, the steps, and those in which the CPU had a job."""
 
     tokens: int = 0
     steps: int = 0
@@ -132,11 +134,12 @@ class HybridFfn:
         cold: int | None,
         guess: _Guess | None,
         most: float,
+        cold_bytes: int,
     ) -> None:
         """hot: the neurons on the GPU, cold: the operator of those on the CPU, None where there are none."""
         assert hot is not None or cold is not None
         self.layer = layer
-        self.counts = HybridCounts()
+        self.cold_bytes = cold_bytes
         self.hot = hot
         self.trace: Trace | None = None
         self.predicts = True
@@ -145,6 +148,24 @@ class HybridFfn:
         self._cold = cold
         self._guess = guess
         self._most = most
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.counts = HybridCounts()
+        if self.hot is not None:
+            self._fired = _zeros(self.hot)
+        if self._cold is not None:
+            self._cpu.clear_neuron_sums(self._cold)
+
+    def sums(self) -> dict[str, int]:
+        """Of the tokens that were counted: tokens, steps, jobs (steps in which the CPU had one), and summed over the tokens
+        the neurons that fired on the GPU (hot_active) and on the CPU (cold_active), and bytes of weights that the CPU read.
+        """
+        cold = {"active": 0, "bytes": 0} if self._cold is None else self._cpu.neuron_sums(self._cold)
+        hot = 0 if self.hot is None else int(self._fired.sum())
+        own = {"tokens": self.counts.tokens, "steps": self.counts.steps, "jobs": self.counts.jobs}
+        return own | {"hot_active": hot, "cold_active": cold["active"], "cold_bytes": cold["bytes"]}
 
     def __call__(self, layer: int, n: Tensor, x: Tensor) -> Tensor:
         """n: float32 [T, d_model], what the neurons read; x the same, what a predictor reads. Their sum."""
@@ -175,7 +196,10 @@ class HybridFfn:
         if self.hot is None:
             return n.new_zeros(n.shape)
         with _span(self.trace, "gpu", "hot neurons", self.layer):
-            return gpu.neuron_sum(self.hot, n, names, self._most)[0]
+            total, fired = gpu.neuron_sum(self.hot, n, names, self._most)
+            if len(n) <= NAMED_TOKENS:
+                self._fired += fired
+            return total
 
     def _cold_sum(self, tokens: int) -> bool:
         """The CPU's part into the link's buffer. False where no cold neuron is named: nothing was done."""
@@ -193,6 +217,12 @@ class _Nothing:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def _zeros(neurons: gpu.Neurons) -> Tensor:
+    import torch
+
+    return torch.zeros(neurons.n, dtype=torch.int64, device=neurons.up.data.device)
 
 
 def _span(trace: Trace | None, device: str, *about: Any) -> Any:
@@ -216,7 +246,8 @@ def hang_neurons(
     """
     from powerinfer.devices.gpu import gpu_failures
 
-    link = Link(layers.device, layers.max_tokens, cpu.d_model, cpu.d_ff)
+    config = cpu.config
+    link = Link(layers.device, layers.max_tokens, config.d_model, config.d_ff)
     ffns = []
     for layer in layers.neuron_layers:
         parts = placement.parts(layer)
@@ -224,18 +255,14 @@ def hang_neurons(
         bundles.file.check()
         rows, biases = bundles.layers[layer], layers.ffn_biases(layer)
         with gpu_failures(f"loading the neurons of layer {layer}", "give less --vram"):
-            on_gpu = gpu.resident(bundles.layout, rows, hot, layers.device, cpu.config, biases) if len(hot) else None
+            on_gpu = gpu.resident(bundles.layout, rows, hot, layers.device, config, biases) if len(hot) else None
             guess = None if predictors is None else _guess(predictors(layer), hot, cold, layers.device)
-        op = None
+        op, cold_bytes = None, 0
         if len(cold):
-            op = cpu.bundled_ffn(
-                bundles.layout,
-                gather(bundles.layout, rows, cold),
-                biases=(*biases, None),
-                replace=True,
-                most=most(layer),
-            )
-        ffn = HybridFfn(layer, cpu, link, on_gpu, op, guess, most(layer))
+            kept = gather(bundles.layout, rows, cold)
+            op = cpu.bundled_ffn(bundles.layout, kept, biases=(*biases, None), replace=True, most=most(layer))
+            cold_bytes = kept.rows.nbytes
+        ffn = HybridFfn(layer, cpu, link, on_gpu, op, guess, most(layer), cold_bytes)
         layers.hang(layer, ffn)
         ffns.append(ffn)
         bundles.file.release()
@@ -250,3 +277,58 @@ def _guess(weights: Weights, hot: Indices, cold: Indices, to: device) -> _Guess:
     about, inner, outer = weights
     columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, cold)]
     return _Guess(about, gpu.upload(inner, to), gpu.upload(outer, to), *columns)
+
+
+class HybridSparsity:
+    """How layers that are split decode, and what came of it: `Sparsity` of an executor on two devices."""
+
+    def __init__(self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn]) -> None:
+        self.selector = selector
+        self.ffns = ffns
+        self._executor = executor
+
+    def report(self) -> dict[str, Any]:
+        """Per layer and in all, of tokens computed in steps of up to `NAMED_TOKENS`.
+
+        hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
+        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do.
+        """
+        d_ff = self._executor.cpu.config.d_ff
+        layers: list[dict[str, Any]] = []
+        totals: Counter[str] = Counter()
+        for ffn in self.ffns:
+            sums, hot = ffn.sums(), 0 if ffn.hot is None else ffn.hot.n
+            totals.update(sums)
+            layers.append({"layer": ffn.layer, "hot": hot, "cold": d_ff - hot, **_shares(sums, d_ff)})
+        whole = _shares(totals, d_ff) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
+        return {"selector": self.selector, "layers": layers, **whole}
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        for ffn in self.ffns:
+            ffn.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No predictor names neurons meanwhile."""
+        for ffn in self.ffns:
+            ffn.predicts = False
+        try:
+            yield
+        finally:
+            for ffn in self.ffns:
+                ffn.predicts = True
+
+    def bytes_per_token(self, dense: int) -> int:
+        """Bytes of weights held for a token; what each device skips of them is not counted off."""
+        return dense
+
+
+def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
+    active, tokens = sums["hot_active"] + sums["cold_active"], sums["tokens"]
+    return {
+        "tokens": tokens,
+        "active_fraction": active / (tokens * d_ff) if tokens else None,
+        "gpu_share": sums["hot_active"] / active if active else None,
+        "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
+    }

@@ -108,17 +108,17 @@ def attach(
     sample: gives the token ids of a text, for the trial. Notes its choice in `executor.choices`. RequestError when a
     selector that was asked for by name cannot be had; ModelError when the prepared files do not suit the model.
     """
-    selector, reason = _choose(checkpoint, engine)
-    if selector is None:
+    prepared, reason = prepared_for(checkpoint, engine)
+    if prepared is None:
         executor.choices["selector"] = f"all ({reason})"
         return None
-    prepared = _open(checkpoint, engine, selector)
-    _load(executor, engine, selector, prepared, progress)
+    selector = prepared.selector
+    _load(executor, engine, prepared, progress)
     from powerinfer.sparsity.trial import apply, forced, sizes_tried
 
     layers, sizes = checkpoint.config.n_layers, sizes_tried(executor, engine.max_batch)
     if engine.trial:
-        verdicts = _tried(executor, checkpoint, engine, selector, prepared, sizes, sample, progress)
+        verdicts = _tried(executor, checkpoint, engine, prepared, sizes, sample, progress)
     else:
         verdicts = forced(layers, selector.way, sizes)
     apply(executor, verdicts)
@@ -131,9 +131,13 @@ def attach(
 
 def check(checkpoint: Checkpoint, engine: EngineConfig) -> None:
     """Raise what `attach` would refuse the options or the prepared files with, before the weights are read."""
-    selector, _ = _choose(checkpoint, engine)
-    if selector is not None:
-        _open(checkpoint, engine, selector)
+    prepared_for(checkpoint, engine)
+
+
+def prepared_for(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[Prepared | None, str]:
+    """(the selector with what it needs, None for the dense path; the reason). Raises as `attach` does."""
+    selector, reason = _choose(checkpoint, engine)
+    return (None if selector is None else _open(checkpoint, engine, selector)), reason
 
 
 def _choose(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[Selector | None, str]:
@@ -172,8 +176,7 @@ def _tried(
     executor: CpuExecutor,
     checkpoint: Checkpoint,
     engine: EngineConfig,
-    selector: Selector,
-    prepared: _Prepared,
+    prepared: Prepared,
     sizes: Sequence[int],
     sample: Callable[[], Sequence[int]],
     progress: Progress | None,
@@ -182,6 +185,7 @@ def _tried(
     from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
     from powerinfer.sparsity.trial import trial
 
+    selector = prepared.selector
     ways = ["exact", "predicted"] if selector.needs_predictor else ["exact"]
     layers = checkpoint.config.n_layers
     saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selector, prepared.paths, sizes))
@@ -221,22 +225,27 @@ Weights = tuple[Predictor, RawTensor, RawTensor]
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a selector needs: bundles, and predictors where it has them. paths: the files."""
+class Prepared:
+    """A selector and what it needs: bundles, and predictors where it has them. paths: the files."""
 
+    selector: Selector
     bundles: BundleFile
     predictors: Callable[[int], Weights] | None
     paths: list[Path]
 
+    def most(self, layer: int) -> float:
+        """Up to which magnitude activations of a layer count as zero."""
+        return self.selector.of(layer) if isinstance(self.selector, Threshold) else 0.0
 
-def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> _Prepared:
+
+def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> Prepared:
     """The prepared files. Predictors are those that were trained for the model, else those that its file brings."""
     from powerinfer.formats.pack import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
 
     bundles = open_bundles(checkpoint, engine.prepared, cpu.part_bytes)
     if not selector.needs_predictor:
-        return _Prepared(bundles, None, [bundles.path])
+        return Prepared(selector, bundles, None, [bundles.path])
     threshold = checkpoint.predictor_threshold
     if threshold is not None and not PreparedFile(PREDICTOR, checkpoint, engine.prepared).exists():
 
@@ -244,7 +253,7 @@ def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> _
             inner, outer = (checkpoint.take(f"layers.{layer}.predictor_{end}") for end in ("in", "out"))
             return Predictor(inner.shape[0], threshold, 0), inner, outer
 
-        return _Prepared(bundles, own, [bundles.path])
+        return Prepared(selector, bundles, own, [bundles.path])
     file = open_predictor(checkpoint, engine.prepared)
 
     def trained(layer: int) -> Weights:
@@ -252,20 +261,18 @@ def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> _
         one = file.layers[layer]
         return one.predictor, one.inner, one.outer
 
-    return _Prepared(bundles, trained, [bundles.path, file.path])
+    return Prepared(selector, bundles, trained, [bundles.path, file.path])
 
 
-def _load(
-    executor: CpuExecutor, engine: EngineConfig, selector: Selector, prepared: _Prepared, progress: Progress | None
-) -> None:
+def _load(executor: CpuExecutor, engine: EngineConfig, prepared: Prepared, progress: Progress | None) -> None:
     from powerinfer.devices.cpu import available_memory
 
     bundles = prepared.bundles
     if bundles.nbytes < available_memory():
         bundles.file.populate()
     for layer, rows in enumerate(bundles.layers):
-        most = selector.of(layer) if isinstance(selector, Threshold) else 0.0
         predictor = None if prepared.predictors is None else prepared.predictors(layer)
+        most = prepared.most(layer)
         executor.sparsify(layer, rows, bundles.layout, most=most, predictor=predictor, recall_every=engine.recall_every)
         if progress is not None:
             progress("loading neurons", layer + 1, len(bundles.layers))

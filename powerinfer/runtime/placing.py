@@ -1,0 +1,167 @@
+"""Where a model runs: on the CPU alone, or with its first layers, or their hot neurons, on a GPU.
+
+With bundles, and a profile that says which neurons are hot, the plan of `placement` decides under the budgets. Without
+them layers go to the GPU as a whole, as many as fit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from powerinfer.config import EngineConfig
+from powerinfer.devices import Executor
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.kernels import cpu
+from powerinfer.sparsity.attach import Sparsity, attach, prepared_for
+
+if TYPE_CHECKING:
+    from powerinfer.devices.split import SplitExecutor
+    from powerinfer.neurons import Profile
+    from powerinfer.placement.plan import Plan
+    from powerinfer.runtime.hybrid import HybridSparsity
+    from powerinfer.sparsity.attach import Prepared
+
+_DRIVER = Path("/dev/nvidiactl")
+
+
+def load_executor(
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    sample: Callable[[], Sequence[int]],
+    progress: Progress | None = None,
+) -> tuple[Executor, Sparsity | HybridSparsity | None]:
+    """The model, loaded where it should run, and how its layers decode sparsely, if they do.
+
+    sample: gives the token ids of a text, to try the model's speed on. RequestError for options that cannot be met,
+    PowerInferError when a GPU that was asked for by name cannot be used.
+    """
+    from powerinfer.models import load
+
+    name, reason = _gpu(engine)
+    if name is not None:
+        try:
+            placing = _place(checkpoint, engine, name, progress)
+        except PowerInferError as error:
+            if engine.gpu != "auto":
+                raise
+            placing = str(error)
+        if not isinstance(placing, str):
+            return _load_placed(checkpoint, engine, placing, progress)
+        reason = placing
+    executor = load(checkpoint, engine, progress)
+    executor.choices["gpu"] = f"none ({reason})"
+    return executor, attach(executor, checkpoint, engine, sample, progress)
+
+
+def _gpu(engine: EngineConfig) -> tuple[str | None, str]:
+    """(name for `choose_device`, or None for no GPU; the reason). Nothing is imported where there is no driver."""
+    if engine.gpu == "none" or engine.vram == 0:
+        return None, "asked for" if engine.gpu == "none" else "--vram is 0"
+    if engine.gpu != "auto":
+        return engine.gpu, "asked for"
+    if not _DRIVER.exists():
+        return None, "no NVIDIA driver"
+    if importlib.util.find_spec("torch") is None:
+        return None, 'torch is not installed: pip install "powerinfer[gpu]"'
+    return "cuda", "found"
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """device: its name; layers, head: what of the model is on it; pages: of the KV cache; reason: for people.
+
+    plan, prepared, profile: where neurons are placed one by one; None: layers are dense.
+    """
+
+    device: str
+    layers: int
+    head: bool
+    pages: int
+    reason: str
+    plan: Plan | None = None
+    prepared: Prepared | None = None
+    profile: Profile | None = None
+
+
+def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Progress | None) -> _Placing | str:
+    """What goes where; a reason where the GPU is not used."""
+    from powerinfer.devices.gpu import choose_device
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
+    from powerinfer.placement.budget import whole_layers
+    from powerinfer.placement.measure import measured
+    from powerinfer.placement.plan import PlanRequest, make_plan
+    from powerinfer.placement.shapes import checkpoint_model
+
+    choose_device(name)
+    context = engine.context or checkpoint.config.context_length
+    pages = -(-context // cpu.PAGE)  # one whole context, which the requests share
+    prepared, reason = prepared_for(checkpoint, engine)
+    place = PreparedFile(PROFILE, checkpoint, engine.prepared)
+    if prepared is not None and not place.exists():
+        if engine.selector != "auto":
+            raise RequestError(f"which neurons are hot is not known: `{place.command}` finds out, or leave --selector")
+        prepared, reason = None, f"no profile says which neurons are hot; {place.command} makes it"
+    hardware = measured(engine, progress, gpu=name)
+    model = checkpoint_model(checkpoint, engine.prepared)
+    if prepared is None:
+        layers, head = whole_layers(model, hardware, engine.vram, engine.kv_type, context, engine.prefill_chunk)
+        if not layers:
+            return "the budget does not hold one layer"
+        return _Placing(name, layers, head, pages, f"layers as a whole ({reason})")
+    profile = open_profile(checkpoint, engine.prepared)
+    request = PlanRequest(
+        model,
+        profile,
+        hardware,
+        vram=engine.vram,
+        ram=engine.ram,
+        context=context,
+        kv_type=engine.kv_type,
+        selector=prepared.selector.name,
+        chunk=engine.prefill_chunk,
+    )
+    plan = make_plan(request)
+    if not plan.claims.gpu_layers:
+        return plan.reasons[0]
+    share = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
+    return _Placing(name, plan.claims.gpu_layers, plan.claims.gpu_head, pages, share, plan, prepared, profile)
+
+
+def _load_placed(
+    checkpoint: Checkpoint, engine: EngineConfig, placing: _Placing, progress: Progress | None
+) -> tuple[SplitExecutor, HybridSparsity | None]:
+    from powerinfer.models import GpuShare, load_split
+    from powerinfer.runtime.hybrid import HybridSparsity, hang_neurons
+
+    plan, prepared, profile = placing.plan, placing.prepared, placing.profile
+    bundles = most = None
+    if prepared is not None:
+        bundles = prepared.bundles
+        most = [prepared.most(layer) for layer in range(checkpoint.config.n_layers)]
+    share = GpuShare(placing.device, placing.layers, placing.head, bundles, most, placing.pages)
+    executor = load_split(checkpoint, engine, share, progress)
+    executor.choices["gpu"] += f", {placing.reason}"
+    if plan is None or prepared is None or profile is None:
+        executor.choices["selector"] = "all (layers as a whole)"
+        return executor, None
+    try:
+        ffns = hang_neurons(
+            executor.cpu,
+            executor.gpu,
+            prepared.bundles,
+            plan.placement(profile),
+            most=prepared.most,
+            predictors=prepared.predictors,
+            progress=progress,
+        )
+    except BaseException:
+        executor.close()
+        raise
+    executor.choices["selector"] = f"{prepared.selector.name} (neurons on both devices)"
+    return executor, HybridSparsity(prepared.selector.name, executor, ffns)

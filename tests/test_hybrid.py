@@ -1,0 +1,198 @@
+"""Placement independence: wherever neurons, layers and the head rest, the answer is the dense one.
+
+The GPU is torch's CPU device. The truth and the bound are those of test_architectures.py: float64, and four times the
+error that `transformers` makes in float32. Weights are float16 numbers, so bundles of F16 hold them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_architectures as families  # noqa: E402
+from test_sparse import RELU, case_named, model_of, one_by_one, packed, predictor_weights, side_by_side  # noqa: E402
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.pack import open_bundles, some_bytes  # noqa: E402
+from powerinfer.formats.tensors import RawTensor  # noqa: E402
+from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.models import GpuShare, load_split  # noqa: E402
+from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
+from powerinfer.runtime.hybrid import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
+
+SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+def placed(config: Any, share: float, seed: int = 0) -> Placement:
+    """Any neurons, one by one, with this chance to rest on the GPU."""
+    rng = np.random.default_rng([seed, round(100 * share)])
+    tiers = tuple(
+        np.where(rng.random(config.d_ff) < share, Tier.GPU, Tier.CPU).astype(np.int8) for _ in range(config.n_layers)
+    )
+    return Placement(config.d_ff, 1, tiers)
+
+
+@contextmanager
+def split(
+    path: Path,
+    share: float,
+    layers: int | None = None,
+    head: bool = True,
+    predictors: Any = None,
+    most: Sequence[float] | None = None,
+    **options: Any,
+) -> Iterator[tuple[Any, list[HybridFfn]]]:
+    settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    engine = EngineConfig(**(settings | {"max_batch": 8} | options))
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+    gpu_layers = config.n_layers if layers is None else layers
+    gpu_share = GpuShare("cpu", gpu_layers, head and gpu_layers == config.n_layers, bundles, most)
+    executor = load_split(checkpoint, engine, gpu_share)
+    try:
+        limit = (lambda layer: 0.0) if most is None else most.__getitem__
+        yield executor, hang_neurons(
+            executor.cpu, executor.gpu, bundles, placed(config, share), most=limit, predictors=predictors
+        )
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
+def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
+    config, model = model_of(case)
+    tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
+    truth = [families.exact_logits(case, config, model, one) for one in tokens]
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens[0]) - truth[0])
+    path = packed(case, config, model, tmp_path)
+    for share in SPLITS:
+        with split(path, share) as (executor, ffns):
+            alone = one_by_one(executor, tokens[0])
+            assert families.rms(alone - truth[0]) <= allowed, share
+            np.testing.assert_array_equal(one_by_one(executor, tokens[0]), alone)  # same bits again
+            pages = families.scattered_pages(executor, 1)[0]
+            whole = families.run_chunks(executor, tokens[0], [len(tokens[0])], pages)  # a prompt
+            assert families.rms(whole - truth[0]) <= allowed, share
+            together = side_by_side(executor, tokens)
+            off = [families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)]
+            assert max(off) <= 2 * allowed, share
+            assert all((ffn.hot is None) == (share == 0) for ffn in ffns)
+            assert all(bool(ffn.counts.jobs) == (share < 1) for ffn in ffns)
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "falcon-40b", "opt"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int, tmp_path: Path) -> None:
+    case = next(case for case in RELU if case.name.startswith(name))
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    path = packed(case, config, model, tmp_path)
+    for head in (False, True):
+        with split(path, 0.5, layers, head) as (executor, _):
+            assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+            pages = families.scattered_pages(executor, 1)[0]
+            assert families.rms(families.run_chunks(executor, tokens, [9, 3, len(tokens) - 12], pages) - truth) <= allowed
+
+
+def predictor_of(config: Any, threshold: float = 0.0, floor: int = 0) -> Any:
+    def weights(layer: int) -> tuple[Predictor, RawTensor, RawTensor]:
+        parts = predictor_weights(config.d_model, config.d_ff, layer)
+        raw = [RawTensor("F16", part.shape, part.astype(np.float16).view(np.uint8).reshape(-1)) for part in parts]
+        return Predictor(len(parts[0]), threshold, floor), *raw
+
+    return weights
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "turbosparse", "falcon-40b"])
+def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) -> None:
+    case = case_named(name)
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    path = packed(case, config, model, tmp_path)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    answers = {}
+    for share in SPLITS:
+        with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, _):
+            answers[share] = one_by_one(executor, tokens)
+            together = side_by_side(executor, [tokens, tokens[::-1].copy()])
+            assert families.rms(together[0] - answers[share]) <= 2 * allowed
+    assert families.rms(answers[0.0] - truth) > 100 * allowed, "the predictor leaves nothing out"
+    for share in SPLITS[1:]:
+        assert families.rms(answers[share] - answers[0.0]) <= 2 * allowed, share
+
+
+def test_no_job_where_no_cold_neuron_is_named(tmp_path: Path) -> None:
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    for floor in (0, 3):
+        predictors = predictor_of(open_checkpoint(path).config, 1e5, floor)
+        with split(path, 0.5, predictors=predictors) as (executor, ffns):
+            one_by_one(executor, tokens)
+            assert {ffn.counts.steps for ffn in ffns} == {len(tokens)}
+            jobs = sum(ffn.counts.jobs for ffn in ffns)
+            assert jobs == 0 if floor == 0 else 0 < jobs
+
+
+@pytest.mark.parametrize("types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("F16", "Q8_0")])
+def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
+    """Cold neurons of quantised types meet activations of 8 bits, hot ones of 32: every split lies between the ends."""
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = families.save(case, config, model, "folder", tmp_path)
+    checkpoint = open_checkpoint(path)
+    pack(checkpoint, None, choose_types(checkpoint, *types))
+    tokens = families.prompt(case)
+    answers = []
+    for share in SPLITS:
+        with split(path, share) as (executor, _):
+            answers.append(one_by_one(executor, tokens))
+    rounding = families.rms(answers[0] - answers[-1])  # of all activations to 8 bits; none for floating-point types
+    assert rounding < 0.05 * families.rms(answers[-1])
+    for answer in answers[1:-1]:
+        assert families.rms(answer - answers[-1]) <= 1.5 * rounding + 1e-5
+
+
+def test_a_threshold_is_met_on_both_sides(tmp_path: Path) -> None:
+    case = case_named("llama2")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    answers = []
+    for share in SPLITS:
+        with split(path, share, most=[0.05] * config.num_hidden_layers) as (executor, _):
+            answers.append(one_by_one(executor, tokens))
+            assert families.rms(answers[-1] - answers[0]) <= 2 * allowed
+    assert families.rms(answers[0] - truth) > 100 * allowed
+    with split(path, 0.5, 1, most=[0.05] * config.num_hidden_layers) as (executor, _):
+        assert families.rms(one_by_one(executor, tokens) - answers[0]) <= 2 * allowed
+
+
+def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layout
+    for share in SPLITS:
+        with split(path, share) as (executor, ffns):
+            placement = placed(executor.cpu.config, share)
+            for ffn in ffns:
+                parts = placement.parts(ffn.layer)
+                assert (0 if ffn.hot is None else ffn.hot.n) == len(parts[Tier.GPU])
+                assert ffn.cold_bytes == some_bytes(layout, parts[Tier.CPU])
