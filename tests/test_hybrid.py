@@ -29,6 +29,15 @@ from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
 from powerinfer.runtime.hybrid import HybridFfn, hang_neurons  # noqa: E402
 from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch: two pools of threads on the same cores wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
@@ -51,7 +60,7 @@ def split(
     most: Sequence[float] | None = None,
     **options: Any,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
-    settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     engine = EngineConfig(**(settings | {"max_batch": 8} | options))
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
