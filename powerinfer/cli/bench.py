@@ -120,6 +120,8 @@ def _show(document: dict[str, Any], out: Output) -> None:
 
 def _show_sparsity(sparsity: dict[str, Any], out: Output) -> None:
     out.line(f"{'neurons':<12}{sparsity_text(sparsity)}")
+    if "gpu_share" in sparsity:
+        return
     ways: dict[str, list[int]] = {}
     for layer in sparsity["layers"]:
         ways.setdefault(layer["ways"]["1"], []).append(layer["layer"])

@@ -247,11 +247,13 @@ def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
-    """`LLM.sparsity` with, in place of its layers, how many decode one token which way; None for a dense model."""
+    """`LLM.sparsity` without its layers, but how many decode one token which way; None for a dense model."""
     report = llm.sparsity
     if report is None:
         return None
     layers = report.pop("layers")
+    if "gpu_share" in report:
+        return report
     ways = [layer["ways"]["1"] for layer in layers]
     return {**report, "ways": {way: ways.count(way) for way in sorted(set(ways))}}
 
@@ -261,6 +263,10 @@ def sparsity_text(sparsity: Mapping[str, Any]) -> str:
     if not sparsity["tokens"]:
         return "no token was computed sparsely"
     needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]
+    if "gpu_share" in sparsity:
+        share = sparsity["gpu_share"]
+        of_them = [] if share is None else [f"{100 * share:.1f} % of them on the GPU"]
+        return ", ".join([*needed, *of_them, f"the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs"])
     if sparsity["selector"] == "predicted":
         needed.append(f"{100 * sparsity['candidate_fraction']:.1f} % candidates")
     if sparsity["recall"] is not None:

@@ -17,23 +17,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.trace import Trace
 from powerinfer.formats.pack import BundleFile, gather
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
-from powerinfer.runtime.trace import Trace
 
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-    from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.gpu import GpuLayers, Operator, Step
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.formats.checkpoint import Progress
 
@@ -173,11 +173,13 @@ class HybridFfn:
         tokens = len(n)
         hot_names, cold_names = self._names(x) if tokens <= NAMED_TOKENS and self.predicts else (None, None)
         if self._cold is not None:
-            self._link.send(n, cold_names)
+            with _span(self.trace, "gpu", "copy out", self.layer):
+                self._link.send(n, cold_names)
         total = self._hot_sum(n, hot_names)
         job = self._cold is not None and self._cold_sum(tokens)
         if job:
-            self._link.add_back(total)
+            with _span(self.trace, "gpu", "add", self.layer):
+                self._link.add_back(total)
         if tokens <= NAMED_TOKENS:
             self.counts.tokens += tokens
             self.counts.steps += 1
@@ -332,3 +334,34 @@ def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
         "gpu_share": sums["hot_active"] / active if active else None,
         "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
     }
+
+
+@contextmanager
+def traced(executor: SplitExecutor, ffns: Sequence[HybridFfn]) -> Iterator[Trace]:
+    """Note what takes the time of the steps meanwhile: every operator of the GPU, both halves of FFNs, the waits.
+
+    Operators are launched one by one, not replayed together, so a step takes longer than otherwise.
+    """
+    trace = Trace(executor.gpu.device)
+    own = {ffn.layer for ffn in ffns}
+
+    def noted(operator: Operator) -> Operator:
+        if operator.kind == "ffn" and operator.layer in own:
+            return operator  # which notes its halves itself
+
+        def run(step: Step) -> None:
+            with trace.gpu(operator.kind, operator.layer):
+                operator.run(step)
+
+        return replace(operator, run=run)
+
+    for ffn in ffns:
+        ffn.trace = trace
+    with executor.gpu.altered([noted(operator) for operator in executor.gpu.operators]):
+        executor.trace = trace
+        try:
+            yield trace
+        finally:
+            executor.trace = None
+            for ffn in ffns:
+                ffn.trace = None
