@@ -148,8 +148,8 @@ class EngineConfig:
     recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N", least=0)
     gpu: str = option(
         "auto",
-        "GPU that works beside the CPU: auto takes CUDA's first, if there is one; none; cuda:N; cpu stands in for one, to "
-        "try things",
+        "GPU that works beside the CPU: auto takes CUDA's first, if there is one; none; cuda:N; cpu stands in for one, "
+        "to try things",
         metavar="NAME",
     )
     vram: int | None = option(

@@ -20,14 +20,16 @@ import test_architectures as families  # noqa: E402
 from test_sparse import RELU, case_named, model_of, one_by_one, packed, predictor_weights, side_by_side  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.pack import open_bundles, some_bytes  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
-from powerinfer.runtime.hybrid import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.runtime.hybrid import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
 from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -70,8 +72,9 @@ def split(
     executor = load_split(checkpoint, engine, gpu_share)
     try:
         limit = (lambda layer: 0.0) if most is None else most.__getitem__
-        yield executor, hang_neurons(
-            executor.cpu, executor.gpu, bundles, placed(config, share), most=limit, predictors=predictors
+        yield (
+            executor,
+            hang_neurons(executor.cpu, executor.gpu, bundles, placed(config, share), most=limit, predictors=predictors),
         )
     finally:
         executor.close()
@@ -112,7 +115,8 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int
         with split(path, 0.5, layers, head) as (executor, _):
             assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
             pages = families.scattered_pages(executor, 1)[0]
-            assert families.rms(families.run_chunks(executor, tokens, [9, 3, len(tokens) - 12], pages) - truth) <= allowed
+            chunks = families.run_chunks(executor, tokens, [9, 3, len(tokens) - 12], pages)
+            assert families.rms(chunks - truth) <= allowed
 
 
 def predictor_of(config: Any, threshold: float = 0.0, floor: int = 0) -> Any:
@@ -154,12 +158,15 @@ def test_no_job_where_no_cold_neuron_is_named(tmp_path: Path) -> None:
             one_by_one(executor, tokens)
             assert {ffn.counts.steps for ffn in ffns} == {len(tokens)}
             jobs = sum(ffn.counts.jobs for ffn in ffns)
-            assert jobs == 0 if floor == 0 else 0 < jobs
+            assert jobs == 0 if floor == 0 else jobs > 0
 
 
-@pytest.mark.parametrize("types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("F16", "Q8_0")])
+TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0X32"), ("F16", "Q8_0")]
+
+
+@pytest.mark.parametrize("types", TYPES)
 def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
-    """Cold neurons of quantised types meet activations of 8 bits, hot ones of 32: every split lies between the ends."""
+    """Cold neurons of quantised types meet activations of 8 bits, hot ones of 32: splits lie between the ends."""
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = families.save(case, config, model, "folder", tmp_path)
@@ -205,3 +212,58 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
                 parts = placement.parts(ffn.layer)
                 assert (0 if ffn.hot is None else ffn.hot.n) == len(parts[Tier.GPU])
                 assert ffn.cold_bytes == some_bytes(layout, parts[Tier.CPU])
+
+
+def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)[:5]
+    with split(path, 0.5, 2, False) as (executor, ffns):
+        plain = one_by_one(executor, tokens)
+        sparsity = HybridSparsity("exact", executor, ffns)
+        with sparsity.traced() as trace:
+            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # looking on changes nothing
+        one_by_one(executor, tokens)  # and this is seen no more
+        assert executor.trace is None and len(trace.steps) == len(tokens)
+    kinds = {(span.lane, span.kind) for span in trace.spans}
+    assert {("GPU", "attention"), ("GPU", "hot neurons"), ("CPU", "cold neurons"), ("wait", "wait")} <= kinds
+    assert {span.layer for span in trace.spans if span.kind == "cold neurons"} == {0, 1}
+    summary = trace.summary()
+    assert summary["steps"] == len(tokens) and 0 < summary["overlap"] <= 1
+    parts = summary["gpu_s"] + summary["cpu_s"] - summary["both_s"] + summary["neither_s"]
+    assert parts == pytest.approx(summary["step_s"])
+    events = [event for event in trace.document()["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(trace.spans) and all(event["dur"] >= 0 for event in events)
+
+
+def test_a_trace_adds_up_what_overlaps() -> None:
+    trace = Trace(torch.device("cpu"))
+    trace.steps = [(0.0, 10.0)]
+    spans = [("GPU", 0.0, 4.0), ("GPU", 3.0, 5.0), ("CPU", 4.5, 6.0), ("wait", 6.0, 7.0), ("CPU", 8.0, 9.0)]
+    trace.spans = [Span(lane, "kind", 0, begin, end) for lane, begin, end in spans]
+    summary = trace.summary()
+    assert (summary["gpu_s"], summary["cpu_s"], summary["both_s"], summary["neither_s"]) == (5.0, 2.5, 0.5, 3.0)
+    assert summary["overlap"] == pytest.approx(0.7)
+
+
+def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    reports = []
+    for share in SPLITS:
+        with split(path, share) as (executor, ffns):
+            sparsity = HybridSparsity("exact", executor, ffns)
+            pages = families.scattered_pages(executor, 1)[0]
+            families.run_chunks(executor, tokens, [len(tokens)], pages)  # a prompt does not count
+            assert sparsity.report()["tokens"] == 0 and sparsity.report()["active_fraction"] is None
+            one_by_one(executor, tokens)
+            reports.append(sparsity.report())
+            sparsity.clear()
+            assert sparsity.report()["tokens"] == 0
+    assert len({round(report["active_fraction"], 3) for report in reports}) == 1  # up to gates near zero
+    shares = [report["gpu_share"] for report in reports]
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    assert [report["jobs"] for report in reports] == [1, 1, 1, 1, 0]

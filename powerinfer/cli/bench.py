@@ -7,7 +7,10 @@ JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weight
 (those bytes by the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why). Of a sparse model,
 bytes_per_token are those that decoding read, and there is sparsity: selector, active_fraction and candidate_fraction
 (of the neurons), recall (of a predictor, on sampled tokens), bytes_per_token (of the FFNs), layers (the same for each,
-with its ways by batch size and the reason).
+with its ways by batch size and the reason); of one split between GPU and CPU active_fraction, gpu_share (of the
+neurons that fired, those on the GPU) and jobs (share of the FFNs in which the CPU had something to do). With --trace,
+trace: seconds of a step in all and by what took them, overlap (1 - the share of it in which neither device worked),
+path.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_text
 from powerinfer.config import EngineConfig
-from powerinfer.errors import RequestError
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.request import SamplingParams
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
+
+
+TRACED = 8  # steps of a trace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="prompt length (default 512)")
     parser.add_argument("--gen-tokens", type=int, default=128, metavar="N", help="tokens to decode (default 128)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds that count (default 5)")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write what takes the time of steps on a GPU and beside it, as a Chrome trace"
+    )
     config_flags(parser, EngineConfig, "engine")
 
 
@@ -51,6 +60,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "peak_rss_mb": peak_rss_mb(),
             "choices": llm.choices,
             **({"sparsity": llm.sparsity} if llm.sparsity else {}),
+            **({"trace": _trace(llm, Path(args.trace))} if args.trace else {}),
         }
     _show(document, out)
     out.document(document)
@@ -77,6 +87,21 @@ def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[floa
                 prefill.append(first)
                 decode.append(second)
     return prefill, decode
+
+
+def _trace(llm: LLM, path: Path) -> dict[str, Any]:
+    """Decode a few more tokens and write what took their time."""
+    import json
+
+    from powerinfer.formats.prepared import write_small
+
+    with llm.traced() as trace:
+        llm.generate([[1]], SamplingParams(max_tokens=TRACED, temperature=0.0, ignore_eos=True))
+    try:
+        write_small(path, json.dumps(trace.document()).encode())
+    except OSError as error:
+        raise PowerInferError(f"cannot write {path}: {error.strerror}") from None
+    return {**trace.summary(), "path": str(path)}
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -113,6 +138,13 @@ def _show(document: dict[str, Any], out: Output) -> None:
         out.line(f"{'weights':<12}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
     if "sparsity" in document:
         _show_sparsity(document["sparsity"], out)
+    if "trace" in document:
+        trace = document["trace"]
+        out.line(
+            f"{'trace':<12}{1e3 * trace['step_s']:.2f} ms a step: GPU {1e3 * trace['gpu_s']:.2f}, CPU "
+            f"{1e3 * trace['cpu_s']:.2f}, both at a time {1e3 * trace['both_s']:.2f}, neither "
+            f"{1e3 * trace['neither_s']:.2f}; {trace['path']}"
+        )
     out.line(f"{'peak memory':<12}{document['peak_rss_mb']:>10.1f} MiB")
     for name, reason in document["choices"].items():
         out.line(f"{name:<12}{reason}")

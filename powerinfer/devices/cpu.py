@@ -284,11 +284,11 @@ class CpuExecutor:
         self._program.neuron_sum(op, x, names, out)
 
     def neuron_sums(self, op: int) -> dict[str, int]:
-        """What a `bundled_ffn` did in steps of up to `neuron_tokens`: tokens, active and candidates (neurons), bytes."""
+        """What a `bundled_ffn` did in steps of up to `neuron_tokens`: tokens, active, candidates (neurons), bytes."""
         counts = dict(self._program.neuron_stats(op))
         rows = [counts[name] for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
         nbytes = sum(number * size for number, size in zip(rows, self._bundled[op], strict=True))
-        return {"tokens": counts["tokens"], "active": counts["active"], "candidates": counts["candidates"], "bytes": nbytes}
+        return {name: counts[name] for name in ("tokens", "active", "candidates")} | {"bytes": nbytes}
 
     def clear_neuron_sums(self, op: int) -> None:
         """Begin to count anew."""

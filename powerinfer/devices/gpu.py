@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from powerinfer.kernels import cpu, gpu
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+
+    from powerinfer.devices.trace import Trace
 else:
     Tensor = device = Any
 
@@ -410,6 +412,27 @@ class GpuLayers:
     def _add(self, kind: str, layer: int, run: Callable[[Step], None], *, static: bool = True) -> None:
         self.operators.append(Operator(kind, layer, run, static))
         self._recordings = None
+
+    @contextmanager
+    def noted(self, trace: Trace) -> Iterator[None]:
+        """Let `trace` note each operator meanwhile, but not those whose neurons somebody else sums."""
+        own, recorder = self.operators, self._recorder
+
+        def noted(operator: Operator) -> Operator:
+            def run(step: Step) -> None:
+                with trace.gpu(operator.kind, operator.layer):
+                    operator.run(step)
+
+            elsewhere = operator.kind == "ffn" and operator.layer in self._ffns
+            return operator if elsewhere else replace(operator, run=run)
+
+        self.operators = [noted(operator) for operator in own]
+        self.record(None)
+        try:
+            yield
+        finally:
+            self.operators = own
+            self.record(recorder)
 
     # ---------------------------------------------------------------- neurons
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.trace import Trace, span
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +32,7 @@ class SplitExecutor:
         self.n_pages = cpu.n_pages
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size
+        self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
 
@@ -38,12 +42,33 @@ class SplitExecutor:
         return self.cpu.bytes_per_token + self.gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
-        x = self.cpu.embedded(batch)
+        if self.trace is None:
+            return self._forward(batch)
+        with self.trace.step():
+            return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> NDArray[np.float32]:
+        with span(self.trace, "cpu", "embedding", -1):
+            x = self.cpu.embedded(batch)
         result = self.gpu.run(batch, x)
         if self.gpu.has_head:
             return result
         x[:] = result
-        return self.cpu.finish(batch)
+        with span(self.trace, "cpu", "layers and head", -1):
+            return self.cpu.finish(batch)
+
+    @contextmanager
+    def traced(self) -> Iterator[Trace]:
+        """Note what takes the time of steps meanwhile. Operators that sum neurons elsewhere note it themselves.
+
+        Operators are launched one by one, not replayed together, so a step takes longer than otherwise.
+        """
+        self.trace = Trace(self.gpu.device)
+        try:
+            with self.gpu.noted(self.trace):
+                yield self.trace
+        finally:
+            self.trace = None
 
     def close(self) -> None:
         self.gpu.close()

@@ -153,3 +153,14 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def span(trace: Trace | None, device: str, kind: str, layer: int, *lane: str) -> Any:
+    """`trace.gpu` or `trace.cpu`; without a trace nothing is noted."""
+    return _Nothing() if trace is None else getattr(trace, device)(kind, layer, *lane)

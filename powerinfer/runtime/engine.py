@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from powerinfer.devices.trace import Trace
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.tokenizer import Tokenizer
@@ -134,6 +135,17 @@ class LLM:
         """Begin to count anew what `sparsity` and, of a sparse model, `bytes_per_token` tell."""
         if self._sparsity is not None:
             self._sparsity.clear()
+
+    def traced(self) -> AbstractContextManager[Trace]:
+        """Note what takes the time of steps on a GPU and beside it, meanwhile; not while requests run.
+
+        RequestError without a GPU.
+        """
+        traced = getattr(self._sparsity, "traced", None) or getattr(self._executor, "traced", None)
+        if traced is None:
+            raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
+        trace: AbstractContextManager[Trace] = traced()
+        return trace
 
     def every_neuron(self) -> AbstractContextManager[None]:
         """Decode densely meanwhile, as with selector `all`; not while requests run."""

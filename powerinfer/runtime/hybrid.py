@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.devices.trace import Trace
+from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.pack import BundleFile, gather
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
@@ -33,7 +33,7 @@ from powerinfer.neurons import Indices, Placement, Predictor, Tier
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-    from powerinfer.devices.gpu import GpuLayers, Operator, Step
+    from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.formats.checkpoint import Progress
 
@@ -69,7 +69,7 @@ class Link:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, which lie in RAM."""
-        return int(self._x.nbytes) + self._back.nbytes + self._names.nbytes
+        return int(self._x.nbytes + self._back.nbytes + self._names.nbytes)
 
     def send(self, x: Tensor, names: Tensor | None) -> None:
         """Let x float32 [T, d_model] and names uint8 [T, n] go out to the CPU."""
@@ -115,7 +115,7 @@ class _Guess:
 
 @dataclass
 class HybridCounts:
-    """What a layer did in steps of up to `NAMED_TOKENS`: their tokens, the steps, and those in which the CPU had a job."""
+    """What a layer did in steps of up to `NAMED_TOKENS`: their tokens, the steps, those in which the CPU had a job."""
 
     tokens: int = 0
     steps: int = 0
@@ -159,8 +159,8 @@ class HybridFfn:
             self._cpu.clear_neuron_sums(self._cold)
 
     def sums(self) -> dict[str, int]:
-        """Of the tokens that were counted: tokens, steps, jobs (steps in which the CPU had one), and summed over the tokens
-        the neurons that fired on the GPU (hot_active) and on the CPU (cold_active), and bytes of weights that the CPU read.
+        """Of the tokens that were counted: tokens, steps, jobs (steps in which the CPU had one), and summed over the
+        tokens the neurons that fired on the GPU (hot_active) and on the CPU (cold_active), and bytes that the CPU read.
         """
         cold = {"active": 0, "bytes": 0} if self._cold is None else self._cpu.neuron_sums(self._cold)
         hot = 0 if self.hot is None else int(self._fired.sum())
@@ -173,12 +173,12 @@ class HybridFfn:
         tokens = len(n)
         hot_names, cold_names = self._names(x) if tokens <= NAMED_TOKENS and self.predicts else (None, None)
         if self._cold is not None:
-            with _span(self.trace, "gpu", "copy out", self.layer):
+            with span(self.trace, "gpu", "copy out", self.layer):
                 self._link.send(n, cold_names)
         total = self._hot_sum(n, hot_names)
         job = self._cold is not None and self._cold_sum(tokens)
         if job:
-            with _span(self.trace, "gpu", "add", self.layer):
+            with span(self.trace, "gpu", "add", self.layer):
                 self._link.add_back(total)
         if tokens <= NAMED_TOKENS:
             self.counts.tokens += tokens
@@ -190,14 +190,14 @@ class HybridFfn:
         guess = self._guess
         if guess is None:
             return None, None
-        with _span(self.trace, "gpu", "predictor", self.layer):
+        with span(self.trace, "gpu", "predictor", self.layer):
             named = gpu.predict(guess.inner, guess.outer, x, guess.about.threshold, guess.about.floor)
             return named.index_select(1, guess.hot), named.index_select(1, guess.cold)
 
     def _hot_sum(self, n: Tensor, names: Tensor | None) -> Tensor:
         if self.hot is None:
             return n.new_zeros(n.shape)
-        with _span(self.trace, "gpu", "hot neurons", self.layer):
+        with span(self.trace, "gpu", "hot neurons", self.layer):
             total, fired = gpu.neuron_sum(self.hot, n, names, self._most)
             if len(n) <= NAMED_TOKENS:
                 self._fired += fired
@@ -205,30 +205,20 @@ class HybridFfn:
 
     def _cold_sum(self, tokens: int) -> bool:
         """The CPU's part into the link's buffer. False where no cold neuron is named: nothing was done."""
-        with _span(self.trace, "cpu", "wait", self.layer, "wait"):
+        with span(self.trace, "cpu", "wait", self.layer, "wait"):
             x, names = self._link.wait()
         if names is not None and not names.any():
             return False
         assert self._cold is not None
-        with _span(self.trace, "cpu", "cold neurons", self.layer):
+        with span(self.trace, "cpu", "cold neurons", self.layer):
             self._cpu.neuron_sum(self._cold, x, names, self._link.back(tokens))
         return True
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _zeros(neurons: gpu.Neurons) -> Tensor:
     import torch
 
     return torch.zeros(neurons.n, dtype=torch.int64, device=neurons.up.data.device)
-
-
-def _span(trace: Trace | None, device: str, *about: Any) -> Any:
-    return _Nothing() if trace is None else getattr(trace, device)(*about)
 
 
 def hang_neurons(
@@ -321,9 +311,20 @@ class HybridSparsity:
             for ffn in self.ffns:
                 ffn.predicts = True
 
-    def bytes_per_token(self, dense: int) -> int:
-        """Bytes of weights held for a token; what each device skips of them is not counted off."""
-        return dense
+    @contextmanager
+    def traced(self) -> Iterator[Trace]:
+        """Note what takes the time of steps meanwhile (`SplitExecutor.traced`)."""
+        with self._executor.traced() as trace:
+            for ffn in self.ffns:
+                ffn.trace = trace
+            try:
+                yield trace
+            finally:
+                for ffn in self.ffns:
+                    ffn.trace = None
+
+    def bytes_per_token(self, dense: int) -> None:
+        """Not known: what the GPU skips is not counted."""
 
 
 def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
@@ -334,34 +335,3 @@ def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
         "gpu_share": sums["hot_active"] / active if active else None,
         "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
     }
-
-
-@contextmanager
-def traced(executor: SplitExecutor, ffns: Sequence[HybridFfn]) -> Iterator[Trace]:
-    """Note what takes the time of the steps meanwhile: every operator of the GPU, both halves of FFNs, the waits.
-
-    Operators are launched one by one, not replayed together, so a step takes longer than otherwise.
-    """
-    trace = Trace(executor.gpu.device)
-    own = {ffn.layer for ffn in ffns}
-
-    def noted(operator: Operator) -> Operator:
-        if operator.kind == "ffn" and operator.layer in own:
-            return operator  # which notes its halves itself
-
-        def run(step: Step) -> None:
-            with trace.gpu(operator.kind, operator.layer):
-                operator.run(step)
-
-        return replace(operator, run=run)
-
-    for ffn in ffns:
-        ffn.trace = trace
-    with executor.gpu.altered([noted(operator) for operator in executor.gpu.operators]):
-        executor.trace = trace
-        try:
-            yield trace
-        finally:
-            executor.trace = None
-            for ffn in ffns:
-                ffn.trace = None
