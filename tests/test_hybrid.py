@@ -68,7 +68,7 @@ def split(
     config = checkpoint.config
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     gpu_layers = config.n_layers if layers is None else layers
-    gpu_share = GpuShare("cpu", gpu_layers, head and gpu_layers == config.n_layers, bundles, most)
+    gpu_share = GpuShare("cpu", gpu_layers, head and gpu_layers == config.n_layers, True, bundles, most)
     executor = load_split(checkpoint, engine, gpu_share)
     try:
         limit = (lambda layer: 0.0) if most is None else most.__getitem__

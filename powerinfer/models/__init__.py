@@ -27,15 +27,16 @@ class GpuShare:
     """What of a model is to lie on a GPU.
 
     device: a name for `choose_device`; layers: how many, from the first on, with their KV cache; head: and the head;
-    bundles: whose neurons all FFNs are made of, instead of the checkpoint's matrices, which are not read; somebody
-    gives the GPU's layers theirs (`GpuLayers.hang`); None: FFNs are dense. most: for each layer, up to which magnitude
-    activations of neurons count as zero. pages: of the KV cache on both devices, None: chosen by what the CPU's memory
-    holds.
+    bundled: the neurons of their FFNs come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not read;
+    bundles: the same for the CPU's layers, whose neurons are these, None: they are dense; most: for each layer, up to
+    which magnitude activations of its neurons count as zero. pages: of the KV cache on both devices, None: chosen by
+    what the CPU's memory holds.
     """
 
     device: str
     layers: int
     head: bool = False
+    bundled: bool = False
     bundles: BundleFile | None = None
     most: Sequence[float] | None = None
     pages: int | None = None
@@ -80,7 +81,7 @@ def load_split(
                 frequencies=frequencies,
                 rope_factor=factor,
             )
-            wire(cpu, checkpoint, progress, gpu, share.bundles, share.most, head=share.head)
+            wire(cpu, checkpoint, progress, gpu, share.bundles, share.most, bundled=share.bundled, head=share.head)
     except BaseException:
         cpu.close()
         raise

@@ -58,12 +58,13 @@ def wire(
     bundles: BundleFile | None = None,
     most: Sequence[float] | None = None,
     *,
+    bundled: bool = False,
     head: bool = False,
 ) -> None:
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
-    first: takes the layers before the executor's, and with `head` the head too. bundles: FFNs are made of their
-    neurons, where the GPU's get theirs later; most: see `GpuShare`.
+    first: takes the layers before the executor's, without the matrices of their FFNs if `bundled`, and with `head` the
+    head too; bundles, most: of the executor's layers, see `GpuShare`.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
@@ -71,7 +72,7 @@ def wire(
     executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"))
     for layer in range(config.n_layers):
         if first is not None and layer < first.layers:
-            _layer(first, checkpoint, layer, None if bundles is None else first.neurons)
+            _layer(first, checkpoint, layer, first.neurons if bundled else None)
         else:
             own = None if bundles is None else partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0)
             _layer(executor, checkpoint, layer, own)

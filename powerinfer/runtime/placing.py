@@ -144,7 +144,7 @@ def _load_placed(
     if prepared is not None:
         bundles = prepared.bundles
         most = [prepared.most(layer) for layer in range(checkpoint.config.n_layers)]
-    share = GpuShare(placing.device, placing.layers, placing.head, bundles, most, placing.pages)
+    share = GpuShare(placing.device, placing.layers, placing.head, bundles is not None, bundles, most, placing.pages)
     executor = load_split(checkpoint, engine, share, progress)
     executor.choices["gpu"] += f", {placing.reason}"
     if plan is None or prepared is None or profile is None:
