@@ -156,6 +156,9 @@ class EngineConfig:
         None, "budget on the GPU, everything counted, such as 8GiB; 0: no GPU; default: what is free on it", size=True
     )
     ram: int | None = option(None, "budget in RAM, everything counted; default: what others leave of it", size=True)
+    adjust: bool = option(
+        False, "between requests, bring neurons to the GPU that have become hot, for others that have cooled"
+    )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
 
 

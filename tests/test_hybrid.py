@@ -21,12 +21,15 @@ from test_sparse import RELU, case_named, model_of, one_by_one, packed, predicto
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
+from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.pack import open_bundles, some_bytes  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
+from powerinfer.runtime import hybrid  # noqa: E402
+from powerinfer.runtime.adjust import trades  # noqa: E402
 from powerinfer.runtime.hybrid import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
 from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
 
@@ -99,8 +102,8 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
             together = side_by_side(executor, tokens)
             off = [families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)]
             assert max(off) <= 2 * allowed, share
-            assert all((ffn.hot is None) == (share == 0) for ffn in ffns)
-            assert all(bool(ffn.counts.jobs) == (share < 1) for ffn in ffns)
+            assert all((ffn.neurons is None) == (share == 0) for ffn in ffns)
+            assert all(bool(ffn.collect()["jobs"]) == (share < 1) for ffn in ffns)
 
 
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b", "opt"])
@@ -157,8 +160,8 @@ def test_no_job_where_no_cold_neuron_is_named(tmp_path: Path) -> None:
         predictors = predictor_of(open_checkpoint(path).config, 1e5, floor)
         with split(path, 0.5, predictors=predictors) as (executor, ffns):
             one_by_one(executor, tokens)
-            assert {ffn.counts.steps for ffn in ffns} == {len(tokens)}
-            jobs = sum(ffn.counts.jobs for ffn in ffns)
+            assert {ffn.collect()["steps"] for ffn in ffns} == {len(tokens)}
+            jobs = sum(ffn.collect()["jobs"] for ffn in ffns)
             assert jobs == 0 if floor == 0 else jobs > 0
 
 
@@ -211,7 +214,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
             placement = placed(executor.cpu.config, share)
             for ffn in ffns:
                 parts = placement.parts(ffn.layer)
-                assert (0 if ffn.hot is None else ffn.hot.n) == len(parts[Tier.GPU])
+                assert (0 if ffn.neurons is None else ffn.neurons.n) == len(ffn.hot) == len(parts[Tier.GPU])
                 assert ffn.cold_bytes == some_bytes(layout, parts[Tier.CPU])
 
 
@@ -268,3 +271,84 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
     shares = [report["gpu_share"] for report in reports]
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
     assert [report["jobs"] for report in reports] == [1, 1, 1, 1, 0]
+
+
+def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:
+    """The coldest neurons are on the GPU at first: soon more of what fires is there, and the answer is the same."""
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    with split(path, 0.5) as (executor, ffns):
+        sparsity = HybridSparsity("exact", executor, ffns)
+        assert not sparsity.adjust()  # nothing was seen yet
+        for _ in range(10):
+            one_by_one(executor, tokens)
+        for ffn in ffns:
+            ffn.collect()
+            ffn.place(np.sort(np.argsort(ffn.recent, kind="stable")[: len(ffn.hot)]).astype(np.int32))
+        one_by_one(executor, tokens)
+        sparsity.clear()
+        sizes = [(len(ffn.hot), ffn.cold_bytes) for ffn in ffns]
+        for _ in range(5):
+            one_by_one(executor, tokens)
+        worst = sparsity.report()["gpu_share"]
+        turns = 0
+        while sparsity.adjust():
+            turns += 1
+        assert turns and sparsity.traded and sizes == [(len(ffn.hot), ffn.cold_bytes) for ffn in ffns]
+        sparsity.clear()
+        assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+        report = sparsity.report()
+        assert report["gpu_share"] > worst + 0.2 and report["traded"] == sparsity.traded
+        while sparsity.adjust():  # what is equally hot stays where it is
+            pass
+        traded = sparsity.traded
+        for _ in range(5):
+            one_by_one(executor, tokens)
+        while sparsity.adjust():
+            pass
+        assert sparsity.traded - traded < 0.2 * traded
+
+
+def test_trades_are_clear_ones() -> None:
+    fired = np.array([100.0, 0, 50, 49, 3, 90, 200, 52])
+    hot, cold = np.array([1, 2, 4], np.int32), np.array([0, 3, 5, 6, 7], np.int32)
+    leave, come = trades(fired, hot, cold)
+    assert list(leave) == [1, 4, 2] and list(come) == [6, 0, 5]
+    assert list(trades(fired, hot, cold, most=1)[1]) == [6]
+    leave, come = trades(fired, np.array([2, 7], np.int32), np.array([3], np.int32))
+    assert len(leave) == len(come) == 0
+    assert len(trades(fired, np.array([], np.int32), cold)[0]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("powerinfer.runtime.adjust.NOISE", 0.0)
+        assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
+
+
+def test_a_trade_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    with split(path, 0.5) as (executor, ffns):
+        sparsity = HybridSparsity("exact", executor, ffns)
+        for _ in range(5):
+            one_by_one(executor, tokens)
+        answer = one_by_one(executor, tokens)
+        before = [ffn.hot for ffn in ffns]
+        whole, calls = hybrid.gpu.resident, []
+
+        def once(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 1:
+                raise torch.OutOfMemoryError("no room")
+            return whole(*args)
+
+        monkeypatch.setattr(hybrid.gpu, "resident", once)
+        with pytest.raises(PowerInferError, match="ran out of memory while loading the neurons of layer"):
+            while sparsity.adjust():
+                pass
+        assert all((one == ffn.hot).all() for one, ffn in zip(before, ffns, strict=True))
+        np.testing.assert_array_equal(one_by_one(executor, tokens), answer)

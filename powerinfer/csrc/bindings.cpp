@@ -460,6 +460,16 @@ NB_MODULE(_native, m) {
         in.replace = replace;
         p.neurons_ffn(std::move(in), std::move(bundles), most);
       }, "norm"_a.none(), "bundles"_a, "down_bias"_a = nb::none(), "replace"_a = false, "most"_a = 0.0f)
+      .def("replace_bundles", &Program::replace_bundles, "op"_a, "bundles"_a)
+      .def("count_fired", [](Program& p, size_t op, bool on) {
+        SparseFfn& s = p.sparse(op);
+        s.fired.assign(on ? (size_t)s.bundles->neurons : 0, 0);
+      }, "op"_a, "on"_a)
+      .def("fired", [](Program& p, size_t op, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+        const SparseFfn& s = p.sparse(op);
+        require(!s.fired.empty() && out.shape(0) == s.bundles->members.size(), "what fires is not counted, or of another number of neurons");
+        for (size_t j = 0; j < out.shape(0); j++) out.data()[j] = s.fired[(size_t)s.bundles->members[j]];
+      }, "op"_a, "out"_a.noconvert())
       .def("neuron_sum", &neuron_sum, "op"_a, "x"_a, "names"_a.none(), "out"_a.noconvert())
       .def("sparsify", &sparsify, "op"_a, "bundles"_a, "predictor_in"_a.none(), "predictor_out"_a.none(), "threshold"_a, "floor"_a, "most"_a, "recall_every"_a)
       .def("set_ways", &set_ways, "op"_a, "ways"_a)

@@ -179,7 +179,7 @@ void unpack_part(int kind, const PiPart& part, int64_t i, float* out) {
 }
 
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
-                 float* out, int64_t ldo, NeuronCounts& counts) {
+                 float* out, int64_t ldo, NeuronCounts& counts, int64_t* fired) {
   PiActs acts = *x;
   if (wants_lanes(b.up.type) || (b.gated() && wants_lanes(b.gate.type))) {
     block.lanes.resize((size_t)(pi_lanes_bytes(x->k) * tokens));
@@ -201,6 +201,7 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     }
     counts.active += active;
     counts.down += w.n;
+    if (fired) for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
     if (b.down.type == PI_Q4_0X32) counts.shared += w.add_groups(out, ldo);
     else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
   }

@@ -522,6 +522,17 @@ void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, float m
   ops_.push_back(std::move(op));
 }
 
+void Program::replace_bundles(size_t op, std::shared_ptr<Bundles> bundles) {
+  auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
+  check(ffn && ffn->sparse && !ffn->in.up, "that operator is not an FFN of bundles alone");
+  const Bundles& old = *ffn->sparse->bundles;
+  check(bundles->up.k == old.up.k && (int64_t)bundles->members.size() <= sizes.d_ff && bundles->act == old.act && bundles->threshold == old.threshold && bundles->gated() == old.gated(),
+        "the bundles are of another kind of FFN");
+  ffn->sparse->stats = {};
+  if (!ffn->sparse->fired.empty()) ffn->sparse->fired.assign((size_t)bundles->neurons, 0);
+  ffn->sparse->bundles = std::move(bundles);
+}
+
 SparseFfn& Program::sparse(size_t op) const {
   const auto* ffn = op < ops_.size() ? dynamic_cast<const Ffn*>(ops_[op].get()) : nullptr;
   check(ffn && ffn->sparse, "that operator has no bundles");

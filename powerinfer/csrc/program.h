@@ -157,6 +157,8 @@ class Program {
   // An FFN that has its neurons as bundles alone, all of them or some: every gate is computed, or, of neurons that
   // `names` tells, only those. in: norm, down_bias and replace; steps of any size.
   void neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, float most);
+  // Other neurons for such an FFN; it begins to count anew.
+  void replace_bundles(size_t op, std::shared_ptr<Bundles> bundles);
   void normalise(Norm norm);                             // x = norm(x)
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);  // logits = w . project . norm(x); project may be null
 

@@ -60,7 +60,7 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
   std::fill(own.sums.begin(), own.sums.begin() + step.tokens * p.ldx, 0.0f);
   own.done = {};
   add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n, {predicted || named ? nullptr : p.gate, guess, ld, above_, most_}, own.block,
-              own.sums.data(), p.ldx, own.done);
+              own.sums.data(), p.ldx, own.done, fired.empty() || !step.counted ? nullptr : fired.data());
   p.pool->barrier();
   add_sums(t, step, in);
   if (t.id == 0 && step.counted) count(step, way, s, sampled);

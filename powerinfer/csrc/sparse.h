@@ -51,7 +51,8 @@ class SparseFfn {
 
   Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
   NeuronStats stats = {};
-  const std::shared_ptr<Bundles> bundles;
+  std::shared_ptr<Bundles> bundles;
+  std::vector<int64_t> fired;  // by place, tokens that each neuron fired for, as far as `stats` counts; empty: not counted
   const std::unique_ptr<Predictor> predictor;
 
  private:

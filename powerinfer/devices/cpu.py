@@ -260,18 +260,13 @@ class CpuExecutor:
         layer's neurons; most: activations up to this magnitude count as zero. Returns the number of the operator. One
         that replaces is no part of the model's own steps but run by `neuron_sum`; nothing else may be wired behind it.
         """
-        config, counts = self.config, None
-        gate_bias, up_bias, down_bias = biases
         if isinstance(bundles, np.ndarray):
-            rows, neurons = bundles, config.d_ff
+            native = self._bundles(layout, bundles, self.config.d_ff, biases[0], biases[1])
         else:
-            rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
-            gate_bias, up_bias = (_placed(bundles, bias) for bias in (gate_bias, up_bias))
-        native = self._bundles(layout, rows, neurons, gate_bias, up_bias, counts)
+            native = self._some(layout, bundles, biases)
         if replace and self._end is None:
             self._end = self._program.size
-        self._program.neurons_ffn(norm, native, down_bias, replace, most)
-        self.bytes_per_token += rows.nbytes
+        self._program.neurons_ffn(norm, native, biases[2], replace, most)
         op = self._program.size - 1
         self._bundled[op] = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
         return op
@@ -282,6 +277,26 @@ class CpuExecutor:
         names: uint8 [tokens, neurons], not zero where a token wants a neuron, in the order of their index; None: all.
         """
         self._program.neuron_sum(op, x, names, out)
+
+    def replace_neurons(
+        self, op: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
+    ) -> None:
+        """Other neurons for a `bundled_ffn`, which forgets its own; it begins to count anew."""
+        self._program.replace_bundles(op, self._some(layout, bundles, biases))
+
+    def _some(self, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]) -> _native.Bundles:
+        gate_bias, up_bias = (_placed(bundles, bias) for bias in biases[:2])
+        return self._bundles(layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
+
+    def count_fired(self, op: int) -> None:
+        """Begin to count for each neuron of a `bundled_ffn` the tokens that it fires for."""
+        self._program.count_fired(op, True)
+
+    def fired(self, op: int, neurons: int) -> NDArray[np.int64]:
+        """These counts, int64 [neurons], in the order of the neurons' index."""
+        counts = np.empty(neurons, np.int64)
+        self._program.fired(op, counts)
+        return counts
 
     def neuron_sums(self, op: int) -> dict[str, int]:
         """What a `bundled_ffn` did in steps of up to `neuron_tokens`: tokens, active, candidates (neurons), bytes."""

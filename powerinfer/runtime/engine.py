@@ -76,6 +76,12 @@ class LLM:
         self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
         self.checkpoint = checkpoint
         self._sparsity = sparsity
+        adjust = getattr(sparsity, "adjust", None)
+        if engine.adjust:
+            if adjust is None:
+                self.close()
+                raise RequestError("--adjust is for models whose neurons are split between a GPU and the CPU")
+            self._runner.when_idle(adjust)
 
     @classmethod
     def from_parts(

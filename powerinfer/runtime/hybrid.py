@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,12 @@ from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.trace import Trace, span
+from powerinfer.errors import PowerInferError
 from powerinfer.formats.pack import BundleFile, gather
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
+from powerinfer.runtime.adjust import trades
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 Weights = tuple[Predictor, RawTensor, RawTensor]
+
+ENOUGH = 128
+"""Tokens that a layer must have seen lately before its neurons trade places."""
 
 NAMED_TOKENS = 8
 """Most tokens of a step that a predictor names neurons for: for more nearly every neuron is named by some token."""
@@ -55,7 +60,7 @@ class Link:
         import torch
 
         self._cuda = to.type == "cuda"
-        self._device = to
+        self.to = to
 
         def host(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
@@ -99,91 +104,109 @@ class Link:
     def add_back(self, total: Tensor) -> None:
         """total += what is there."""
         back = self._back[: len(total)]
-        total.add_(back.to(self._device, non_blocking=True) if self._cuda else back)
+        total.add_(back.to(self.to, non_blocking=True) if self._cuda else back)
 
 
 @dataclass
 class _Guess:
-    """A layer's predictor on the GPU; hot, cold: int64 columns of its answer."""
+    """A layer's predictor on the GPU."""
 
     about: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
-    hot: Tensor
-    cold: Tensor
-
-
-@dataclass
-class HybridCounts:
-    """What a layer did in steps of up to `NAMED_TOKENS`: their tokens, the steps, those in which the CPU had a job."""
-
-    tokens: int = 0
-    steps: int = 0
-    jobs: int = 0
 
 
 class HybridFfn:
-    """The FFN of one layer. Called by `GpuLayers` as the sum of a layer's neurons."""
+    """The FFN of one layer. Called by `GpuLayers` as the sum of a layer's neurons.
+
+    hot, cold: int32, the neurons on the GPU and on the CPU, ascending. neurons: the hot ones, None where there are
+    none. cold_bytes: of the cold ones' bundles. trace: takes notes; predicts: whether a predictor is asked.
+    """
 
     def __init__(
         self,
         layer: int,
         cpu: CpuExecutor,
         link: Link,
-        hot: gpu.Neurons | None,
-        cold: int | None,
-        guess: _Guess | None,
-        most: float,
-        cold_bytes: int,
+        bundles: BundleFile,
+        biases: Sequence[Floats | None],
+        hot: Indices,
+        *,
+        most: float = 0.0,
+        weights: Weights | None = None,
     ) -> None:
-        """hot: the neurons on the GPU, cold: the operator of those on the CPU, None where there are none."""
-        assert hot is not None or cold is not None
+        """biases: float32 [d_ff] of gate and up. PowerInferError when a device has no memory left."""
         self.layer = layer
-        self.cold_bytes = cold_bytes
-        self.hot = hot
         self.trace: Trace | None = None
         self.predicts = True
         self._cpu = cpu
         self._link = link
-        self._cold = cold
-        self._guess = guess
+        self._bundles = bundles
+        self._biases = biases
         self._most = most
+        self._op: int | None = None
+        self._guess: _Guess | None = None
+        if weights is not None:
+            with self._failures():
+                self._guess = _Guess(weights[0], gpu.upload(weights[1], link.to), gpu.upload(weights[2], link.to))
+        self.place(hot)
         self.clear()
 
-    def clear(self) -> None:
-        """Begin to count anew."""
-        self.counts = HybridCounts()
-        if self.hot is not None:
-            self._fired = _zeros(self.hot)
-        if self._cold is not None:
-            self._cpu.clear_neuron_sums(self._cold)
+    def place(self, hot: Indices) -> None:
+        """Put these neurons on the GPU, and only there; all others on the CPU."""
+        import torch
 
-    def sums(self) -> dict[str, int]:
-        """Of the tokens that were counted: tokens, steps, jobs (steps in which the CPU had one), and summed over the
-        tokens the neurons that fired on the GPU (hot_active) and on the CPU (cold_active), and bytes that the CPU read.
-        """
-        cold = {"active": 0, "bytes": 0} if self._cold is None else self._cpu.neuron_sums(self._cold)
-        hot = 0 if self.hot is None else int(self._fired.sum())
-        own = {"tokens": self.counts.tokens, "steps": self.counts.steps, "jobs": self.counts.jobs}
-        return own | {"hot_active": hot, "cold_active": cold["active"], "cold_bytes": cold["bytes"]}
+        layout, to = self._bundles.layout, self._link.to
+        self._bundles.file.check()
+        rows = self._bundles.layers[self.layer]
+        self.hot = hot
+        self.cold = np.setdiff1d(np.arange(self._cpu.config.d_ff, dtype=np.int32), hot)
+        self.neurons: gpu.Neurons | None = None  # before others take their place
+        self._fired: Tensor | None = None
+        with self._failures():
+            if len(hot):
+                self.neurons = gpu.resident(layout, rows, hot, to, self._cpu.config, self._biases)
+                self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)
+            # columns of what the predictor says
+            self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold)]
+        self.cold_bytes = 0
+        if len(self.cold):
+            kept = gather(layout, rows, self.cold)
+            self.cold_bytes = kept.rows.nbytes
+            biases = (*self._biases, None)
+            if self._op is None:
+                self._op = self._cpu.bundled_ffn(layout, kept, biases=biases, replace=True, most=self._most)
+            else:
+                self._cpu.replace_neurons(self._op, layout, kept, biases)
+            self._cpu.count_fired(self._op)
+        self._bundles.file.release()
+
+    def _failures(self) -> AbstractContextManager[None]:
+        from powerinfer.devices.gpu import gpu_failures
+
+        return gpu_failures(f"loading the neurons of layer {self.layer}", "give less --vram")
+
+    # ---------------------------------------------------------------- a step
 
     def __call__(self, layer: int, n: Tensor, x: Tensor) -> Tensor:
         """n: float32 [T, d_model], what the neurons read; x the same, what a predictor reads. Their sum."""
         assert layer == self.layer
         tokens = len(n)
-        hot_names, cold_names = self._names(x) if tokens <= NAMED_TOKENS and self.predicts else (None, None)
-        if self._cold is not None:
+        small = tokens <= NAMED_TOKENS
+        hot_names, cold_names = self._names(x) if small and self.predicts else (None, None)
+        if len(self.cold):
             with span(self.trace, "gpu", "copy out", self.layer):
                 self._link.send(n, cold_names)
-        total = self._hot_sum(n, hot_names)
-        job = self._cold is not None and self._cold_sum(tokens)
+        total = self._hot_sum(n, hot_names, small)
+        job = len(self.cold) > 0 and self._cold_sum(tokens)
         if job:
             with span(self.trace, "gpu", "add", self.layer):
                 self._link.add_back(total)
-        if tokens <= NAMED_TOKENS:
-            self.counts.tokens += tokens
-            self.counts.steps += 1
-            self.counts.jobs += job
+        if small:
+            self.recent_tokens += tokens
+            self._sums["tokens"] += tokens
+            self._sums["steps"] += 1
+            self._sums["jobs"] += job
         return total
 
     def _names(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -192,14 +215,15 @@ class HybridFfn:
             return None, None
         with span(self.trace, "gpu", "predictor", self.layer):
             named = gpu.predict(guess.inner, guess.outer, x, guess.about.threshold, guess.about.floor)
-            return named.index_select(1, guess.hot), named.index_select(1, guess.cold)
+            hot, cold = (named.index_select(1, columns) for columns in self._columns)
+            return hot, cold
 
-    def _hot_sum(self, n: Tensor, names: Tensor | None) -> Tensor:
-        if self.hot is None:
+    def _hot_sum(self, n: Tensor, names: Tensor | None, counted: bool) -> Tensor:
+        if self.neurons is None:
             return n.new_zeros(n.shape)
         with span(self.trace, "gpu", "hot neurons", self.layer):
-            total, fired = gpu.neuron_sum(self.hot, n, names, self._most)
-            if len(n) <= NAMED_TOKENS:
+            total, fired = gpu.neuron_sum(self.neurons, n, names, self._most)
+            if counted and self._fired is not None:
                 self._fired += fired
             return total
 
@@ -209,16 +233,48 @@ class HybridFfn:
             x, names = self._link.wait()
         if names is not None and not names.any():
             return False
-        assert self._cold is not None
+        assert self._op is not None
         with span(self.trace, "cpu", "cold neurons", self.layer):
-            self._cpu.neuron_sum(self._cold, x, names, self._link.back(tokens))
+            self._cpu.neuron_sum(self._op, x, names, self._link.back(tokens))
         return True
 
+    # ---------------------------------------------------------------- what was done
 
-def _zeros(neurons: gpu.Neurons) -> Tensor:
-    import torch
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self._sums: Counter[str] = Counter()
+        self.recent = np.zeros(self._cpu.config.d_ff)
+        self.recent_tokens = 0.0
+        if self._fired is not None:
+            self._fired.zero_()
+        if self._op is not None:
+            self._forget(self._op)
 
-    return torch.zeros(neurons.n, dtype=torch.int64, device=neurons.up.data.device)
+    def _forget(self, op: int) -> None:
+        self._cpu.clear_neuron_sums(op)
+        self._cpu.count_fired(op)
+
+    def forget_half(self) -> None:
+        """Of what is recent."""
+        self.recent /= 2
+        self.recent_tokens /= 2
+
+    def collect(self) -> Mapping[str, int]:
+        """Of the tokens that were counted, in steps of up to `NAMED_TOKENS`: tokens, steps, jobs (steps in which the
+        CPU had one), and summed over the tokens the neurons that fired on the GPU (hot) and on the CPU (cold).
+
+        `recent`, float64 [d_ff], has then for each neuron the tokens that it fired for.
+        """
+        if self._fired is not None:
+            counts = self._fired.to("cpu", copy=True).numpy()
+            self._fired.zero_()
+            self.recent[self.hot] += counts
+            self._sums["hot"] += int(counts.sum())
+        if len(self.cold) and self._op is not None:
+            self.recent[self.cold] += self._cpu.fired(self._op, len(self.cold))
+            self._sums["cold"] += self._cpu.neuron_sums(self._op)["active"]
+            self._forget(self._op)
+        return self._sums
 
 
 def hang_neurons(
@@ -231,44 +287,24 @@ def hang_neurons(
     predictors: Callable[[int], Weights] | None = None,
     progress: Progress | None = None,
 ) -> list[HybridFfn]:
-    """Give the GPU's layers their neurons: hot ones there and only there, cold ones copied into the CPU's memory.
+    """Give the GPU's layers their neurons: hot ones there and only there, the others copied into the CPU's memory.
 
     Neurons on disk are taken as cold. most: of a layer, up to which magnitude activations count as zero. The pages of
     the bundles' file are given back as the layers are done. PowerInferError when a device has no memory left.
     """
-    from powerinfer.devices.gpu import gpu_failures
-
     config = cpu.config
     link = Link(layers.device, layers.max_tokens, config.d_model, config.d_ff)
     ffns = []
     for layer in layers.neuron_layers:
-        parts = placement.parts(layer)
-        hot, cold = parts[Tier.GPU], np.sort(np.concatenate([parts[Tier.CPU], parts[Tier.DISK]]))
-        bundles.file.check()
-        rows, biases = bundles.layers[layer], layers.ffn_biases(layer)
-        with gpu_failures(f"loading the neurons of layer {layer}", "give less --vram"):
-            on_gpu = gpu.resident(bundles.layout, rows, hot, layers.device, config, biases) if len(hot) else None
-            guess = None if predictors is None else _guess(predictors(layer), hot, cold, layers.device)
-        op, cold_bytes = None, 0
-        if len(cold):
-            kept = gather(bundles.layout, rows, cold)
-            op = cpu.bundled_ffn(bundles.layout, kept, biases=(*biases, None), replace=True, most=most(layer))
-            cold_bytes = kept.rows.nbytes
-        ffn = HybridFfn(layer, cpu, link, on_gpu, op, guess, most(layer), cold_bytes)
+        weights = None if predictors is None else predictors(layer)
+        hot = placement.parts(layer)[Tier.GPU]
+        biases = layers.ffn_biases(layer)
+        ffn = HybridFfn(layer, cpu, link, bundles, biases, hot, most=most(layer), weights=weights)
         layers.hang(layer, ffn)
         ffns.append(ffn)
-        bundles.file.release()
         if progress is not None:
             progress("loading neurons", len(ffns), len(layers.neuron_layers))
     return ffns
-
-
-def _guess(weights: Weights, hot: Indices, cold: Indices, to: device) -> _Guess:
-    import torch
-
-    about, inner, outer = weights
-    columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, cold)]
-    return _Guess(about, gpu.upload(inner, to), gpu.upload(outer, to), *columns)
 
 
 class HybridSparsity:
@@ -277,28 +313,56 @@ class HybridSparsity:
     def __init__(self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn]) -> None:
         self.selector = selector
         self.ffns = ffns
+        self.traded = 0  # neurons that came to the GPU since the model was loaded
         self._executor = executor
+        self._turn = 0
 
     def report(self) -> dict[str, Any]:
         """Per layer and in all, of tokens computed in steps of up to `NAMED_TOKENS`.
 
         hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
-        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do.
+        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do; traded:
+        neurons that have come to the GPU for others.
         """
         d_ff = self._executor.cpu.config.d_ff
         layers: list[dict[str, Any]] = []
         totals: Counter[str] = Counter()
         for ffn in self.ffns:
-            sums, hot = ffn.sums(), 0 if ffn.hot is None else ffn.hot.n
+            sums = ffn.collect()
             totals.update(sums)
-            layers.append({"layer": ffn.layer, "hot": hot, "cold": d_ff - hot, **_shares(sums, d_ff)})
+            layers.append({"layer": ffn.layer, "hot": len(ffn.hot), "cold": len(ffn.cold), **_shares(sums, d_ff)})
         whole = _shares(totals, d_ff) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
-        return {"selector": self.selector, "layers": layers, **whole}
+        return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded}
 
     def clear(self) -> None:
         """Begin to count anew."""
         for ffn in self.ffns:
             ffn.clear()
+
+    def adjust(self) -> bool:
+        """Let neurons of one layer trade places, the next in turn that has seen enough; not while a step runs.
+
+        What has fired lately counts, half of it at each turn of the layer. False where no layer was worth it.
+        PowerInferError when a device has no memory left; all is then as before.
+        """
+        for _ in self.ffns:
+            ffn = self.ffns[self._turn]
+            self._turn = (self._turn + 1) % len(self.ffns)
+            ffn.collect()
+            if ffn.recent_tokens < ENOUGH:
+                continue
+            leave, come = trades(ffn.recent, ffn.hot, ffn.cold)
+            ffn.forget_half()
+            if len(come):
+                before = ffn.hot
+                try:
+                    ffn.place(np.union1d(np.setdiff1d(before, leave), come).astype(np.int32))
+                except PowerInferError:
+                    ffn.place(before)
+                    raise
+                self.traded += len(come)
+                return True
+        return False
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -328,10 +392,10 @@ class HybridSparsity:
 
 
 def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
-    active, tokens = sums["hot_active"] + sums["cold_active"], sums["tokens"]
+    active, tokens = sums["hot"] + sums["cold"], sums["tokens"]
     return {
         "tokens": tokens,
         "active_fraction": active / (tokens * d_ff) if tokens else None,
-        "gpu_share": sums["hot_active"] / active if active else None,
+        "gpu_share": sums["hot"] / active if active else None,
         "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
     }

@@ -46,6 +46,8 @@ class Runner:
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
         self._scheduler = self._new_scheduler()
         self._closed = False
+        self._idle: Callable[[], bool] | None = None
+        self._idling = False  # a thread is at it
         self._torn = False  # true while the bookkeeping changes, so that what interrupts it is seen
 
     def _new_scheduler(self) -> Scheduler:
@@ -103,6 +105,29 @@ class Runner:
         with self._lock:
             if not request.events and not request.ended:
                 self._step()
+
+    def when_idle(self, work: Callable[[], bool]) -> None:
+        """Have `work` done again and again, until it says False, in another thread whenever no request is left.
+
+        A PowerInferError of it ends that. A request that comes waits for one call of it at most.
+        """
+        self._idle = work
+
+    def _rest(self) -> None:
+        """No request is left."""
+        if self._idle is not None and not self._idling:
+            self._idling = True
+            threading.Thread(target=self._idle_work, args=(self._idle,), daemon=True).start()
+
+    def _idle_work(self, work: Callable[[], bool]) -> None:
+        more = True
+        while more:
+            with self._lock:
+                try:
+                    more = not self._closed and not self._live and work()
+                except PowerInferError:  # it is left undone, and not tried again
+                    self._idle, more = None, False
+                self._idling = more
 
     def abort(self, request: Request) -> None:
         """End a request, if it still runs, and free its pages."""
@@ -250,6 +275,8 @@ class Runner:
         del self._live[request]
         if request.on_end is not None:
             request.on_end()
+        if not self._live:
+            self._rest()
 
     def _mend(self) -> None:
         """Start the bookkeeping afresh if something interrupted it: all pages free, all requests ended."""
