@@ -438,3 +438,12 @@ def quantize(x: Floats, type_name: str) -> Bytes:
         for start in range(0, len(values), step):
             out[start : start + step] = writer(values[start : start + step])
     return out.reshape(rows, cols // kind.block * kind.nbytes)
+
+
+def as_q8_0(data: Bytes, type_name: str) -> Bytes:
+    """Rows of Q4_0 or Q5_0, uint8 [rows, row_bytes], as Q8_0, exactly: all three are a scale times small integers."""
+    blocks = data.reshape(-1, block_type(type_name).nbytes).copy()
+    scales = blocks[:, :2].copy()
+    blocks[:, :2] = np.array([1], "<f2").view(np.uint8)
+    codes = dequantize(blocks, type_name).astype(np.int8).view(np.uint8)
+    return np.concatenate([scales, codes], axis=1).reshape(len(data), -1)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.quant import Bytes, Floats, block_type
+from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import usable_cores
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -115,7 +115,7 @@ def weight_bytes(type_name: str, rows: int, k: int) -> int:
 
 
 def upload(tensor: RawTensor, device: Any, row_map: NDArray[np.int32] | None = None) -> Weight:
-    """A stored matrix [rows, k] on a torch device, in the type that `gpu_type` names.
+    """A stored matrix [rows, k] on a torch device, in the type that `gpu_type` names; Q5_0 keeps its values.
 
     row_map: int32 [n], row r of the result is row row_map[r] of the tensor, zeros where it is -1. ModelError for values
     that the type cannot hold; what torch raises when the device has no room.
@@ -150,7 +150,9 @@ def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32]
         raw = stored[part[0] : part[-1] + 1] if row_map is None else stored[np.maximum(part, 0)]
         if row_map is not None:
             raw[part < 0] = 0  # zero in every type that is stored: its scales are
-        if weight.type != tensor.type:
+        if tensor.type == "Q5_0":
+            raw = as_q8_0(raw, tensor.type)
+        elif weight.type != tensor.type:
             raw = convert(RawTensor(tensor.type, (len(part), k), raw.reshape(-1)), weight.type, lambda _: None).rows()
         codes, scales = _split(weight.type, raw)
         _put(weight.data, at + begin, codes)

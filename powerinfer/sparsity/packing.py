@@ -30,7 +30,7 @@ from powerinfer.formats.pack import (
     open_bundles,
     write_bundles,
 )
-from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize, quantize
+from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type, dequantize, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
@@ -201,7 +201,7 @@ class _Source:
         if self._type == self._part.type:
             return stored, np.zeros(2)
         if self._part.type == "Q8_0" and self._type in ("Q4_0", "Q5_0"):
-            return _as_q8_0(stored, self._type), np.zeros(2)
+            return as_q8_0(stored, self._type), np.zeros(2)
         return self._encoded(dequantize(stored, self._type))
 
     def _encoded(self, values: Floats) -> tuple[Bytes, Squares]:
@@ -236,15 +236,6 @@ def _by_group(blocks: Bytes) -> Bytes:
     """Blocks of Q4_0, uint8 [d_model, groups * 18], group by group: [groups, d_model * 18]."""
     rows = len(blocks)
     return np.ascontiguousarray(blocks.reshape(rows, -1, 18).transpose(1, 0, 2)).reshape(-1, rows * 18)
-
-
-def _as_q8_0(stored: Bytes, type_name: str) -> Bytes:
-    """Rows of Q4_0 or Q5_0 as Q8_0, exactly: all three are a scale times small whole numbers."""
-    blocks = stored.reshape(-1, block_type(type_name).nbytes).copy()
-    scales = blocks[:, :2].copy()
-    blocks[:, :2] = np.array([1], "<f2").view(np.uint8)
-    codes = dequantize(blocks, type_name).astype(np.int8).view(np.uint8)
-    return np.concatenate([scales, codes], axis=1).reshape(len(stored), -1)
 
 
 def _row_parts(checkpoint: Checkpoint) -> list[str]:
