@@ -68,6 +68,28 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     gpu.force_triton(False)
 
 
+@pytest.fixture
+def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that every loop of a Triton kernel goes round, and every list and context is in several pieces."""
+    if kernels == "torch":
+        return
+    from powerinfer.kernels import triton_kernels, triton_neurons
+
+    for table in (
+        triton_kernels.ONE,
+        triton_kernels.SEVERAL,
+        triton_neurons.DOT_ONE,
+        triton_neurons.DOT_SEVERAL,
+        triton_neurons.ADD_ONE,
+        triton_neurons.ADD_SEVERAL,
+    ):
+        for kind, tile in table.items():
+            monkeypatch.setitem(table, kind, tile._replace(rows=min(tile.rows, 16), columns=32))
+    monkeypatch.setattr(triton_kernels, "VALUES", 2)
+    monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1)
+    monkeypatch.setattr(triton_neurons, "LIST", 32)
+
+
 def on_device(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
 
@@ -164,7 +186,17 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
     assert_close(gpu.linear(gpu.upload(stored, DEVICE), on_device(x)), *product(stored.float32().astype(np.float64), x))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_long_rows(type_name: str, tokens: int) -> None:
+    stored, x = raw(type_name, 37, 160), floats(1, tokens, 160)
+    want, bound = product(stored.float32().astype(np.float64), x)
+    assert_close(gpu.linear(gpu.upload(stored, DEVICE), on_device(x)), want, bound)
+
+
 @pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.usefixtures("small_tiles")
 def test_many_tokens_are_multiplied_in_a_narrow_type(
     type_name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,17 +253,57 @@ def test_keys_and_values_are_stored(kv_type: str, kernels: str) -> None:
         assert np.isnan(np.delete(flat, slots[[0, 1, 3]], axis=0)).all(), "written beside the slots"
 
 
+@pytest.mark.parametrize("pairs", [4, 8])
+def test_heads_are_turned_and_stored_in_one_go(pairs: int, kernels: str) -> None:
+    """The heads are parts of one tensor, as a product gives them."""
+    heads, kv, dim, tokens = 3, 2, 16, 4
+    every = floats(16, tokens, heads + 2 * kv, dim)
+    positions, slots = np.array([7, 0, 40, 900], np.int32), np.array([39, -1, 0, 64])
+    frequencies = (10000.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)
+    turned = reference.rope(every, *reference.rotations(positions, frequencies, 1.0))
+    ours = on_device(every)
+    q, k, v = ours[:, :heads], ours[:, heads : heads + kv], ours[:, heads + kv :]
+    caches = [torch.full((3, gpu.PAGE, kv, dim), torch.nan, device=DEVICE) for _ in range(2)]
+    gpu.rotate_and_store(q, k, v, on_device(positions), on_device(frequencies), 1.0, *caches, on_device(slots))
+    bound = 16 * EPS * np.abs(every).max()
+    assert_close(q, turned[:, :heads], bound)
+    stored = np.array([0, 2, 3])
+    for cache, want in zip(caches, (turned[:, heads : heads + kv], every[:, heads + kv :]), strict=True):
+        flat = cache.view(-1, kv, dim)
+        assert_close(flat[on_device(slots[stored])], want[stored], bound)
+        assert int(torch.isnan(flat).all(dim=(1, 2)).sum()) == len(flat) - len(stored)
+
+
 @dataclass
 class Sequence:
     pages: list[int]
     positions: list[int]  # of the step's tokens
 
 
-@pytest.mark.parametrize("many", [5, 31])
-@pytest.mark.parametrize("window", [None, 5, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 24)])
-def test_attention(heads: int, kv_heads: int, dim: int, window: int | None, many: int, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "window", "many", "split"),
+    [
+        ((4, 4, 8), None, 5, False),
+        ((4, 4, 8), 5, 31, False),
+        ((6, 2, 24), None, 31, False),
+        ((6, 2, 24), 40, 5, True),
+        ((6, 2, 24), 5, 5, True),
+        ((4, 4, 8), None, 31, True),
+    ],
+)
+def test_attention(
+    sizes: tuple[int, int, int],
+    window: int | None,
+    many: int,
+    split: bool,
+    request: pytest.FixtureRequest,
+    kernels: str,
+) -> None:
+    """sizes: heads of queries and of keys, their dimension; split: the context, between programs."""
+    if split:
+        request.getfixturevalue("small_tiles")
     several = [Sequence([5, 2, 7], [70]), Sequence([1], [0, 1, 2]), Sequence([3, 6], [*range(31, 31 + many)])]
+    heads, kv_heads, dim = sizes
     q = floats(10, 4 + many, heads, dim)
     for kv_type in ("f32", "f16"):
         caches = [reference.kv_rounded(floats(seed, 8, gpu.PAGE, kv_heads, dim), kv_type) for seed in (11, 12)]
@@ -429,6 +501,14 @@ def test_neurons_of_every_type(types: tuple[str, str], tokens: int, kernels: str
     for d_model in (64, 160):
         check(make_bundles(d_model, 70, types), index, tokens, None)
         check(make_bundles(d_model, 70, types), index, tokens, 0.4)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("types", PART_TYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_many_neurons(types: tuple[str, str], tokens: int) -> None:
+    bundles, index = make_bundles(160, 256, types), np.arange(0, 256, 2, dtype=np.int32)
+    check(bundles, index, tokens, None if tokens == 1 else 0.4)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
