@@ -123,7 +123,7 @@ def request(name: str, dtype: str, hardware: Hardware, context: int, profiles: d
     if name not in profiles:
         profiles[name] = assumed_profile(shape.law, shape.config.n_layers, shape.config.d_ff)
     model = described_model(shape.config, dtype, name, shape.predictor)
-    return PlanRequest(model, profiles[name], hardware, context=context, selector="predicted")
+    return PlanRequest(model, profiles[name], hardware, context=context, selector="predicted", insist=True)
 
 
 def policies(profiles: dict[str, Profile]) -> list[dict[str, Any]]:

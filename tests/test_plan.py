@@ -23,6 +23,7 @@ from test_cli import error_line, powerinfer
 from powerinfer.cli.common import read_size
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.pack import PART_TYPES
 from powerinfer.neurons import Placement, Profile, Tier
 from powerinfer.placement import budget, cost, plan
 from powerinfer.placement.hardware import Hardware, load, save
@@ -66,13 +67,13 @@ def request_of(
 
 
 def dense_on_gpu(request: PlanRequest) -> int:
-    """VRAM that holds all but neurons."""
-    return budget.dense_on_gpu(request)[-1][1]
+    """VRAM that holds all but neurons, and what their groups of bundles share."""
+    return budget.dense_on_gpu(request)[-1][1] + budget.shared_on_gpu(request.model, request.model.config.n_layers)
 
 
 def with_groups(request: PlanRequest, groups: int, **more: Any) -> PlanRequest:
     """The request with room for so many groups on the GPU."""
-    room = dense_on_gpu(request) + groups * GROUP * request.model.bundles.stride
+    room = dense_on_gpu(request) + groups * GROUP * request.model.gpu_neuron
     return replace(
         request, hardware=replace(request.hardware, gpu=replace(request.hardware.gpu, memory_bytes=room)), **more
     )
@@ -271,33 +272,96 @@ def test_no_budget_is_exceeded_by_a_byte(
 
 
 def test_the_order_of_claim() -> None:
-    """Attention with its cache, predictors, head, neurons: each moves in when the VRAM for all before it is there."""
+    """Attention with its cache and predictor, head, neurons: each moves in when the VRAM for all before it is there."""
     request = request_of(small_model(d_ff=200), hardware=machine(4 * GIB, sync_us=3))
-    (_, attention), (_, predictors), (_, head) = budget.dense_on_gpu(request)
-    stride, layers = request.model.bundles.stride, 3
-    vectors = request.model.vectors
+    (_, attention), (_, head) = budget.dense_on_gpu(request)
+    model, layers = request.model, 3
+    group = GROUP * model.gpu_neuron
     for vram, expected in [
-        (attention - 1, (2, 2, False, None)),
-        (attention, (3, 0, False, 0)),
-        (predictors - 1, (3, 2, False, None)),
-        (predictors, (3, 3, False, 0)),
-        (head - 1, (3, 3, False, None)),
-        (head, (3, 3, True, 0)),
-        (head + GROUP * stride - 1, (3, 3, True, 0)),
-        (head + GROUP * stride, (3, 3, True, 1)),
-        (head + 99 * GROUP * stride, (3, 3, True, 12)),
+        (attention - 1, (2, False, None)),
+        (attention, (3, False, 0)),
+        (head - 1, (3, False, None)),
+        (head, (3, True, 0)),
+        (head + group - 1, (3, True, 0)),
+        (head + group, (3, True, 1)),
+        (head + 99 * group, (3, True, 12)),
     ]:
         claims = budget.claim(replace(request, vram=vram))
         made = make_plan(replace(request, vram=vram, policy="greedy"))
-        assert (claims.gpu_layers, claims.gpu_predictors, claims.gpu_head) == expected[:3], vram
-        if expected[3] is not None:
-            assert min(sum(made.choice.gpu), 12) == expected[3], vram
-        norms = claims.gpu.get("norms", 0) + claims.cpu.get("norms", 0)
-        kv = claims.gpu.get("kv", 0) + claims.cpu["kv"]
-        assert norms in range(vectors - 1, vectors + 1) and kv == layers * request.model.kv_bytes("f16", 64, 1)
+        assert (claims.gpu_layers, claims.gpu_head) == expected[:2], vram
+        if expected[2] is not None:
+            assert min(sum(made.choice.gpu), 12) == expected[2], vram
+        norms = claims.gpu["norms"] + claims.cpu["norms"]
+        kv = claims.gpu["kv"] + claims.cpu["kv"]
+        assert norms == model.vectors + model.rotation_bytes and kv == layers * model.kv_bytes("f16", 64, 1)
+        assert claims.gpu["predictor"] == claims.gpu_layers * model.gpu_predictor(model.predictors[0])
+        assert not claims.cpu["predictor"], "beside a GPU the layers of the CPU have none"
         check(made)
     nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1)))
     assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)
+
+
+def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
+    """Scales of Q4_0X32: once for every group of 32 neurons that has one there, however few these are."""
+    config = replace(small_model(layers=2, d_ff=512).config, d_ff=512)
+    model = described_model(config, "q4_0", "small", 0.0)
+    assert model.bundles.shared_bytes == 2 * 512 == model.gpu_shared
+    request = with_groups(request_of(model, hardware=machine(4 * GIB, sync_us=3), policy="greedy"), 5)
+    made = make_plan(request)
+    check(made)
+    assert sum(made.choice.gpu) == 5
+    sides: dict[Tier, int] = dict.fromkeys(Tier, 0)
+    for layer in range(2):
+        parts = made.placement(request.profile).parts(layer)
+        for tier in (Tier.GPU, Tier.CPU):
+            sides[tier] += len({int(neuron) // 32 for neuron in parts[tier]}) * 1024
+    neurons = {tier: sum(layer[tier] for layer in made.neurons) for tier in Tier}
+    assert made.bytes["gpu"]["ffn"] == neurons[Tier.GPU] * model.gpu_neuron + sides[Tier.GPU]
+    assert made.bytes["cpu"]["ffn"] == neurons[Tier.CPU] * model.bundles.pitch + sides[Tier.CPU]
+    assert sum(sides.values()) > 2 * 16 * 1024, "more than if each scale were in one place"
+
+
+def test_a_cache_that_cannot_lie_on_a_gpu() -> None:
+    request = request_of(small_model(), kv_type="q8_0")
+    made = make_plan(request)
+    assert not made.claims.gpu_layers and not made.helps and "--kv-type f16" in made.reasons[0]
+    with pytest.raises(RequestError, match="--kv-type f16 or f32"):
+        budget.whole_layers(request.model, request.hardware, None, "q8_0", 64, 32)
+
+
+def test_insisting_on_a_gpu_that_is_slow() -> None:
+    """A stand-in takes part as far as its memory goes, for trying things; a plan for speed leaves it alone."""
+    slow = machine(4 * GIB, sync_us=1e5)
+    slow = replace(slow, gpu=replace(slow.gpu, dense_gb_s={"other": 0.1}, bundle_gb_s=dict.fromkeys(PART_TYPES, 0.1)))
+    request = with_groups(request_of(small_model(), hardware=slow), 3)
+    assert not make_plan(request).claims.gpu_layers
+    assert not sum(make_plan(replace(request, policy="greedy")).choice.gpu)
+    made = make_plan(replace(request, policy="greedy", insist=True))
+    assert made.claims.gpu_head and sum(made.choice.gpu) == 3
+    check(made)
+
+
+def test_whole_layers() -> None:
+    """Attention, FFN and cache of so many layers, to the byte; the head once all of them are there."""
+    model, hardware = small_model(predictors=False), machine(4 * GIB, reserved=MIB)
+    layer = (
+        sum(one.stored for one in (*model.attention[0], *model.ffn[0]))
+        + model.gpu_kv_bytes("f16", 64, 1)
+        + model.layer_vectors(dense=True)
+    )
+    fixed = MIB + model.gpu_scratch(32, 4, 64) + model.gpu_passed(32, 4) + model.rotation_bytes
+    head = model.head.stored + model.end_vectors
+    for vram, expected in [
+        (fixed + layer - 1, (0, False)),
+        (fixed + layer, (1, False)),
+        (fixed + 3 * layer - 1, (2, False)),
+        (fixed + 3 * layer + head - 1, (3, False)),
+        (fixed + 3 * layer + head, (3, True)),
+        (None, (3, True)),
+        (0, (0, False)),
+    ]:
+        assert budget.whole_layers(model, hardware, vram, "f16", 64, 32, 4) == expected
+    assert budget.whole_layers(model, replace(hardware, gpu=None), None, "f16", 64, 32) == (0, False)
 
 
 def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
@@ -316,7 +380,7 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
         and not make_plan(replace(request, ram=more["bytes"] - 1)).fits
     )
     small = make_plan(replace(request, vram=3 * MIB, ram=None))
-    assert {one["flag"] for one in small.helps} == {"--vram"} and len(small.helps) == 6
+    assert {one["flag"] for one in small.helps} == {"--vram"} and len(small.helps) == 5
     for one in small.helps:
         mass = {"50": 0.5, "80": 0.8, "all": 1.0}
         for vram in (one["bytes"], one["bytes"] - 1):
@@ -325,8 +389,6 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
             what = one["what"]
             if what.startswith("attention"):
                 assert (claims.gpu_layers == 3) is reached
-            elif what.startswith("all predictors"):
-                assert (claims.gpu_predictors == 3) is reached
             elif what.startswith("the output head"):
                 assert claims.gpu_head is reached
             else:
@@ -478,7 +540,7 @@ def test_the_same_request_gives_the_same_plan() -> None:
 
 CHANGES: dict[str, Any] = {
     "vram": 10 * MIB, "ram": GIB, "context": 63, "batch": 2, "kv_type": "q8_0", "selector": "exact", "policy": "ilp",
-    "chunk": 31, "seed": 1, "time_limit": 1.0,
+    "chunk": 31, "seed": 1, "time_limit": 1.0, "requests": 3, "insist": True,
 }  # fmt: skip
 
 
@@ -493,6 +555,8 @@ def test_the_key_hangs_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {one.key for one in (request, *changed)}
     assert len(keys) == len(changed) + 1 and all(len(key) == 16 for key in keys)
     assert replace(request).key == request.key
+    alone = replace(request, hardware=replace(request.hardware, gpu=None))
+    assert replace(alone, insist=True).key == alone.key, "there is no GPU that it could be of"
     monkeypatch.setattr(plan, "__version__", "9.9.9")
     assert replace(request).key not in keys
 

@@ -2,9 +2,9 @@
 
 Everything counts: weights, predictors, KV cache, working memory, and what driver and runtime take.
 
-Order of claim on the GPU: runtime and working memory; for one layer after another attention, norms and its KV cache
-(attention cannot run where its cache is not); predictors; the output head; what is left is for hot neurons. The layers
-whose attention does not fit run on the CPU as a whole. RAM holds runtime, working memory, the embedding and every dense
+Order of claim on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
+(attention cannot run where its cache is not) and its predictor; the output head; what is left is for hot neurons. The
+layers that do not fit run on the CPU as a whole. RAM holds runtime, working memory, the embedding and every dense
 part that is not on the GPU; what is left is for the other neurons. Without a GPU the engine keeps the dense matrices of
 the FFNs beside the bundles, for prompts; where there is no room for both, bundles alone are kept.
 """
@@ -14,9 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from powerinfer.devices.link import link_bytes
 from powerinfer.errors import RequestError
+from powerinfer.formats.pack import n_groups
 from powerinfer.placement.hardware import Hardware
-from powerinfer.placement.shapes import Matrix
+from powerinfer.placement.shapes import GPU_KV_TYPES, Matrix, Model
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import PlanRequest
@@ -28,25 +30,29 @@ vocabularies of 16,000 and 49,000, and some room."""
 _GIB = 1 << 30
 
 Bytes = dict[str, int]
-"""By part: runtime, scratch, embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bundles)."""
+"""By part: runtime, scratch (kept from step to step), step (what a GPU's operators pass to each other at most),
+embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bundles)."""
 
 
 @dataclass(frozen=True)
 class Claims:
-    """gpu_layers: so many layers, from the first, have their attention on the GPU, 0: the GPU is not used;
-    gpu_predictors: so many of them their predictor too; gpu_head: the output head is there.
+    """gpu_layers: so many layers, from the first, have their attention on the GPU, and their predictor where there are
+    any; 0: the GPU is not used; gpu_head: the output head is there.
 
-    gpu, cpu: bytes of all but the bundles, by part; gpu_left, cpu_left: what remains of the budgets. bundles: neurons
-    rest as bundles, which then go where there is room; panels: dense matrices of the FFNs are in RAM.
+    gpu, cpu: bytes of all but the bundles, by part; gpu_left, cpu_left: what remains of the budgets, once there is room
+    for what groups of bundles share, as if each group had neurons on both sides. gpu_neuron, cpu_neuron: bytes of a
+    neuron beside that. bundles: neurons rest as bundles, which then go where there is room; panels: dense matrices of
+    the FFNs are in RAM.
     """
 
     gpu_layers: int
-    gpu_predictors: int
     gpu_head: bool
     gpu: Bytes
     cpu: Bytes
     gpu_left: int
     cpu_left: int
+    gpu_neuron: int
+    cpu_neuron: int
     bundles: bool
     panels: bool
 
@@ -74,17 +80,20 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
 def claim(request: PlanRequest) -> Claims:
     """What the dense parts take. RequestError, with the minimum, where RAM and VRAM together do not hold them."""
     vram, ram = budgets(request.hardware, request.vram, request.ram)
-    model, layers = request.model, request.model.config.n_layers
-    gpu_layers, gpu_predictors, gpu_head, gpu = _on_gpu(request, vram)
+    model, config = request.model, request.model.config
+    layers = config.n_layers
+    gpu_layers, gpu_head, gpu = _on_gpu(request, vram)
     kv = model.kv_bytes(request.kv_type, request.context, request.batch)
+    tokens, logits = max(request.chunk, request.together), request.together
+    between = link_bytes(tokens, config.d_model, config.d_ff) + 4 * tokens * config.d_model  # and x in and out
     cpu = {
-        "runtime": RUNTIME_BYTES,
-        "scratch": model.scratch_bytes(request.chunk, request.batch, forms=True),
+        "runtime": RUNTIME_BYTES + (request.hardware.host_bytes if gpu_layers else 0),
+        "scratch": model.scratch_bytes(request.chunk, logits) + (between if gpu_layers else 0),
         "embedding": model.tables,
-        "norms": model.vectors * (layers - gpu_layers) // layers,
+        "norms": model.vectors + (model.rotation_bytes if gpu_layers else 0) - gpu.get("norms", 0),
         "attention": sum(_panels(model.attention[layer]) for layer in range(gpu_layers, layers)),
-        "predictor": sum(_panels(pair) for pair in _predictors(request)[gpu_predictors:]),
-        "head": 0 if gpu_head else _panels((model.head, *model.projections)),
+        "predictor": 0 if gpu_layers else sum(_panels(pair) for pair in _predictors(request)),
+        "head": _panels(model.projections[:1] if gpu_head else (model.head, *model.projections)),
         "kv": kv * (layers - gpu_layers),
     }
     left = ram - sum(cpu.values())
@@ -98,7 +107,7 @@ def claim(request: PlanRequest) -> Claims:
             f"{gib(needed - sum(cpu[part] for part in ('attention', 'kv', 'embedding', 'head')))})"
         )
     panels = sum(_panels(layer) for layer in model.ffn)
-    bundles = model.bundles.stride * model.config.d_ff * layers
+    bundles = model.bundles.stride * config.d_ff * layers
     if request.selector == "all":
         keep, packed = not gpu_layers and panels <= left, bool(gpu_layers) or panels > left
     else:
@@ -106,62 +115,119 @@ def claim(request: PlanRequest) -> Claims:
     if keep:
         cpu["panels"] = panels
         left -= panels
-    gpu_left = vram - sum(gpu.values()) if gpu else 0
-    return Claims(gpu_layers, gpu_predictors, gpu_head, gpu, cpu, gpu_left, left, packed, keep)
+    if not gpu_layers:
+        return Claims(0, False, {}, cpu, 0, left, model.gpu_neuron, model.bundles.stride, packed, keep)
+    gpu_left = vram - sum(gpu.values()) - shared_on_gpu(model, gpu_layers)
+    left -= shared_in_ram(model, gpu_layers)
+    neuron = model.gpu_neuron, model.bundles.pitch
+    return Claims(gpu_layers, gpu_head, gpu, cpu, max(0, gpu_left), max(0, left), *neuron, packed, keep)
 
 
-def _on_gpu(request: PlanRequest, vram: int) -> tuple[int, int, bool, Bytes]:
-    """(layers, predictors, head, bytes by part) that fit; nothing where not even one layer does."""
-    model, device, layers = request.model, request.hardware.gpu, request.model.config.n_layers
-    if device is None or not vram:
-        return 0, 0, False, {}
-    gpu = {
-        "runtime": device.reserved_bytes,
-        "scratch": model.scratch_bytes(request.chunk, request.batch, forms=False),
-        "norms": 0,
-        "attention": 0,
-        "predictor": 0,
-        "head": 0,
-        "kv": 0,
+def shared_on_gpu(model: Model, layers: int) -> int:
+    """Bytes on the GPU of what the groups of bundles of so many layers share, if each has neurons there."""
+    return layers * n_groups(model.config.d_ff) * model.gpu_shared
+
+
+def shared_in_ram(model: Model, gpu_layers: int) -> int:
+    """The same in RAM; without layers on a GPU it is part of the neurons' own bytes."""
+    return model.config.n_layers * n_groups(model.config.d_ff) * model.bundles.shared_bytes if gpu_layers else 0
+
+
+def _fixed_on_gpu(request: PlanRequest) -> Bytes:
+    """What the GPU holds however few layers are there."""
+    assert request.hardware.gpu is not None
+    tokens, requests = max(request.chunk, request.together), request.together
+    return _fixed(request.model, request.hardware.gpu.reserved_bytes, tokens, requests, request.context)
+
+
+def _fixed(model: Model, reserved: int, tokens: int, requests: int, context: int) -> Bytes:
+    return {
+        "runtime": reserved,
+        "scratch": model.gpu_scratch(tokens, requests, context),
+        "step": model.gpu_passed(tokens, requests),
+        "norms": model.rotation_bytes,
     }
-    left = vram - sum(gpu.values())
-    kv = model.kv_bytes(request.kv_type, request.context, request.batch)
+
+
+def _layers_on_gpu(request: PlanRequest) -> list[Bytes]:
+    """What each layer claims there, its neurons aside."""
+    model = request.model
+    norms = model.layer_vectors(dense=False)
+    kv = model.gpu_kv_bytes(request.kv_type, request.context, request.batch)
+    predictors = [model.gpu_predictor(pair) for pair in _predictors(request)] or [0] * model.config.n_layers
+    return [
+        {"norms": norms, "attention": _stored(matrices), "kv": kv, "predictor": predictor}
+        for matrices, predictor in zip(model.attention, predictors, strict=True)
+    ]
+
+
+def _head_on_gpu(model: Model) -> Bytes:
+    return {"norms": model.end_vectors, "head": _stored((model.head, *model.projections[1:]))}
+
+
+def _on_gpu(request: PlanRequest, vram: int) -> tuple[int, bool, Bytes]:
+    """(layers, head, bytes by part) that fit; nothing where not even one layer does."""
+    if request.hardware.gpu is None or not vram or request.kv_type not in GPU_KV_TYPES:
+        return 0, False, {}
+    return _fitting(_fixed_on_gpu(request), _layers_on_gpu(request), _head_on_gpu(request.model), vram)
+
+
+def _fitting(fixed: Bytes, layers: list[Bytes], head: Bytes, vram: int) -> tuple[int, bool, Bytes]:
+    held = dict(fixed)
     count = 0
-    for layer in range(layers):
-        norms = model.vectors * (layer + 1) // layers - model.vectors * layer // layers
-        attention = _stored(model.attention[layer])
-        if norms + attention + kv > left:
+    for layer in layers:
+        if sum(held.values()) + sum(layer.values()) > vram:
             break
-        for part, nbytes in (("norms", norms), ("attention", attention), ("kv", kv)):
-            gpu[part] += nbytes
-            left -= nbytes
+        _hold(held, layer)
         count += 1
     if not count:
-        return 0, 0, False, {}
-    predictors = 0
-    for pair in _predictors(request)[:count]:
-        if _stored(pair) > left:
-            break
-        gpu["predictor"] += _stored(pair)
-        left -= _stored(pair)
-        predictors += 1
-    head = _stored((model.head, *model.projections))
-    on_gpu = count == layers and predictors == len(_predictors(request)) and head <= left
-    gpu["head"] = head if on_gpu else 0
-    return count, predictors, on_gpu, gpu
+        return 0, False, {}
+    with_head = count == len(layers) and sum(held.values()) + sum(head.values()) <= vram
+    if with_head:
+        _hold(held, head)
+    return count, with_head, held
+
+
+def _hold(held: Bytes, more: Bytes) -> None:
+    for part, nbytes in more.items():
+        held[part] = held.get(part, 0) + nbytes
+
+
+def whole_layers(
+    model: Model,
+    hardware: Hardware,
+    vram: int | None,
+    kv_type: str,
+    context: int,
+    chunk: int,
+    requests: int = 1,
+) -> tuple[int, bool]:
+    """How many layers of a dense model, from the first on, fit on the GPU as a whole, and whether the head does too.
+
+    With attention, norms, FFN, and the KV cache of one context, which `requests` share; everything counts. chunk: the
+    most tokens of a step. RequestError for a type of cache that cannot lie on a GPU, and for more VRAM than there is.
+    """
+    if kv_type not in GPU_KV_TYPES:
+        raise RequestError(f"a KV cache of type {kv_type} cannot lie on a GPU: choose --kv-type f16 or f32")
+    vram, _ = budgets(hardware, vram, None)
+    if hardware.gpu is None:
+        return 0, False
+    fixed = _fixed(model, hardware.gpu.reserved_bytes, max(chunk, requests), requests, context)
+    norms, kv = model.layer_vectors(dense=True), model.gpu_kv_bytes(kv_type, context, 1)
+    each = [
+        {"norms": norms, "kv": kv, "attention": _stored(attention), "ffn": _stored(ffn)}
+        for attention, ffn in zip(model.attention, model.ffn, strict=True)
+    ]
+    layers, head, _ = _fitting(fixed, each, _head_on_gpu(model), vram)
+    return layers, head
 
 
 def dense_on_gpu(request: PlanRequest) -> list[tuple[str, int]]:
     """What claims room on the GPU before the neurons, in order: (part, bytes of VRAM that hold it and all before)."""
-    model, device, layers = request.model, request.hardware.gpu, request.model.config.n_layers
-    assert device is not None
-    fixed = device.reserved_bytes + model.scratch_bytes(request.chunk, request.batch, forms=False)
-    kv = layers * model.kv_bytes(request.kv_type, request.context, request.batch)
-    attention = fixed + kv + model.vectors + sum(map(_stored, model.attention))
-    predictors = attention + sum(map(_stored, _predictors(request)))
-    head = predictors + _stored((model.head, *model.projections))
-    parts = [("attention and KV cache of all layers", attention), ("the output head", head)]
-    return [parts[0], ("all predictors", predictors), parts[1]] if _predictors(request) else parts
+    fixed, layers, head = _fixed_on_gpu(request), _layers_on_gpu(request), _head_on_gpu(request.model)
+    first = sum(fixed.values()) + sum(sum(layer.values()) for layer in layers)
+    what = "attention, KV cache and predictors" if _predictors(request) else "attention and KV cache"
+    return [(f"{what} of all layers", first), ("the output head", first + sum(head.values()))]
 
 
 def _predictors(request: PlanRequest) -> tuple[tuple[Matrix, Matrix], ...]:

@@ -151,8 +151,10 @@ def fixed_seconds(device: Device, way: str) -> float:
 
 
 def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -> float:
-    """Time of dense products with these matrices, which lie in panels (CPU) or as they are stored (GPU)."""
-    return sum(device.dense_seconds(one.type, one.panels if panels else one.stored) for one in matrices)
+    """Time of dense products with these matrices, which lie in panels (CPU) or in the types of a GPU."""
+    if panels:
+        return sum(device.dense_seconds(one.type, one.panels) for one in matrices)
+    return sum(device.dense_seconds(one.gpu_type, one.stored) for one in matrices)
 
 
 def attention_seconds(
@@ -161,7 +163,7 @@ def attention_seconds(
     """A layer's attention, `past` tokens of each of `batch` requests in the cache: input, attention, projection."""
     window = model.config.window(layer)
     seen = past if window is None else min(past, window)
-    kv = model.kv_bytes(kv_type, max(1, seen), batch)
+    kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch)
     norms = 2 if model.config.norm_order == "post" else 0  # those that stand alone
     fixed = 1e-6 * (3 + norms) * device.op_us
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
@@ -174,7 +176,8 @@ def predictor_seconds(device: Device, model: Model, layer: int, panels: bool) ->
 
 def end_seconds(device: Device, model: Model, panels: bool) -> float:
     """Output head, with what projects its input."""
-    head = device.head_seconds(model.head.type, model.head.panels if panels else model.head.stored)
+    type_name, nbytes = (model.head.type, model.head.panels) if panels else (model.head.gpu_type, model.head.stored)
+    head = device.head_seconds(type_name, nbytes)
     return head + matrix_seconds(device, model.projections, panels) + 1e-6 * device.op_us
 
 

@@ -147,7 +147,7 @@ class Hardware:
 
     gpu, disk: None where there is none. sync_us: what a layer pays when both devices work on it: its input out, the
     partial sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
-    of CPU and GPU. Both are 0 without a GPU.
+    of CPU and GPU. host_bytes: what libraries and driver of the GPU take in RAM. All three are 0 without a GPU.
     key: what a measured machine's figures hang on (CPU, engine, threads ...); empty for a described one.
     """
 
@@ -160,6 +160,7 @@ class Hardware:
     copy_gb_s: float = 0.0
     assumed: str = ""
     key: Mapping[str, str] = field(default_factory=dict)
+    host_bytes: int = 0
 
 
 def ready_made() -> list[str]:
@@ -240,8 +241,9 @@ class _Fields:
     def text(self, name: str) -> str:
         return self._text(name, self.take(name))
 
-    def whole(self, name: str, least: int, most: int) -> int:
-        value = self.take(name)
+    def whole(self, name: str, least: int, most: int, missing: int | None = None) -> int:
+        """A whole number; missing: what stands for a field that need not be there."""
+        value = self.take(name) if missing is None else self._rest.pop(name, missing)
         if type(value) is not int or not least <= value <= most:
             raise self.bad(f"{self._name}{name} is {shown(value)}, not a whole number from {least} to {most}")
         return value
@@ -307,6 +309,7 @@ def _hardware(fields: _Fields) -> Hardware:
         copy_gb_s=fields.number("copy_gb_s", _MOST_RATE),
         assumed=fields.text("assumed"),
         key=fields.texts("key"),
+        host_bytes=fields.whole("host_bytes", 0, _MOST_BYTES, missing=0),
     )
     fields.finish()
     if hardware.gpu is not None and hardware.copy_gb_s < 1e-9:

@@ -25,17 +25,20 @@ from numpy.typing import NDArray
 
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.pack import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.formats.safetensors_file import parse_json
-from powerinfer.neurons import Indices, Placement, Profile, Tier
+from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
-from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib
+from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib, shared_in_ram, shared_on_gpu
 from powerinfer.placement.hardware import Device, Hardware
-from powerinfer.placement.shapes import Model
+from powerinfer.placement.shapes import GPU_KV_TYPES, Model
 from powerinfer.placement.solver import GROUP
 
 FORMAT = 1
 KIND = "plan"
+GPU_METHOD = 2
+"""Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
 """time: the least predicted time of a token; ilp: the paper's program, the most activations on the GPU; greedy: groups
@@ -57,7 +60,9 @@ class PlanRequest:
 
     vram, ram: budgets in bytes, everything counted; None: all that the machine has. context: tokens of each of `batch`
     requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
-    seed: of the policy `random`. time_limit: seconds for the solver.
+    seed: of the policy `random`. time_limit: seconds for the solver. requests: that decode together in the caches of
+    `batch`, which only working memory counts; 0: as many as `batch`. insist: the GPU is used although it is slower than
+    the CPU.
     """
 
     model: Model
@@ -73,6 +78,8 @@ class PlanRequest:
     chunk: int = 512
     seed: int = 0
     time_limit: float = solver.TIME_LIMIT
+    requests: int = 0
+    insist: bool = False
 
     def __post_init__(self) -> None:
         """RequestError for what does not go together."""
@@ -86,6 +93,11 @@ class PlanRequest:
             raise RequestError("--selector predicted needs a predictor; `powerinfer train` makes one")
 
     @property
+    def together(self) -> int:
+        """Requests that decode together."""
+        return max(self.requests, self.batch)
+
+    @property
     def past(self) -> int:
         """Tokens in the cache at the predicted step: a request that fills its context is half way on average."""
         return max(1, self.context // 2)
@@ -93,7 +105,7 @@ class PlanRequest:
     @cached_property
     def key(self) -> str:
         """16 hex digits that change with everything the plan hangs on."""
-        facts = {
+        facts: dict[str, Any] = {
             "format": FORMAT,
             "version": __version__,
             "model": hashlib.sha256(repr(self.model).encode()).hexdigest(),
@@ -101,8 +113,14 @@ class PlanRequest:
             "hardware": dataclasses.asdict(self.hardware),
             "group": GROUP,
         }
-        own = ("model", "profile", "hardware")
+        own = ("model", "profile", "hardware", "requests", "insist")
         facts |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
+        if self.hardware.gpu is None:
+            del facts["hardware"]["host_bytes"]
+        else:
+            facts |= {"gpu_method": GPU_METHOD, "insist": self.insist}
+        if self.together != self.batch:
+            facts["requests"] = self.together
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -159,12 +177,29 @@ class Plan:
     @property
     def bytes(self) -> dict[str, Bytes]:
         """Bytes by tier and part."""
-        tiers = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
+        tiers: dict[str, Bytes] = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
         if self.claims.bundles:
-            stride = self.request.model.bundles.stride
             for tier, name in _NAMES.items():
-                tiers[name]["ffn"] = stride * sum(layer[tier] for layer in self.neurons)
+                tiers[name]["ffn"] = sum(layer[tier] for layer in self._neuron_bytes)
         return {name: {part: n for part, n in parts.items() if n} for name, parts in tiers.items()}
+
+    @property
+    def _neuron_bytes(self) -> list[dict[Tier, int]]:
+        """For each layer, the bytes of its neurons in each tier, with what their groups of bundles share."""
+        model, claims = self.request.model, self.claims
+        bundles, orders = model.bundles, _orders(self.request, self.choice.policy)
+        result = []
+        for layer, neurons in enumerate(self.neurons):
+            held = {tier: bundles.stride * count for tier, count in neurons.items()}
+            if layer < claims.gpu_layers:
+                first, last = neurons[Tier.GPU], neurons[Tier.GPU] + neurons[Tier.CPU]
+                here, there = (len(np.unique(part // BUNDLE_GROUP)) for part in np.split(orders[layer][:last], [first]))
+                held[Tier.GPU] = claims.gpu_neuron * first + model.gpu_shared * here
+                held[Tier.CPU] = claims.cpu_neuron * neurons[Tier.CPU] + bundles.shared_bytes * there
+            elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
+                held[Tier.CPU] = n_groups(model.config.d_ff) * bundles.group_bytes
+            result.append(held)
+        return result
 
     @property
     def activations(self) -> dict[str, float]:
@@ -271,7 +306,8 @@ def make_plan(request: PlanRequest) -> Plan:
         others[policy] = _choose(request, claims, tables[policy == "random"], policy, others)
     others = {policy: others[policy] for policy in POLICIES}
     choice = others[request.policy]
-    alone = _without_gpu(request) if request.policy == "time" and claims.gpu_layers else None
+    may_leave = request.policy == "time" and claims.gpu_layers and not request.insist
+    alone = _without_gpu(request) if may_leave else None
     if alone is not None and alone.choice.seconds < choice.seconds:
         slower = f"with the GPU a step would take {1e3 * choice.seconds:.1f} ms: the CPU alone is faster"
         return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU is used
@@ -327,18 +363,20 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu
         )
     ways = []
+    own, whole = _ways(selector, gpu is not None and first > 0)
     for way in cost.WAYS[selector]:
         ffn = cost.cpu_time(cpu, expected, model, way, claims.panels)
+        if way not in whole:
+            ffn.cpu[:] = np.inf
         if gpu is not None and first:
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
-                mine[:first] = its[:first]
+                mine[:first] = its[:first] if way in own else np.inf
         other = np.zeros(layers)
         if way == "predicted":
             for layer in range(layers):
-                here = gpu if gpu is not None and layer < claims.gpu_predictors else cpu
+                here = gpu if gpu is not None and layer < first else cpu
                 other[layer] = cost.predictor_seconds(here, model, layer, panels=here is cpu)
-                other[layer] += sync if layer < first and here is cpu else 0.0  # its input out, the list back
         ways.append((ffn, np.broadcast_to(other[:, None], ffn.gpu.shape)))
     totals = np.array([ffn.total + other for ffn, other in ways])
     best = totals.argmin(axis=0)
@@ -355,6 +393,17 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         mass[layer, 1:] = np.cumsum(each)
     work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
     return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims, cpu), mass, work)
+
+
+def _ways(selector: str, gpu: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The ways of layers whose neurons are split with a GPU, and of those that the CPU has as a whole.
+
+    With a GPU no layer goes another way than its selector's, and none of the CPU's has a predictor.
+    """
+    every = cost.WAYS[selector]
+    if not gpu:
+        return every, every
+    return every[:1], ("exact",) if selector == "predicted" else every[:1]
 
 
 def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:
@@ -385,14 +434,13 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
     """Where the neurons go, by a policy. others: what has been chosen by policies that share the tables."""
     model, hardware = request.model, request.hardware
-    group_bytes = GROUP * model.bundles.stride
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
-    room = claims.gpu_left // group_bytes if claims.bundles else 0
-    everything = model.bundles.stride * model.config.d_ff * layers
+    room = claims.gpu_left // (GROUP * claims.gpu_neuron) if claims.bundles else 0
+    everything = claims.cpu_neuron * model.config.d_ff * layers
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
-    ram = None if not claims.bundles or everything <= claims.cpu_left else claims.cpu_left // group_bytes
+    ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
     if ram is not None and hardware.disk is None and room + ram < layers * groups:
-        missing = everything - (room + ram) * group_bytes
+        missing = everything - (room + ram) * GROUP * claims.cpu_neuron
         raise RequestError(
             f"{model.name} needs {gib(missing)} more of RAM or VRAM, and {hardware.name} describes no disk to read "
             "neurons from"
@@ -443,7 +491,7 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
     attention = [sum(one.stored for one in layer) for layer in model.attention]
     predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
     whole = sum(attention) + sum(predictors) + model.head.stored + of_all_neurons
-    gpu = sum(attention[:first]) + sum(predictors[: claims.gpu_predictors]) + claims.gpu_head * model.head.stored
+    gpu = sum(attention[:first]) + sum(predictors[:first]) + claims.gpu_head * model.head.stored
     return (gpu + of_neurons) / whole
 
 
@@ -456,7 +504,8 @@ def _least(request: PlanRequest) -> int | None:
     gpu_s, cpu_s = (
         device.rows_seconds(bundles.gate_type, rows, bundles.stride) for device in (hardware.gpu, hardware.cpu)
     )
-    return solver.least_groups(gpu_s, cpu_s, 1e-6 * hardware.sync_us)
+    least = solver.least_groups(gpu_s, cpu_s, 1e-6 * hardware.sync_us)
+    return 1 if least is None and request.insist else least
 
 
 def _explain(
@@ -465,12 +514,16 @@ def _explain(
     """Why things are where they are, and the budgets at which more fits."""
     hardware, config = request.hardware, request.model.config
     vram, _ = budgets(hardware, request.vram, request.ram)
-    group_bytes = GROUP * request.model.bundles.stride
+    if request.kv_type not in GPU_KV_TYPES:
+        vram = 0
     reasons: list[str] = []
     wanted: list[tuple[str, str, int]] = []
     if not vram:
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
-        reasons.append("no GPU is used: " + ("--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"))
+        why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
+        if hardware.gpu is not None and request.vram != 0:
+            why = f"a KV cache of type {request.kv_type} cannot lie on one, --kv-type f16 can"
+        reasons.append(f"no GPU is used: {why}")
     elif not claims.gpu_layers:
         reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
     elif claims.gpu_layers < config.n_layers:
@@ -479,14 +532,14 @@ def _explain(
             "the other layers run on the CPU as a whole"
         )
     elif not claims.gpu_head:
-        reasons.append("attention of all layers is on the GPU; the output head, or a predictor, does not fit")
+        reasons.append("attention of all layers is on the GPU; the output head does not fit")
     if vram:
         dense = dense_on_gpu(request)
         wanted += [(f"{what} on the GPU", "--vram", needed) for what, needed in dense]
-        needed = dense[-1][1]
+        needed = dense[-1][1] + shared_on_gpu(request.model, config.n_layers)
         for share in (0.5, 0.8, 1.0):
             what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
-            room = _groups_for(tables.mass, share) * group_bytes
+            room = _groups_for(tables.mass, share) * GROUP * claims.gpu_neuron
             wanted.append((f"room on the GPU for {what}", "--vram", needed + room))
     if not claims.bundles:
         reasons.append("every neuron is computed, from dense matrices in RAM")
@@ -497,8 +550,9 @@ def _explain(
     if claims.bundles and missing:
         on_disk = sum(max(0, config.d_ff - kept * GROUP) for kept in choice.kept) * request.model.bundles.stride
         reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
-        in_ram = groups * config.n_layers - sum(choice.gpu)
-        wanted.append(("everything in memory", "--ram", sum(claims.cpu.values()) + in_ram * group_bytes))
+        in_ram = (groups * config.n_layers - sum(choice.gpu)) * GROUP * claims.cpu_neuron
+        dense_in_ram = sum(claims.cpu.values()) + shared_in_ram(request.model, claims.gpu_layers)
+        wanted.append(("everything in memory", "--ram", dense_in_ram + in_ram))
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
     helps = []
@@ -575,10 +629,9 @@ def _read(document: Any, request: PlanRequest) -> Plan:
     for layer in range(layers):
         _whole(gpu[layer], 0, groups if layer < used else 0)
         _whole(kept[layer], gpu[layer], groups)
-    group_bytes = GROUP * request.model.bundles.stride
-    everything = request.model.bundles.stride * request.model.config.d_ff * layers
-    in_ram = (sum(kept) - sum(gpu)) * group_bytes
-    if sum(gpu) * group_bytes > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
+    everything = claims.cpu_neuron * request.model.config.d_ff * layers
+    on_gpu, in_ram = sum(gpu) * GROUP * claims.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
+    if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")
     optimal = document["optimal"]
     if optimal is not None and type(optimal) is not bool:

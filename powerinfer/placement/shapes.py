@@ -1,14 +1,14 @@
 """How many bytes every part of a model takes, from its configuration and types alone: no weight is read.
 
 A model is a checkpoint, whose headers name the types, or only a configuration and one weight type. Bytes are those of
-the engine's own layouts: on the CPU matrices lie in panels, rows padded to 16 and heads to whole lanes; on a GPU as a
-model file stores them; the neurons of an FFN as bundles, wherever they rest.
+the engine's own layouts: on the CPU matrices lie in panels, rows padded to 16 and heads to whole lanes; on a GPU in the
+types that its kernels take, without padding; the neurons of an FFN as bundles, on a GPU as rows of its matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.pack import ACROSS, bundle_layout
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
-from powerinfer.kernels import cpu
+from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.power_law import FAMILIES, Law
 
@@ -41,17 +41,24 @@ have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
 """Of a model that can be planned for; OPT-175B has 4.7 million."""
 
+GPU_KV_TYPES = {"f16": 2, "f32": 4}
+"""Types of a KV cache that can lie on a GPU, with the bytes of a value."""
+
 _PREDICTOR_TYPE = "Q8_0"
+_LEAST_DESCRIPTION = 1 << 12  # bytes of the numbers of a step
+_PIECE = 1 << 24  # elements of a matrix that a GPU dequantises at a time
+_OF_PIECE = 16  # bytes that an element of it takes meanwhile: codes, scales, values, twice where types are converted
 _CONFIG_LIMIT = 1 << 20  # bytes of a config.json
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix: its type, its bytes in panels (CPU) and as a model file stores them (GPU)."""
+    """A matrix: its type, its bytes in panels (CPU), and those on a GPU with the type that it gets there."""
 
     type: str
     panels: int
     stored: int
+    gpu_type: str = field(repr=False)  # follows from type and bytes, so that plans need no other key
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Model:
     @cached_property
     def weight_type(self) -> str:
         """The type of most of the FFNs' weights."""
-        return max(self.ffn[0], key=lambda matrix: matrix.stored).type
+        return max(self.ffn[0], key=lambda matrix: matrix.panels).type
 
     def kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
         """Keys and values of one layer, `batch` requests of `context` tokens each, in whole pages."""
@@ -92,20 +99,86 @@ class Model:
         page = cpu.kv_page_bytes(kv_type, 1, config.n_kv_heads, config.head_dim)
         return batch * -(-context // cpu.PAGE) * page
 
-    def scratch_bytes(self, chunk: int, batch: int, forms: bool) -> int:
-        """Working memory while `chunk` tokens of a prompt are computed: what passes between a layer's operators.
+    def gpu_kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
+        """The same on a GPU, where heads are not padded. kv_type: of `GPU_KV_TYPES`."""
+        config = self.config
+        token = 2 * config.n_kv_heads * config.head_dim * GPU_KV_TYPES[kv_type]
+        return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
-        The residual stream, q k v, what attention gives, gate and up in F32, rotations, logits of `batch` tokens; with
-        `forms` (CPU) also the forms of activations that kernels want (csrc/program.cpp).
+    @property
+    def rotation_bytes(self) -> int:
+        """The frequencies of the rotary embedding, on a GPU."""
+        config = self.config
+        return 4 * (config.rope.dim // 2) if config.positions == "rope" else 0
+
+    def layer_vectors(self, dense: bool) -> int:
+        """Norms and biases of one layer; without `dense` those of gate and up are left out, which rest with neurons."""
+        left_out = () if dense else ("layers.0.gate_bias", "layers.0.up_bias")
+        return 4 * sum(size for name, size in self._vectors if name.startswith("layers.0.") and name not in left_out)
+
+    @property
+    def end_vectors(self) -> int:
+        """The norm in front of the head."""
+        return 4 * sum(size for name, size in self._vectors if name.startswith("final_norm"))
+
+    @cached_property
+    def _vectors(self) -> list[tuple[str, int]]:
+        return [(name, shape[0]) for name, shape in shapes(self.config) if len(shape) == 1]
+
+    @cached_property
+    def gpu_neuron(self) -> int:
+        """Bytes of one neuron on a GPU, `gpu_shared` aside: its rows, its biases, where its group is, its counter."""
+        config, bundles = self.config, self.bundles
+        first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
+        across = bundles.down_type == ACROSS
+        down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
+        rows = 2 if bundles.gated else 1
+        return rows * (first + (4 if config.ffn_bias else 0)) + down + 8
+
+    @property
+    def gpu_shared(self) -> int:
+        """Bytes on a GPU that each group of bundles shares, once one of its neurons is there."""
+        return 2 * self.bundles.d_model if self.bundles.down_type == ACROSS else 0
+
+    def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
+        """Bytes of a layer's predictor on a GPU, with the numbers of the neurons that rest here and there."""
+        return sum(one.stored for one in pair) + 8 * self.config.d_ff
+
+    def gpu_scratch(self, tokens: int, requests: int, context: int) -> int:
+        """What `GpuLayers` keeps from step to step: the residual stream of `tokens`, and the numbers of a step."""
+        numbers = 5 * tokens + requests * (1 + -(-context // cpu.PAGE))
+        return 4 * tokens * self.config.d_model + max(_LEAST_DESCRIPTION, 1 << (4 * numbers - 1).bit_length())
+
+    def gpu_passed(self, tokens: int, requests: int) -> int:
+        """The most that a GPU's operators pass to each other in a step of so many tokens and `requests` logits.
+
+        Normalised rows and the sum that comes back; q, k and v, the rotated ones, what attention gives; or gate, up and
+        what becomes of them; logits; and a piece of a matrix while it is dequantised (kernels/gpu.py).
+        """
+        config = self.config
+        attention = 2 * (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.n_heads * config.head_dim
+        hidden = (6 if config.gated else 4) * config.d_ff
+        logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
+        largest = max(2 * config.d_ff, config.d_model, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim)
+        if requests > gpu.FEW:
+            largest = max(largest, config.vocab_size)
+        piece = min(_PIECE, largest * config.d_model)
+        floats = tokens * (3 * config.d_model + max(attention, hidden))
+        return 4 * (floats + logits) + _OF_PIECE * piece
+
+    def scratch_bytes(self, chunk: int, batch: int) -> int:
+        """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).
+
+        The residual stream, q k v, what attention gives, gate and up in F32, rotations, logits of `batch` tokens, and
+        the forms of activations that kernels want.
         """
         config = self.config
         pad = cpu.round_up(config.head_dim, cpu.LANES)
         wide = max(config.d_model, config.n_heads * config.head_dim, config.embed_dim)
         hidden = max(config.d_ff, config.d_model, config.embed_dim)
         floats = config.d_model + (config.n_heads + 2 * config.n_kv_heads) * pad + wide + 2 * hidden + config.rope.dim
-        per_token = 4 * floats
-        if forms:  # F32, BF16, Q8 with scales and sums
-            per_token += (wide + config.d_ff) * (4 + 2 + 1) + (wide + config.d_ff) * 12 // 32
+        forms = (wide + config.d_ff) * (4 + 2 + 1) + (wide + config.d_ff) * 12 // 32  # F32, BF16, Q8: scales and sums
+        per_token = 4 * floats + forms
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
@@ -235,7 +308,7 @@ def _model(
 
 def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
     panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
-    return Matrix(type_name, panels, rows * _row_bytes(type_name, cols))
+    return Matrix(type_name, panels, gpu.weight_bytes(type_name, rows, cols), gpu.gpu_type(type_name, cols))
 
 
 def _row_bytes(type_name: str, cols: int) -> int:
