@@ -105,8 +105,8 @@ class HybridFfn:
             if len(hot):
                 self.neurons = gpu.resident(layout, rows, hot, to, self._cpu.config, self._biases)
                 self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)
-            # columns of what the predictor says
-            self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold)]
+            parts = () if self._guess is None else (hot, self.cold)  # columns of what the predictor says
+            self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in parts]
         self.cold_bytes = 0
         if len(self.cold):
             kept = gather(layout, rows, self.cold)
@@ -123,6 +123,14 @@ class HybridFfn:
         from powerinfer.devices.gpu import gpu_failures
 
         return gpu_failures(f"loading the neurons of layer {self.layer}", "give less --vram")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the GPU by part: ffn (the hot neurons, with their counters) and predictor."""
+        ffn = (0 if self.neurons is None else self.neurons.nbytes) + _nbytes(self._fired)
+        if self._guess is None:
+            return {"ffn": ffn}
+        weights = self._guess.inner.nbytes + self._guess.outer.nbytes
+        return {"ffn": ffn, "predictor": weights + sum(map(_nbytes, self._columns))}
 
     # ---------------------------------------------------------------- a step
 
@@ -213,6 +221,10 @@ class HybridFfn:
             self._sums["cold"] += self._cpu.neuron_sums(self._op)["active"]
             self._forget(self._op)
         return self._sums
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.nbytes)
 
 
 def hang_neurons(

@@ -1,0 +1,186 @@
+"""What a plan says that a GPU and the RAM beside it hold, against what its layers hold on a stand-in for a GPU.
+
+At load, at full context and at full batch, part by part: never more than planned, and planned to within two per cent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from model_files import family_gguf, plain_folder, tiny_folder  # noqa: E402
+from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama  # noqa: E402
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.batch import Batch  # noqa: E402
+from powerinfer.devices.link import Link, link_bytes  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.pack import open_bundles  # noqa: E402
+from powerinfer.formats.predictor_file import open_predictor  # noqa: E402
+from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
+from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.models import GpuShare, load_split  # noqa: E402
+from powerinfer.placement.budget import claim, dense_on_gpu, shared_on_gpu, whole_layers  # noqa: E402
+from powerinfer.placement.hardware import load  # noqa: E402
+from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.placement.solver import GROUP  # noqa: E402
+from powerinfer.runtime.hybrid import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
+
+CONTEXT, CHUNK, REQUESTS = 96, 32, 3
+OPTIONS: dict[str, Any] = {"threads": 1, "context": CONTEXT, "prefill_chunk": CHUNK, "max_batch": REQUESTS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch: two pools of threads on the same cores wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), quantize: str | None = None) -> Path:
+    """The same path, with bundles and a profile beside it."""
+    checkpoint = open_checkpoint(path, quantize)
+    pack(checkpoint, None, choose_types(checkpoint, *types))
+    config = checkpoint.config
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff), {})
+    return path
+
+
+def models(folder: Path, name: str) -> tuple[Path, str | None]:
+    """(path, what its matrices are quantised to on load)."""
+    if name == "llama":
+        return prepared(tiny_llama(folder / "m.gguf"), ("F16", "F16")), None
+    if name == "llama-q8_0":
+        return prepared(tiny_llama(folder / "m.gguf"), ("Q8_0", "Q8_0"), "q8_0"), "q8_0"
+    if name == "llama-q4_0":
+        return prepared(tiny_llama(folder / "m.gguf"), ("Q4_0", "Q4_0X32"), "q4_0"), "q4_0"
+    if name == "llama-predictors":
+        return give_profile(give_predictor(give_bundles(tiny_llama(folder / "m.gguf")))), None
+    if name == "falcon":
+        return prepared(family_gguf("falcon").write(folder / "m.gguf"), ("F16", "F16")), None
+    return prepared(plain_folder(folder / "model", name), ("F16", "F16")), None
+
+
+def request_of(path: Path, quantize: str | None, groups: int, layers: int | None = None, **more: Any) -> PlanRequest:
+    """The request for a plan with room for that many groups on the GPU, or for so many layers without neurons there."""
+    checkpoint = open_checkpoint(path, quantize)
+    model, hardware = checkpoint_model(checkpoint), load("pc-low")
+    hardware = replace(hardware, gpu=replace(hardware.gpu, reserved_bytes=0), disk=None)
+    selector = "predicted" if model.predictors else "exact"
+    request = PlanRequest(
+        model, open_profile(checkpoint, None), hardware, context=CONTEXT, chunk=CHUNK, requests=REQUESTS,
+        selector=selector, policy="greedy", insist=True, **more,
+    )  # fmt: skip
+    everything = model.config.n_layers
+    vram = dense_on_gpu(request)[-1][1] + shared_on_gpu(model, everything) + groups * GROUP * model.gpu_neuron
+    if layers is not None:
+        each = [claim(replace(request, vram=vram - back)).gpu_layers for back in range(0, vram, 64)]
+        vram -= 64 * each.index(layers)
+    return replace(request, vram=vram)
+
+
+@contextmanager
+def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, list[HybridFfn]]]:
+    checkpoint = open_checkpoint(path, quantize)
+    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+    pages = -(-CONTEXT // cpu.PAGE)
+    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, bundles, None, pages)
+    executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
+    predictors = None
+    if plan.request.selector == "predicted":
+        file = open_predictor(checkpoint)
+        predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
+    try:
+        placement = plan.placement(plan.request.profile)
+        yield executor, hang_neurons(executor.cpu, executor.gpu, bundles, placement, predictors=predictors)
+    finally:
+        executor.close()
+
+
+def on_gpu(executor: Any, ffns: list[HybridFfn]) -> dict[str, int]:
+    held: Counter[str] = Counter(executor.gpu.memory())
+    for ffn in ffns:
+        held.update(ffn.memory())
+    return dict(held)
+
+
+def steps(executor: Any) -> Iterator[str]:
+    """Load, a whole context of prompts and answers, and as many requests as there may be."""
+    yield "load"
+    pages = np.arange(-(-CONTEXT // cpu.PAGE), dtype=np.int32)[None]
+    rng = np.random.default_rng(1)
+    for first in range(0, CONTEXT, CHUNK):
+        tokens = rng.integers(0, executor.vocab_size, CHUNK).astype(np.int32)
+        places = np.arange(first, first + CHUNK, dtype=np.int32)
+        executor.forward(Batch(tokens, places, np.zeros(CHUNK, np.int32), pages, np.array([CHUNK - 1], np.int32)))
+    yield "full context"
+    each = np.arange(REQUESTS, dtype=np.int32)
+    executor.forward(Batch(each, np.full(REQUESTS, 3, np.int32), each, np.tile(pages.T, (1, pages.shape[1])), each))
+    yield "full batch"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-q8_0", "llama-q4_0", "llama-predictors", "opt", "falcon", "nemotron"])
+@pytest.mark.parametrize(("groups", "layers"), [(0, None), (1, None), (3, None), (99, None), (0, 1)])
+def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, layers: int | None) -> None:
+    path, quantize = models(tmp_path, name)
+    plan = make_plan(request_of(path, quantize, groups, layers))
+    assert plan.claims.gpu_layers == (plan.request.model.config.n_layers if layers is None else layers)
+    planned = plan.bytes["gpu"]
+    with loaded(path, quantize, plan) as (executor, ffns):
+        for when in steps(executor):
+            held = {part: nbytes for part, nbytes in on_gpu(executor, ffns).items() if nbytes}
+            assert set(held) <= set(planned)
+            for part, nbytes in held.items():
+                assert nbytes <= planned[part], (when, part)
+                assert part == "scratch" or nbytes == planned[part], (when, part)
+            total = sum(planned.values()) - planned["step"]
+            assert 0.98 * total <= sum(held.values()) <= total <= plan.request.vram, when
+        in_ram = sum(ffn.cold_bytes for ffn in ffns)
+        bundles = open_bundles(open_checkpoint(path, quantize), None, cpu.part_bytes)
+        in_ram += sum(layer.nbytes for layer in bundles.layers[plan.claims.gpu_layers :])
+        assert in_ram == plan.bytes["cpu"].get("ffn", 0)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str) -> None:
+    """As many as fit, and within the budget: with one byte less there is one layer less."""
+    path = tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv")
+    model, hardware = checkpoint_model(open_checkpoint(path)), load("pc-low")
+    hardware = replace(hardware, gpu=replace(hardware.gpu, reserved_bytes=0))
+
+    def fitting(vram: int) -> tuple[int, bool]:
+        return whole_layers(model, hardware, vram, kv_type, CONTEXT, CHUNK, REQUESTS)
+
+    step = model.gpu_passed(CHUNK, REQUESTS)
+    for layers, head in ((1, False), (2, False), (2, True)):
+        low, high = 0, 1 << 30
+        while high - low > 1:  # the least that holds them
+            middle = (low + high) // 2
+            low, high = (low, middle) if fitting(middle) >= (layers, head) else (middle, high)
+        checkpoint = open_checkpoint(path)
+        share = GpuShare("cpu", layers, head, pages=-(-CONTEXT // cpu.PAGE))
+        executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=kv_type), share)
+        try:
+            for when in steps(executor):
+                held = sum(executor.gpu.memory().values())
+                assert 0.98 * (high - step) <= held <= high - step, when
+        finally:
+            executor.close()
+
+
+def test_the_buffers_between_the_devices() -> None:
+    for sizes in ((32, 64, 96), (3, 100, 333)):
+        assert Link(torch.device("cpu"), *sizes).nbytes == link_bytes(*sizes)
