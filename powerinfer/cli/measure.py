@@ -1,11 +1,12 @@
-"""Measure how fast this machine decodes: dense products, scattered neurons, fixed costs, the disk.
+"""Measure how fast this machine decodes: dense products, scattered neurons, fixed costs, the disk, and its GPU.
 
 What `plan` needs to predict the time of a token, through the engine's own operators on random weights; no model is
-needed. It takes about fifteen seconds and two GB of memory, in which other programs should rest, and is kept in the
-user's cache folder: nothing is done again before the engine, the CPU or the number of threads changes, unless --force.
-The file can be given to `plan --hardware` on another machine.
+needed. It takes about fifteen seconds and two GB of memory, a GPU some more, in which other programs should rest, and
+is kept in the user's cache folder: nothing is done again before the engine, the CPU, the GPU or the number of threads
+changes, unless --force. The file can be given to `plan --hardware` on another machine.
 
-JSON: path, measured (whether it was done now), seconds, hardware (the description, as the file has it).
+JSON: path, measured (whether it was done now), seconds, hardware (the description, as the file has it; gpu is null
+where there is none).
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from powerinfer.cli.common import Output, config_flags, config_from
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
-    from powerinfer.placement.hardware import Hardware
+    from powerinfer.placement.hardware import Device, Hardware
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="measure even if it was done before")
-    config_flags(parser, EngineConfig, "engine", only=("threads", "isa"))
+    config_flags(parser, EngineConfig, "engine", only=("threads", "isa", "gpu"))
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.placement.measure import kept_at, known, measure_and_keep
+    from powerinfer.placement.measure import gpu_beside, kept_at, known, measure_and_keep
 
     engine = config_from(args, EngineConfig)
     begin = time.perf_counter()
-    found = None if args.force else known(engine)
+    gpu = gpu_beside(engine, out.note)
+    found = None if args.force else known(engine, gpu)
     hardware = found
     if hardware is None:
         with Bar() as bar:
-            hardware = measure_and_keep(engine, bar, out.note)
+            hardware = measure_and_keep(engine, bar, out.note, gpu=gpu, again=args.force)
     path = kept_at(hardware.key)
     _show(hardware, out)
     if found is not None:
@@ -56,22 +58,36 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def _show(hardware: Hardware, out: Output) -> None:
     cpu = hardware.cpu
     out.line(f"{cpu.name}, {cpu.threads} threads, {hardware.key['isa']}, {cpu.memory_bytes / 1e9:.1f} GB of memory")
-    for what, rates in (
-        ("dense weights", cpu.dense_gb_s),
-        ("output head", cpu.head_gb_s),
-        ("rows of bundles", cpu.bundle_gb_s),
-    ):
-        out.line(f"{what}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
-    out.line("a row besides its bytes: " + ", ".join(f"{name} {ns:.0f}" for name, ns in cpu.row_ns.items()) + " ns")
-    out.line(
-        f"an operator {cpu.op_us:.1f} us, {cpu.sparse_us:.1f} us more for a sparse FFN, a step {cpu.step_us:.0f} us; "
-        f"keys and values {cpu.kv_gb_s:.1f} GB/s"
-    )
+    _show_device(cpu, out)
     if cpu.cache_bytes:
         out.line(f"steps of up to {cpu.cache_bytes / 1e6:.0f} MB are {cpu.cache_gain:.1f} times as fast")
+    gpu = hardware.gpu
+    if gpu is not None:
+        taken = f", of which {gpu.reserved_bytes / 1e9:.2f} GB are the driver's" if gpu.reserved_bytes else ""
+        out.line(f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB of memory to give{taken}")
+        _show_device(gpu, out)
+        out.line(
+            f"between the two: {hardware.copy_gb_s:.1f} GB/s; a layer of both waits {hardware.sync_us:.1f} us; "
+            f"{hardware.host_bytes / 1e9:.2f} GB of RAM for libraries and driver"
+        )
     disk = hardware.disk
     reads = [f"{_size(size)} {rate:.2f}" for size, rate in disk.read_gb_s.items()] if disk is not None else []
     out.line("disk, random reads: " + (", ".join(reads) + " GB/s" if reads else "could not be measured"))
+
+
+def _show_device(device: Device, out: Output) -> None:
+    for what, rates in (
+        ("dense weights", device.dense_gb_s),
+        ("output head", device.head_gb_s),
+        ("rows of bundles", device.bundle_gb_s),
+    ):
+        out.line(f"{what}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
+    rows = ", ".join(f"{name} {ns:.0f}" for name, ns in device.row_ns.items())
+    out.line(f"a row besides its bytes: {rows} ns")
+    out.line(
+        f"an operator {device.op_us:.1f} us, {device.sparse_us:.1f} us more for a sparse FFN, a step "
+        f"{device.step_us:.0f} us; keys and values {device.kv_gb_s:.1f} GB/s"
+    )
 
 
 def _size(nbytes: int) -> str:

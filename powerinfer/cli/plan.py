@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from powerinfer.placement.power_law import Law
     from powerinfer.placement.shapes import Model
 
-ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa")
+ENGINE = (
+    "context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa", "gpu",
+)  # fmt: skip
 MOST = 1 << 16  # requests, and tokens of a prompt at once
 TIERS = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
@@ -121,12 +123,13 @@ def _request(
 def _hardware(wanted: PlanConfig, engine: EngineConfig, out: Output) -> Hardware:
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.hardware import load
-    from powerinfer.placement.measure import measured
+    from powerinfer.placement.measure import gpu_beside, measured
 
     if wanted.hardware is not None:
         return load(wanted.hardware)
+    gpu = gpu_beside(engine, out.note)
     with Bar() as bar:
-        return measured(engine, bar, out.note)
+        return measured(engine, bar, out.note, gpu)
 
 
 def _law(args: argparse.Namespace, law: Law) -> tuple[Law, str]:

@@ -69,7 +69,8 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
     elif vram is None:
         vram = gpu.memory_bytes
     elif vram > gpu.memory_bytes:
-        raise RequestError(f"--vram {gib(vram)}, but {gpu.name} has {gib(gpu.memory_bytes)}")
+        now = " free: give less, or end other programs on it" if hardware.key else ""  # measured, not described
+        raise RequestError(f"--vram {gib(vram)}, but {gpu.name} has {gib(gpu.memory_bytes)}{now}")
     if ram is None:
         ram = cpu.memory_bytes - cpu.reserved_bytes
     elif ram > cpu.memory_bytes:

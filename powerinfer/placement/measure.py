@@ -1,7 +1,8 @@
 """This machine as a `Hardware`: its CPU measured through the engine's own operators, its disk by reading from it.
 
 What was measured is kept in the user's cache folder, one file for each CPU, instruction set and number of threads, and
-taken again as long as nothing has changed that it hangs on.
+taken again as long as nothing has changed that it hangs on. A GPU is measured when somebody asks for it by a name that
+`choose_device` takes, and kept in a file of its own, with the CPU that it was measured beside.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from powerinfer import __version__
@@ -27,42 +29,112 @@ Say = Callable[[str], None]
 METHOD = 2
 """Goes up when the measuring changes so that earlier figures should not be taken any more."""
 
+GPU_METHOD = 1
+"""The same of a GPU."""
+
 SOURCE = "measured through the engine's operators, on random weights larger than the caches"
 
 
-def measured(engine: EngineConfig | None = None, progress: Progress | None = None, say: Say | None = None) -> Hardware:
-    """This machine: what was kept of it, else it is measured, and kept. engine: its `threads` and `isa` count."""
+def measured(
+    engine: EngineConfig | None = None,
+    progress: Progress | None = None,
+    say: Say | None = None,
+    gpu: str | None = None,
+) -> Hardware:
+    """This machine: what was kept of it, else it is measured, and kept. engine: its `threads` and `isa` count.
+
+    gpu: the name of one that works beside the CPU, None: without. PowerInferError for one that cannot be used.
+    """
     engine = engine or EngineConfig()
-    return known(engine) or measure_and_keep(engine, progress, say)
+    return known(engine, gpu) or measure_and_keep(engine, progress, say, gpu=gpu)
 
 
-def known(engine: EngineConfig) -> Hardware | None:
-    """What was kept of this machine; None where there is nothing, or nothing that still holds."""
-    key = machine_key(engine)
+def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
+    """The name of the GPU that an engine with these options would use, for `measured`; None for none.
+
+    One that was not asked for and cannot be used costs a remark. PowerInferError for one that was asked for.
+    """
+    from powerinfer.devices.gpu import choose_device, wanted_gpu
+
+    name, _ = wanted_gpu(engine)
+    if name is not None:
+        try:
+            choose_device(name)
+        except PowerInferError as error:
+            if engine.gpu != "auto":
+                raise
+            say(f"the GPU is left out: {error}")
+            return None
+    return name
+
+
+def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
+    """What was kept of this machine; None where there is nothing, or nothing that still holds.
+
+    What memory a GPU has is asked anew: others may have taken some.
+    """
+    key = machine_key(engine, gpu)
     path = kept_at(key)
     try:
         found = read(path) if path.is_file() else None
     except (PowerInferError, OSError):
         return None
-    return found if found is not None and found.key == key else None
+    if found is None or found.key != key or (found.gpu is None) != (gpu is None):
+        return None
+    if gpu is None or found.gpu is None:
+        return found
+    from powerinfer.placement.gpu_rates import with_free_memory
+
+    return replace(found, gpu=with_free_memory(found.gpu, gpu))
 
 
 def measure_and_keep(
-    engine: EngineConfig, progress: Progress | None = None, say: Say | None = None, effort: Effort = FULL
+    engine: EngineConfig,
+    progress: Progress | None = None,
+    say: Say | None = None,
+    effort: Effort = FULL,
+    gpu: str | None = None,
+    again: bool = False,
 ) -> Hardware:
-    """Measure anew. Where the figures cannot be kept, `say` gets why."""
-    hardware = measure(engine, progress, effort)
+    """Measure anew; with a GPU what was kept of the CPU is taken, unless `again`.
+
+    Where the figures cannot be kept, `say` gets why.
+    """
+    hardware = None if gpu is None or again else known(engine)
+    if hardware is None:
+        hardware = measure(engine, progress, effort)
+        _keep(hardware, say)
+    if gpu is not None:
+        hardware = _with_gpu(hardware, engine, gpu, progress)
+        _keep(hardware, say)
+    return hardware
+
+
+def _keep(hardware: Hardware, say: Say | None) -> None:
     try:
         save(hardware, kept_at(hardware.key))
     except PowerInferError as error:
         if say is not None:
             say(f"what was measured cannot be kept: {error}")
-    return hardware
 
 
-def machine_key(engine: EngineConfig) -> dict[str, str]:
+def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress | None) -> Hardware:
+    from powerinfer.placement.gpu_rates import gpu_rates
+
+    rates = gpu_rates(gpu, progress=progress)
+    return replace(
+        hardware,
+        gpu=rates.device,
+        sync_us=rates.sync_us,
+        copy_gb_s=rates.copy_gb_s,
+        host_bytes=rates.host_bytes,
+        key=machine_key(engine, gpu),
+    )
+
+
+def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
     """All that the figures hang on."""
-    facts = {
+    facts: dict[str, object] = {
         "method": METHOD,
         "version": __version__,
         "build": cpu.build(),
@@ -71,20 +143,21 @@ def machine_key(engine: EngineConfig) -> dict[str, str]:
         "threads": cpu.choose_threads(engine.threads)[0],
         "memory_gib": round(total_memory() / 2**30),
     }
+    if gpu is not None:
+        from powerinfer.placement.gpu_rates import software
+
+        facts |= {"gpu": gpu, "gpu_method": GPU_METHOD} | software(gpu)
     return {name: str(value) for name, value in facts.items()}
 
 
 def kept_at(key: Mapping[str, str]) -> Path:
     """The file of a machine with this key; those that differ in the engine alone share one."""
-    name = "\n".join(key[part] for part in ("cpu", "isa", "threads"))
+    name = "\n".join(key[part] for part in ("cpu", "isa", "threads", "gpu") if part in key)
     return cache_folder() / f"hardware-{hashlib.sha256(name.encode()).hexdigest()[:12]}.json"
 
 
 def measure(engine: EngineConfig, progress: Progress | None = None, effort: Effort = FULL) -> Hardware:
-    """Measure this machine; about fifteen seconds. PowerInferError where there is not enough free memory.
-
-    gpu is None: the engine runs nothing on one yet.
-    """
+    """Measure this machine without a GPU; about fifteen seconds. PowerInferError where too little memory is free."""
     key = machine_key(engine)
     memory, free = total_memory(), available_memory()
     rates = cpu_rates(engine, effort, progress)

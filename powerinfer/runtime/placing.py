@@ -6,14 +6,13 @@ them layers go to the GPU as a whole, as many as fit.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
+from powerinfer.devices.gpu import wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.kernels import cpu
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan
     from powerinfer.runtime.hybrid import HybridSparsity
     from powerinfer.sparsity.attach import Prepared
-
-_DRIVER = Path("/dev/nvidiactl")
 
 
 def load_executor(
@@ -42,7 +39,7 @@ def load_executor(
     """
     from powerinfer.models import load
 
-    name, reason = _gpu(engine)
+    name, reason = wanted_gpu(engine)
     if name is not None:
         try:
             placing = _place(checkpoint, engine, name, progress)
@@ -56,19 +53,6 @@ def load_executor(
     executor = load(checkpoint, engine, progress)
     executor.choices["gpu"] = f"none ({reason})"
     return executor, attach(executor, checkpoint, engine, sample, progress)
-
-
-def _gpu(engine: EngineConfig) -> tuple[str | None, str]:
-    """(name for `choose_device`, or None for no GPU; the reason). Nothing is imported where there is no driver."""
-    if engine.gpu == "none" or engine.vram == 0:
-        return None, "asked for" if engine.gpu == "none" else "--vram is 0"
-    if engine.gpu != "auto":
-        return engine.gpu, "asked for"
-    if not _DRIVER.exists():
-        return None, "no NVIDIA driver"
-    if importlib.util.find_spec("torch") is None:
-        return None, 'torch is not installed: pip install "powerinfer[gpu]"'
-    return "cuda", "found"
 
 
 @dataclass(frozen=True)
@@ -93,12 +77,12 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
     from powerinfer.devices.gpu import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
-    from powerinfer.placement.budget import whole_layers
+    from powerinfer.placement.budget import gib, whole_layers
     from powerinfer.placement.measure import measured
     from powerinfer.placement.plan import PlanRequest, make_plan
     from powerinfer.placement.shapes import checkpoint_model
 
-    choose_device(name)
+    device = choose_device(name)
     context = engine.context or checkpoint.config.context_length
     pages = -(-context // cpu.PAGE)  # one whole context, which the requests share
     prepared, reason = prepared_for(checkpoint, engine)
@@ -110,7 +94,8 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
     hardware = measured(engine, progress, gpu=name)
     model = checkpoint_model(checkpoint, engine.prepared)
     if prepared is None:
-        layers, head = whole_layers(model, hardware, engine.vram, engine.kv_type, context, engine.prefill_chunk)
+        given = engine.vram, engine.kv_type, context, engine.prefill_chunk, engine.max_batch
+        layers, head = whole_layers(model, hardware, *given)
         if not layers:
             return "the budget does not hold one layer"
         return _Placing(name, layers, head, pages, f"layers as a whole ({reason})")
@@ -125,10 +110,19 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
         kv_type=engine.kv_type,
         selector=prepared.selector.name,
         chunk=engine.prefill_chunk,
+        requests=engine.max_batch,
     )
+    if device.type == "cpu":  # a stand-in, for trying things: time does not matter
+        request = replace(request, policy="greedy", insist=True)
     plan = make_plan(request)
     if not plan.claims.gpu_layers:
         return plan.reasons[0]
+    if not plan.fits:
+        needed = next(one["bytes"] for one in plan.helps if one["flag"] == "--ram")
+        raise RequestError(
+            f"the neurons of {model.name} do not fit in --vram and --ram, and none are read from disk while decoding: "
+            f"give --ram {gib(needed)}, or more --vram"
+        )
     share = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
     return _Placing(name, plan.claims.gpu_layers, plan.claims.gpu_head, pages, share, plan, prepared, profile)
 

@@ -1,0 +1,503 @@
+"""The rates of a GPU in decoding, from the layers and kernels that decode on it, over random weights no cache holds.
+
+Dense products and fixed times: steps of `GpuLayers` of two widths, as they really run, launched or replayed. Rows of
+bundles: `kernels.gpu.neuron_sum` over neurons of which chosen fractions fire, recorded and replayed, so that the
+device's time counts and not the launches. What a layer pays for a sparse FFN, and for an exchange with the CPU, is what
+steps take longer with it. torch's CPU device is measured the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import NormalDist, median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import available_memory
+from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures
+from powerinfer.devices.link import Link
+from powerinfer.errors import PowerInferError
+from powerinfer.formats.checkpoint import Progress
+from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups
+from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu, gpu
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.placement.cpu_rates import FRACTIONS, Group, fit_rows
+from powerinfer.placement.hardware import OTHER, Device
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+    from powerinfer.devices.gpu import GpuNorm
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class GpuEffort:
+    """How much is computed. sample_bytes: weights of a sample, more than the device's caches hold."""
+
+    sample_bytes: int
+    wide: tuple[int, int]  # d_model, d_ff
+    narrow: tuple[int, int]
+    rows: tuple[tuple[int, int], ...]  # d_model, neurons of a sparse FFN
+    context: int  # tokens that attention reads
+    steps: int = 10  # timed, of each sample
+    layers: tuple[int, int] = (8, 24)  # of the narrow samples
+    copy_bytes: int = 64 << 20
+
+
+ON_CUDA = GpuEffort(256 << 20, (4096, 4096), (256, 512), ((2048, 8192), (8192, 8192)), 2048)
+STAND_IN = GpuEffort(4 << 20, (256, 512), (64, 128), ((256, 256), (512, 256)), 512, 3, (2, 6), 16 << 20)
+
+MOST_CONTEXT = 1 << 30
+"""What the driver's own part for a process is taken to be at most; more in use on a card belongs to others."""
+
+_HEAD_DIM = 64
+_DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
+_WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
+_SAMPLE_SECONDS = 0.3  # after which a sample gets no more steps than the least
+_LEAST_STEPS = 3
+_LAYER_OPERATORS = 4  # attention's input, attention, projection, FFN
+_FEW_FIRE = 0.1  # of the neurons, where an FFN's fixed time is measured
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """A GPU, and its fields of a `Hardware`."""
+
+    device: Device
+    sync_us: float
+    copy_gb_s: float
+    host_bytes: int
+
+
+def gpu_name(name: str) -> str:
+    """What the device of a name for `choose_device` is called."""
+    import torch
+
+    chosen = choose_device(name)
+    if chosen.type == "cuda":
+        return str(torch.cuda.get_device_name(chosen))
+    return f"stand-in for a GPU ({cpu.model_name() or 'CPU'})"
+
+
+def software(name: str) -> dict[str, str]:
+    """What a GPU's rates hang on beside the engine: its kind, and the versions of what runs on it."""
+    import torch
+
+    triton = "none"
+    if gpu.which(torch.empty(0, device=choose_device(name))) == "triton":
+        try:
+            triton = version("triton")
+        except PackageNotFoundError:  # it goes by other names too
+            triton = "unknown"
+    return {"gpu_device": gpu_name(name), "torch": str(torch.__version__), "triton": triton}
+
+
+def free_memory(name: str) -> int:
+    """Bytes on the device that this process may still take or has taken, its driver's part aside; 0: not known.
+
+    Of the stand-in, what RAM is free.
+    """
+    import torch
+
+    chosen = choose_device(name)
+    if chosen.type != "cuda":
+        return available_memory()
+    return int(torch.cuda.mem_get_info(chosen)[0]) + int(torch.cuda.memory_reserved(chosen))
+
+
+def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | None = None) -> GpuRates:
+    """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError where it fails or has no room."""
+    before = None if "torch" in sys.modules else _resident()
+    chosen = choose_device(name)
+    effort = effort or (ON_CUDA if chosen.type == "cuda" else STAND_IN)
+    in_use = _driver_bytes(chosen)
+    free = free_memory(name)
+    if free and free < 6 * effort.sample_bytes:
+        raise PowerInferError(
+            f"measuring {gpu_name(name)} takes {6 * effort.sample_bytes >> 20} MiB of its memory and {free >> 20} MiB "
+            "are free; end other programs first"
+        )
+    work = _Work(chosen, effort, progress)
+    with gpu_failures("it was measured", "end other programs on it first"):
+        op_us, step_us = work.fixed()
+        host = 0 if before is None else max(0, _resident() - before)
+        dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
+        head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
+        fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in PART_TYPES}
+        kv = work.kv_gb_s()
+        sparse_us, sync_us = work.split(op_us, step_us, fits["F16"].gb_s)
+        copy = work.copy_gb_s()
+    work.close()
+    reserved = 0
+    if chosen.type == "cuda":
+        reserved = min(in_use, MOST_CONTEXT) + max(0, _driver_bytes(chosen) - in_use)  # kernels and workspaces came
+    dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
+    measured = Device(
+        name=gpu_name(name),
+        memory_bytes=max(1, free_memory(name) + reserved),
+        reserved_bytes=reserved,
+        threads=1,
+        dense_gb_s={kind: _figure(rate) for kind, rate in dense.items()},
+        head_gb_s={kind: _figure(rate) for kind, rate in head.items()},
+        bundle_gb_s={kind: _figure(fit.gb_s) for kind, fit in fits.items()},
+        row_ns={kind: _figure(fit.row_ns) for kind, fit in fits.items()},
+        op_us=_figure(op_us),
+        sparse_us=_figure(sparse_us),
+        step_us=_figure(step_us),
+        kv_gb_s=_figure(kv),
+    )
+    return GpuRates(measured, _figure(sync_us), _figure(copy), host)
+
+
+def with_free_memory(device: Device, name: str) -> Device:
+    """A device that was measured earlier, with the memory that is free on it now."""
+    return replace(device, memory_bytes=max(1, free_memory(name) + device.reserved_bytes))
+
+
+def _driver_bytes(chosen: device) -> int:
+    """What is in use on a card beside torch's own memory: the driver's part, and other processes'."""
+    import torch
+
+    if chosen.type != "cuda":
+        return 0
+    torch.cuda.synchronize(chosen)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(chosen)
+    return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(chosen)))
+
+
+def _resident() -> int:
+    """Bytes of RAM that this process takes; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    import os
+
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _figure(value: float) -> float:
+    """Four digits: a measurement has no more."""
+    return float(f"{value:.4g}")
+
+
+class _Work:
+    """The samples, one after another; each is gone before the next is made."""
+
+    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress | None) -> None:
+        self._device = chosen
+        self._cuda = chosen.type == "cuda"
+        self._effort = effort
+        self._random = np.random.default_rng(1)
+        self._progress = progress
+        self._done = 0
+        self._all = 4 + 2 * len(gpu.GPU_TYPES) + len(PART_TYPES)
+
+    def close(self) -> None:
+        """Give back what torch keeps for later."""
+        if self._cuda:
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _tick(self) -> None:
+        if self._progress is not None:
+            self._progress("measuring the GPU", self._done, self._all)
+        self._done += 1
+
+    # ------------------------------------------------------------ dense layers
+
+    def fixed(self) -> tuple[float, float]:
+        """(op_us, step_us): of narrow layers, whose bytes hardly count; few and many of them part step from layers."""
+        self._tick()
+        few, many = self._effort.layers
+        times = [self._step_seconds(self._dense("Q8_0", self._effort.narrow, layers)) for layers in (few, many)]
+        each = max(0.0, times[1] - times[0]) / (many - few)
+        return 1e6 * each / _LAYER_OPERATORS, 1e6 * max(0.0, times[0] - few * each)
+
+    def dense(self, kind: str, op_us: float, step_us: float) -> float:
+        """GB/s of layers of one type."""
+        self._tick()
+        d_model, d_ff = self._effort.wide
+        nbytes = 4 * gpu.weight_bytes(kind, d_model, d_model) + 3 * gpu.weight_bytes(kind, d_ff, d_model)
+        layers = max(1, round(self._effort.sample_bytes / nbytes))
+        seconds = self._step_seconds(self._dense(kind, self._effort.wide, layers))
+        fixed = 1e-6 * (step_us + _LAYER_OPERATORS * op_us * layers)
+        return layers * nbytes / max(seconds - fixed, 0.5 * seconds) / 1e9
+
+    def _dense(self, kind: str, shape: tuple[int, int], layers: int) -> GpuLayers:
+        d_model, d_ff = shape
+        made = self._layers(shape, layers)
+        parts = ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
+        square, up, down = (self._matrix(kind, *part) for part in parts)
+        for layer in range(layers):
+            made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
+            made.project(made.matrix(square))
+            made.ffn(self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
+        return made
+
+    def head(self, kind: str) -> float:
+        """GB/s of the output head: one tall matrix."""
+        self._tick()
+        d_model = self._effort.wide[0]
+        rows = max(1, self._effort.sample_bytes // 2 // gpu.weight_bytes(kind, 1, d_model))
+        weight = gpu.upload(self._matrix(kind, rows, d_model), self._device)
+        x = self._normal(1, d_model)
+        return weight.nbytes / self._seconds([lambda: gpu.linear(weight, x)]) / 1e9
+
+    def kv_gb_s(self) -> float:
+        """Attention over keys and values of the usual type, four heads of queries to one of keys: far, less near."""
+        self._tick()
+        heads, kv_heads, d_model = 32, 8, 128
+        each = 2 * 2 * kv_heads * _HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
+        far = self._effort.context // cpu.PAGE * cpu.PAGE
+        layers = max(1, round(self._effort.sample_bytes / 2 / (far * each)))
+        made = self._layers((d_model, d_model), layers, heads, kv_heads, far)
+        q, kv = (self._matrix("F16", rows * _HEAD_DIM, d_model) for rows in (heads, kv_heads))
+        out = self._matrix("F16", d_model, heads * _HEAD_DIM)
+        for layer in range(layers):
+            made.attention(layer, self._norm(made), [made.matrix(part) for part in (q, kv, kv)])
+            made.project(made.matrix(out))
+        near = self._step_seconds(made, cpu.PAGE - 1, close=False)
+        whole = self._step_seconds(made, far - 1)
+        return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
+
+    # ------------------------------------------------------------ neurons
+
+    def rows(self, kind: str) -> Iterator[tuple[Group, float, float, float]]:
+        """(group, rows, bytes, seconds) of the neurons of an FFN, both ways, every fraction, both widths."""
+        self._tick()
+        for shape in self._effort.rows:
+            layout, neurons = self._neurons(kind, shape)
+            copies = [neurons]
+            while sum(one.nbytes for one in copies) < self._effort.sample_bytes:
+                copies.append(_copy(neurons))
+            x = self._normal(1, shape[0])
+            for way in ("exact", "predicted"):
+                group = Group(shape[0], way, kind, 0)
+                for fraction in FRACTIONS:
+                    yield group, *self._firing(copies, layout, x, way, fraction)
+
+    def _firing(
+        self, copies: Sequence[gpu.Neurons], layout: BundleLayout, x: Tensor, way: str, fraction: float
+    ) -> tuple[float, float, float]:
+        """(rows, bytes, seconds) of a call in which about that fraction of the neurons fires."""
+        import torch
+
+        n, named, most = copies[0].n, None, 0.0
+        if way == "exact":  # gates are normal, of variance 1: the quantile lets the fraction pass
+            most = NormalDist().inv_cdf(1 - fraction)
+        else:
+            named = torch.from_numpy((self._random.random((1, n)) < fraction).astype(np.uint8)).to(self._device)
+        fired = gpu.neuron_sum(copies[0], x, named, most)[1].cpu().numpy() > 0
+        first, active = n if named is None else int(named.sum()), int(fired.sum())
+        groups = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP))
+        nbytes = first * layout.gate_bytes + active * (layout.gate_bytes + layout.down_bytes)
+        nbytes += groups * layout.shared_bytes
+        calls = [_sum_of(neurons, x, named, most) for neurons in copies]
+        return first + 2.0 * active, float(nbytes), self._seconds(calls)
+
+    def _neurons(self, kind: str, shape: tuple[int, int]) -> tuple[BundleLayout, gpu.Neurons]:
+        """Neurons from bundles, in the types that `pack` makes of this one."""
+        d_model, n = shape
+        down_type = ACROSS if kind == "Q4_0" else kind
+        gate_bytes, _ = cpu.part_bytes(kind, d_model)
+        layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.part_bytes(down_type, d_model))
+        bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
+        gate = self._matrix(kind, n, d_model)
+        down = self._matrix("Q4_0", len(bundles) * d_model, BUNDLE_GROUP) if down_type == ACROSS else gate
+        threads = cpu.choose_threads(0)[0]
+        for use, part_type, part, at in (
+            ("dot", kind, gate, layout.gate_at),
+            ("dot", kind, gate, layout.up_at),
+            ("add", down_type, down, layout.down_at),
+        ):
+            cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
+        every = np.arange(n, dtype=np.int32)
+        return layout, gpu.resident(layout, bundles, every, self._device, self._config(shape, 1))
+
+    def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
+        """(sparse_us, sync_us): what a layer takes longer for a sparse FFN, and for an exchange with an idle CPU."""
+        self._tick()
+        shape, layers = self._effort.narrow, self._effort.layers[1]
+        _, neurons = self._neurons("F16", shape)
+        link = Link(self._device, 1, *shape)
+        most = NormalDist().inv_cdf(1 - _FEW_FIRE)
+
+        def alone(layer: int, n: Tensor, x: Tensor) -> Tensor:
+            return gpu.neuron_sum(neurons, n, None, most)[0]
+
+        def together(layer: int, n: Tensor, x: Tensor) -> Tensor:
+            link.send(n, None)
+            total = alone(layer, n, x)
+            link.wait()
+            link.back(1)
+            link.add_back(total)
+            return total
+
+        square = self._matrix("F16", shape[0], shape[0])
+        times = []
+        for ffn in (alone, together):
+            made = self._layers(shape, layers)
+            for layer in range(layers):
+                made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
+                made.project(made.matrix(square))
+                made.neurons(self._norm(made))
+                made.hang(layer, ffn)
+            times.append(self._step_seconds(made))
+        read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and what fires of up and down
+        each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
+        return max(0.0, each), max(0.0, 1e6 * (times[1] - times[0]) / layers)
+
+    # ------------------------------------------------------------ copies
+
+    def copy_gb_s(self) -> float:
+        """Between the memories, the slower way."""
+        import torch
+
+        self._tick()
+        here = torch.zeros(self._effort.copy_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        there = torch.zeros(len(here), dtype=torch.uint8, device=self._device)
+        ways = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
+        return len(here) / max(self._seconds([way]) for way in ways) / 1e9
+
+    # ------------------------------------------------------------ samples
+
+    def _config(self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0) -> ModelConfig:
+        d_model, d_ff = shape
+        return ModelConfig(
+            architecture="sample",
+            n_layers=layers,
+            d_model=d_model,
+            n_heads=heads or d_model // _HEAD_DIM,
+            n_kv_heads=kv_heads or d_model // _HEAD_DIM,
+            head_dim=_HEAD_DIM,
+            d_ff=d_ff,
+            vocab_size=_HEAD_DIM,
+            context_length=self._effort.context,
+            norm_eps=1e-5,
+            rope=RopeConfig(dim=_HEAD_DIM),
+            activation="relu",
+        )
+
+    def _layers(
+        self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0, context: int = cpu.PAGE
+    ) -> GpuLayers:
+        """Layers without operators, with room for one request."""
+        return GpuLayers(
+            self._config(shape, layers, heads, kv_heads),
+            self._device,
+            layers=layers,
+            pages=context // cpu.PAGE,
+            kv_type="f16",
+            max_tokens=1,
+            frequencies=np.ones(_HEAD_DIM // 2, np.float32),
+            rope_factor=1.0,
+        )
+
+    def _norm(self, layers: GpuLayers) -> GpuNorm:
+        return layers.norm(np.ones(layers.d_model, np.float32))
+
+    def _matrix(self, kind: str, rows: int, cols: int) -> RawTensor:
+        """Normal values of variance 1/cols, so that the product with a row that a norm left has variance 1."""
+        values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / np.sqrt(cols)
+        data = quantize(values.astype(np.float32), kind).reshape(-1)
+        return RawTensor(kind, (rows, cols), np.resize(data, rows * block_type(kind).row_bytes(cols)))
+
+    def _normal(self, rows: int, cols: int) -> Tensor:
+        import torch
+
+        return torch.from_numpy(self._random.standard_normal((rows, cols), np.float32)).to(self._device)
+
+    # ------------------------------------------------------------ times
+
+    def _step_seconds(self, layers: GpuLayers, position: int = 0, close: bool = True) -> float:
+        """A step of one token from x in to x out, median."""
+        one, zero = np.full(1, position, np.int32), np.zeros(1, np.int32)
+        pages = np.arange(layers.n_pages, dtype=np.int32)[None]
+        x = self._random.standard_normal((1, layers.d_model), np.float32)
+        batch = Batch(zero, one, zero, pages, zero[:0])
+        try:
+            times = list(self._paced(lambda: layers.run(batch, x)))
+        finally:
+            if close:
+                layers.close()
+        return median(times)
+
+    def _seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """The device's time for one of these calls, made one after another; median."""
+        import torch
+
+        with torch.inference_mode():
+            run = self._recorded(calls) if self._cuda and gpu.which(self._normal(1, 1)) == "triton" else _all(calls)
+            return median(self._paced(lambda: self._finished(run))) / len(calls)
+
+    def _recorded(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+        """The calls without what it takes the host to make them."""
+        import torch
+
+        for _ in range(_WARM_UP):
+            self._finished(_all(calls))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            _all(calls)()
+        replay: Callable[[], Any] = graph.replay
+        return replay
+
+    def _finished(self, run: Callable[[], Any]) -> None:
+        run()
+        if self._cuda:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    def _paced(self, run: Callable[[], Any]) -> Iterator[float]:
+        """Seconds of each run after those that warm up; a slow device runs less often."""
+        for _ in range(_WARM_UP if self._cuda else 1):
+            run()
+        begin = time.perf_counter()
+        for step in range(self._effort.steps):
+            if step >= _LEAST_STEPS and time.perf_counter() - begin > _SAMPLE_SECONDS:
+                return
+            last = time.perf_counter()
+            run()
+            yield time.perf_counter() - last
+
+
+def _all(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _sum_of(neurons: gpu.Neurons, x: Tensor, named: Tensor | None, most: float) -> Callable[[], Any]:
+    return lambda: gpu.neuron_sum(neurons, x, named, most)
+
+
+def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
+    """The same neurons at other addresses."""
+
+    def other(weight: gpu.Weight | None) -> Any:
+        if weight is None:
+            return None
+        scales = None if weight.scales is None else weight.scales.clone()
+        return replace(weight, data=weight.data.clone(), scales=scales)
+
+    own = {name: other(getattr(neurons, name)) for name in ("gate", "up", "down")}
+    return replace(neurons, **own, shared=None if neurons.shared is None else neurons.shared.clone())
