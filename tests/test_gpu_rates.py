@@ -1,0 +1,311 @@
+"""Measuring a GPU on torch's CPU device: figures are sane and follow what is made slower; what is kept of them.
+
+And the engine on a stand-in, under budgets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sparse_models import TEXT, give_bundles, give_profile, tiny_llama  # noqa: E402
+from test_cli import error_line, powerinfer  # noqa: E402
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import gpu as devices  # noqa: E402
+from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.pack import PART_TYPES  # noqa: E402
+from powerinfer.formats.profile_file import open_profile  # noqa: E402
+from powerinfer.kernels import gpu as kernels  # noqa: E402
+from powerinfer.placement import gpu_rates, hardware, measure  # noqa: E402
+from powerinfer.placement.budget import dense_on_gpu  # noqa: E402
+from powerinfer.placement.gpu_rates import GpuEffort, GpuRates  # noqa: E402
+from powerinfer.placement.hardware import load, save  # noqa: E402
+from powerinfer.placement.plan import PlanRequest  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.placement.solver import GROUP  # noqa: E402
+from powerinfer.runtime.engine import LLM  # noqa: E402
+from powerinfer.runtime.request import SamplingParams  # noqa: E402
+
+LITTLE = GpuEffort(1 << 17, (128, 192), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
+ONE = EngineConfig(threads=1)
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch: two pools of threads on the same cores wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def rates() -> GpuRates:
+    return gpu_rates.gpu_rates("cpu", LITTLE)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_sane_figures() -> None:
+    steps: list[tuple[str, int, int]] = []
+    found = gpu_rates.gpu_rates("cpu", LITTLE, lambda *state: steps.append(state))
+    device = found.device
+    assert set(device.dense_gb_s) == set(device.head_gb_s) == {*kernels.GPU_TYPES, "other"}
+    assert set(device.bundle_gb_s) == set(device.row_ns) == set(PART_TYPES)
+    every = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
+    assert all(1e-5 < rate < 2000 for rate in every) and 0 < found.copy_gb_s < 2000
+    assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())
+    assert all(0 <= time < 1e7 for time in (device.op_us, device.sparse_us, device.step_us, found.sync_us))
+    assert device.threads == 1 and device.reserved_bytes == 0 < device.memory_bytes
+    assert "stand-in" in device.name
+    assert [done for _, done, _ in steps] == list(range(steps[0][2])), "the progress ends where it said"
+
+
+def test_figures_can_be_described(rates: GpuRates, tmp_path: Path) -> None:
+    machine = dataclasses.replace(
+        load("pc-low"), gpu=rates.device, sync_us=rates.sync_us, copy_gb_s=rates.copy_gb_s, host_bytes=5
+    )
+    save(machine, tmp_path / "machine.json")
+    assert load(tmp_path / "machine.json") == machine
+    document = json.loads((tmp_path / "machine.json").read_text())
+    for value in (-1, 1.5, "much", None):
+        (tmp_path / "machine.json").write_text(json.dumps(document | {"host_bytes": value}))
+        with pytest.raises(PowerInferError, match="host_bytes"):
+            load(tmp_path / "machine.json")
+
+
+def work() -> Any:
+    return gpu_rates._Work(torch.device("cpu"), LITTLE, None)
+
+
+def test_dense_rates_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products that take a known time for each byte, which is far more than all else."""
+    real = kernels.linear
+
+    def slow(w: kernels.Weight, x: Any, bias: Any = None) -> Any:
+        time.sleep(w.nbytes / 2e7)
+        return real(w, x, bias)
+
+    monkeypatch.setattr(kernels, "linear", slow)
+    op_us, step_us = 1.0, 1.0
+    for kind in ("F16", "Q8_0"):
+        assert work().dense(kind, op_us, step_us) == pytest.approx(0.02, rel=0.4)
+        assert work().head(kind) == pytest.approx(0.02, rel=0.4)
+
+
+def test_fixed_times_are_those_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.norm
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)  # twice in a layer, which has four operators
+        return real(*given)
+
+    monkeypatch.setattr(kernels, "norm", slow)
+    op_us, step_us = work().fixed()
+    assert 10_000 < op_us < 15_000 and step_us < 20_000
+
+
+def test_what_a_layer_pays_for_sparsity_and_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron_sum, wait = kernels.neuron_sum, Link.wait
+
+    def slow_sum(*given: Any) -> Any:
+        time.sleep(0.03)
+        return neuron_sum(*given)
+
+    def slow_wait(link: Link) -> Any:
+        time.sleep(0.02)
+        return wait(link)
+
+    monkeypatch.setattr(kernels, "neuron_sum", slow_sum)
+    monkeypatch.setattr(Link, "wait", slow_wait)
+    sparse_us, sync_us = work().split(1.0, 1.0, 1.0)
+    assert 29_000 < sparse_us < 45_000 and 15_000 < sync_us < 35_000
+
+
+def test_rows_are_counted_as_they_fire() -> None:
+    """Exact: a gate for every neuron, up and down of those that fire. Predicted: of those that are named."""
+    entries = list(work().rows("F16"))
+    assert len(entries) == 2 * 2 * len(gpu_rates.FRACTIONS)
+    for group, rows, nbytes, seconds in entries:
+        assert seconds > 0 and nbytes == rows * 2 * max(group.d_model, 32)
+        assert rows >= 64 if group.way == "exact" else rows <= 3 * 64
+    assert {group.way for group, *_ in entries} == {"exact", "predicted"}
+
+
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rates, "available_memory", lambda: 1 << 10)
+    with pytest.raises(PowerInferError, match="are free; end other programs first"):
+        gpu_rates.gpu_rates("cpu", LITTLE)
+
+
+def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(kernels, "upload", full)
+    with pytest.raises(PowerInferError, match="out of memory while it was measured: end other programs"):
+        gpu_rates.gpu_rates("cpu", LITTLE)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def machine(rates: GpuRates, engine: EngineConfig, **more: Any) -> hardware.Hardware:
+    """The description of another machine with this GPU, kept as if it had been measured here."""
+    made = dataclasses.replace(
+        load("pc-low"),
+        gpu=rates.device,
+        sync_us=rates.sync_us,
+        copy_gb_s=rates.copy_gb_s,
+        key=measure.machine_key(engine, "cpu"),
+        **more,
+    )
+    save(made, measure.kept_at(made.key))
+    return made
+
+
+def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = dataclasses.replace(load("pc-low"), gpu=None, sync_us=0.0, copy_gb_s=0.0, key=measure.machine_key(ONE))
+    save(alone, measure.kept_at(alone.key))
+    asked: list[str] = []
+    monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured anew
+    monkeypatch.setattr(gpu_rates, "gpu_rates", lambda name, progress: asked.append(name) or rates)
+    both = measure.measured(ONE, gpu="cpu")
+    assert both.cpu == alone.cpu and both.gpu == rates.device and both.sync_us == rates.sync_us
+    assert both.host_bytes == rates.host_bytes and both.key["torch"] == torch.__version__
+    assert len(list(cache.iterdir())) == 2 and measure.measured(ONE) == alone
+    monkeypatch.setattr(gpu_rates, "available_memory", lambda: 12345)
+    again = measure.measured(ONE, gpu="cpu")
+    assert asked == ["cpu"] and again == dataclasses.replace(
+        both, gpu=dataclasses.replace(rates.device, memory_bytes=12345)
+    )
+    for what, value in (("GPU_METHOD", 99), ("METHOD", 99)):
+        with monkeypatch.context() as patch:
+            patch.setattr(measure, what, value)
+            assert measure.known(ONE, "cpu") is None
+    monkeypatch.setattr(gpu_rates, "gpu_name", lambda name: "another card")
+    assert measure.known(ONE, "cpu") is None and measure.known(ONE) == alone
+
+
+def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert measure.gpu_beside(EngineConfig(gpu="none"), said.append) is None
+    assert measure.gpu_beside(EngineConfig(gpu="cpu", vram=0), said.append) is None
+    assert measure.gpu_beside(EngineConfig(gpu="cpu"), said.append) == "cpu"
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nothing")
+    assert measure.gpu_beside(EngineConfig(), said.append) is None and not said
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "driver")
+    if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
+        assert measure.gpu_beside(EngineConfig(), said.append) is None
+        assert len(said) == 1 and "the GPU is left out: " in said[0]
+        with pytest.raises(RequestError):
+            measure.gpu_beside(EngineConfig(gpu="cuda"), said.append)
+
+
+def test_the_command(cache: Path, rates: GpuRates) -> None:
+    made = machine(rates, ONE)
+    shown = powerinfer("measure", "--threads", "1", "--gpu", "cpu", "--json")
+    assert shown.returncode == 0, shown.stderr
+    document = json.loads(shown.stdout.splitlines()[-1])
+    assert not document["measured"] and document["hardware"]["sync_us"] == made.sync_us
+    assert document["hardware"]["gpu"]["dense_gb_s"] == dict(rates.device.dense_gb_s)
+    assert "stand-in for a GPU" in shown.stderr and "a layer of both waits" in shown.stderr
+    assert "there is no device" in error_line(powerinfer("measure", "--gpu", "tpu"), 2)
+
+
+def test_torch_is_not_imported_where_there_is_no_driver(cache: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is one")
+    code = (
+        "import sys\nfrom powerinfer.config import EngineConfig\nfrom powerinfer.placement import measure\n"
+        "assert measure.gpu_beside(EngineConfig(), print) is None\nassert measure.known(EngineConfig()) is None\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stdout, done.stderr
+
+
+# ---------------------------------------------------------------- the engine on a stand-in
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"threads": 1, "context": CONTEXT, "prefill_chunk": 32, "max_batch": 3, "trial": False} | more
+
+
+def answers(llm: LLM) -> list[str]:
+    prompts = [TEXT[:60], TEXT[7:30], TEXT[20:90]]
+    return [answer.text for answer in llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))]
+
+
+def vram_for(path: Path, made: hardware.Hardware, groups: int) -> int:
+    """That holds all but neurons, and so many groups of them."""
+    checkpoint = open_checkpoint(path)
+    found = checkpoint_model(checkpoint)
+    request = PlanRequest(
+        found, open_profile(checkpoint, None), made, context=CONTEXT, chunk=32, requests=3, selector="exact"
+    )
+    return dense_on_gpu(request)[-1][1] + groups * GROUP * found.gpu_neuron
+
+
+def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> None:
+    """The CPU's answers under every budget, and no more memory than that."""
+    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    alone = LLM(model, **options(gpu="none"))
+    wanted = answers(alone)
+    assert any(wanted) and alone.choices["gpu"].startswith("none")
+    for groups in (0, 1, 4):
+        vram, ram = vram_for(model, made, groups), 400 << 20
+        llm = LLM(model, **options(gpu="cpu", vram=vram, ram=ram))
+        assert llm.choices["gpu"].startswith("2 layers and the head on cpu, "), llm.choices
+        assert answers(llm) == wanted
+        told = llm.sparsity
+        assert told is not None and sum(layer["hot"] for layer in told["layers"]) == min(64 * groups, 2 * 96)
+        executor, ffns = llm._executor, llm._sparsity.ffns  # type: ignore[union-attr]
+        held = sum(executor.gpu.memory().values()) + sum(sum(ffn.memory().values()) for ffn in ffns)
+        assert held <= vram
+
+
+def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -> None:
+    """One line that says what to do; and where only the GPU is too small, the CPU does without it."""
+    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    wanted = answers(LLM(model, **options(gpu="none")))
+    small = LLM(model, **options(gpu="cpu", vram=1 << 12))
+    assert "do not hold driver, scratch and the attention of one layer" in small.choices["gpu"]
+    assert answers(small) == wanted
+    assert made.gpu is not None
+    for more, match in (
+        ({"ram": 1 << 20}, r"needs at least .* give --ram "),
+        ({"vram": 1 << 49}, r"--vram .* free: give less, or end other programs on it"),
+        ({"ram": 1 << 49}, r"--ram .*, but "),
+        ({"kv_type": "q8_0", "selector": "all"}, r"choose --kv-type f16 or f32"),
+    ):
+        with pytest.raises(RequestError, match=match) as caught:
+            LLM(model, **options(gpu="cpu", **more))
+        assert "\n" not in str(caught.value)
