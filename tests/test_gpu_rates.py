@@ -153,6 +153,13 @@ def test_rows_are_counted_as_they_fire() -> None:
     assert {group.way for group, *_ in entries} == {"exact", "predicted"}
 
 
+def test_what_libraries_take_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by another process: torch alone is tens of MB. One that cannot be asked costs a guess."""
+    assert 30 << 20 < gpu_rates.host_bytes("cpu") < 4 << 30
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    assert gpu_rates.host_bytes("cpu") == gpu_rates._HOST_BYTES
+
+
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_rates, "available_memory", lambda: 1 << 10)
     with pytest.raises(PowerInferError, match="are free; end other programs first"):
@@ -191,9 +198,10 @@ def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch:
     asked: list[str] = []
     monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured anew
     monkeypatch.setattr(gpu_rates, "gpu_rates", lambda name, progress: asked.append(name) or rates)
+    monkeypatch.setattr(gpu_rates, "host_bytes", lambda name: 678)
     both = measure.measured(ONE, gpu="cpu")
     assert both.cpu == alone.cpu and both.gpu == rates.device and both.sync_us == rates.sync_us
-    assert both.host_bytes == rates.host_bytes and both.key["torch"] == torch.__version__
+    assert both.host_bytes == 678 and both.key["torch"] == torch.__version__
     assert len(list(cache.iterdir())) == 2 and measure.measured(ONE) == alone
     monkeypatch.setattr(gpu_rates, "available_memory", lambda: 12345)
     again = measure.measured(ONE, gpu="cpu")

@@ -8,6 +8,8 @@ steps take longer with it. torch's CPU device is measured the same way.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +65,8 @@ STAND_IN = GpuEffort(4 << 20, (256, 512), (64, 128), ((256, 256), (512, 256)), 5
 MOST_CONTEXT = 1 << 30
 """What the driver's own part for a process is taken to be at most; more in use on a card belongs to others."""
 
+_HOST_BYTES = 1 << 30  # where it cannot be measured
+_MOST_WAIT = 120.0  # seconds
 _HEAD_DIM = 64
 _DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
 _WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
@@ -79,7 +83,6 @@ class GpuRates:
     device: Device
     sync_us: float
     copy_gb_s: float
-    host_bytes: int
 
 
 def gpu_name(name: str) -> str:
@@ -120,7 +123,6 @@ def free_memory(name: str) -> int:
 
 def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | None = None) -> GpuRates:
     """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError where it fails or has no room."""
-    before = None if "torch" in sys.modules else _resident()
     chosen = choose_device(name)
     effort = effort or (ON_CUDA if chosen.type == "cuda" else STAND_IN)
     in_use = _driver_bytes(chosen)
@@ -133,7 +135,6 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
     work = _Work(chosen, effort, progress)
     with gpu_failures("it was measured", "end other programs on it first"):
         op_us, step_us = work.fixed()
-        host = 0 if before is None else max(0, _resident() - before)
         dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
         head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
         fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in PART_TYPES}
@@ -159,7 +160,7 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
         step_us=_figure(step_us),
         kv_gb_s=_figure(kv),
     )
-    return GpuRates(measured, _figure(sync_us), _figure(copy), host)
+    return GpuRates(measured, _figure(sync_us), _figure(copy))
 
 
 def with_free_memory(device: Device, name: str) -> Device:
@@ -179,15 +180,39 @@ def _driver_bytes(chosen: device) -> int:
     return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(chosen)))
 
 
+def host_bytes(name: str) -> int:
+    """RAM that a process takes more once layers run on a GPU: libraries, kernels, the driver's part.
+
+    A process of its own tells, since what this one has loaded by now is not known.
+    """
+    own = os.pathsep.join(path for path in sys.path if path)
+    call = f"from powerinfer.placement import gpu_rates; print(gpu_rates._host_bytes_here({name!r}))"
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", call],
+            capture_output=True,
+            timeout=_MOST_WAIT,
+            check=True,
+            env={**os.environ, "PYTHONPATH": own},
+        )
+        return max(0, int(told.stdout.split()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return _HOST_BYTES
+
+
+def _host_bytes_here(name: str) -> int:
+    before = _resident()
+    chosen = choose_device(name)
+    _Work(chosen, STAND_IN, None).fixed()
+    return _resident() - before
+
+
 def _resident() -> int:
     """Bytes of RAM that this process takes; 0 where the system does not say."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
-    import os
-
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _figure(value: float) -> float:

@@ -119,7 +119,7 @@ def _keep(hardware: Hardware, say: Say | None) -> None:
 
 
 def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress | None) -> Hardware:
-    from powerinfer.placement.gpu_rates import gpu_rates
+    from powerinfer.placement.gpu_rates import gpu_rates, host_bytes
 
     rates = gpu_rates(gpu, progress=progress)
     return replace(
@@ -127,7 +127,7 @@ def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Prog
         gpu=rates.device,
         sync_us=rates.sync_us,
         copy_gb_s=rates.copy_gb_s,
-        host_bytes=rates.host_bytes,
+        host_bytes=host_bytes(gpu),
         key=machine_key(engine, gpu),
     )
 
