@@ -79,10 +79,12 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
         found = read(path) if path.is_file() else None
     except (PowerInferError, OSError):
         return None
-    if found is None or found.key != key or (found.gpu is None) != (gpu is None):
+    if found is None or found.key != key:
         return None
-    if gpu is None or found.gpu is None:
+    if gpu is None:
         return found
+    if found.gpu is None:
+        return None
     from powerinfer.placement.gpu_rates import with_free_memory
 
     return replace(found, gpu=with_free_memory(found.gpu, gpu))
