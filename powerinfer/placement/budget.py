@@ -87,6 +87,7 @@ def claim(request: PlanRequest) -> Claims:
     kv = model.kv_bytes(request.kv_type, request.context, request.batch)
     tokens, logits = max(request.chunk, request.together), request.together
     between = link_bytes(tokens, config.d_model, config.d_ff) + 4 * tokens * config.d_model  # and x in and out
+    between += gpu_layers * 2 * 8 * config.d_ff  # counters of neurons
     cpu = {
         "runtime": RUNTIME_BYTES + (request.hardware.host_bytes if gpu_layers else 0),
         "scratch": model.scratch_bytes(request.chunk, logits) + (between if gpu_layers else 0),

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.link import NAMED_TOKENS, Link
@@ -33,12 +34,13 @@ from powerinfer.neurons import Indices, Placement, Predictor, Tier
 from powerinfer.runtime.adjust import trades
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor
 
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.formats.checkpoint import Progress
 
+Floats = NDArray[np.float32]
 Weights = tuple[Predictor, RawTensor, RawTensor]
 
 ENOUGH = 128
