@@ -98,7 +98,7 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
     checkpoint = open_checkpoint(path, quantize)
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     pages = -(-CONTEXT // cpu.PAGE)
-    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, bundles, None, pages)
+    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, True, bundles, None, pages)
     executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
     predictors = None
     if plan.request.selector == "predicted":

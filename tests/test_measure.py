@@ -252,8 +252,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_the_verb(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(engine: EngineConfig, progress: Any = None, say: Any = None) -> hardware.Hardware:
-        return real(engine, progress, say, LITTLE)
+    def small(engine: EngineConfig, progress: Any = None, say: Any = None, **more: Any) -> hardware.Hardware:
+        return real(engine, progress, say, LITTLE, **more)
 
     real = measure.measure_and_keep
     monkeypatch.setattr(measure, "measure_and_keep", small)
