@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from powerinfer.formats.pack import PART_TYPES  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
 from powerinfer.placement import gpu_rates, hardware, measure  # noqa: E402
-from powerinfer.placement.budget import dense_on_gpu  # noqa: E402
+from powerinfer.placement.budget import claim, dense_on_gpu  # noqa: E402
 from powerinfer.placement.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.placement.hardware import load, save  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
@@ -272,14 +273,16 @@ def answers(llm: LLM) -> list[str]:
     return [answer.text for answer in llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))]
 
 
+def request_of(path: Path, made: hardware.Hardware) -> PlanRequest:
+    checkpoint = open_checkpoint(path)
+    found, profile = checkpoint_model(checkpoint), open_profile(checkpoint, None)
+    return PlanRequest(found, profile, made, context=CONTEXT, chunk=32, requests=3, selector="exact")
+
+
 def vram_for(path: Path, made: hardware.Hardware, groups: int) -> int:
     """That holds all but neurons, and so many groups of them."""
-    checkpoint = open_checkpoint(path)
-    found = checkpoint_model(checkpoint)
-    request = PlanRequest(
-        found, open_profile(checkpoint, None), made, context=CONTEXT, chunk=32, requests=3, selector="exact"
-    )
-    return dense_on_gpu(request)[-1][1] + groups * GROUP * found.gpu_neuron
+    request = request_of(path, made)
+    return dense_on_gpu(request)[-1][1] + groups * GROUP * request.model.gpu_neuron
 
 
 def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> None:
@@ -307,8 +310,10 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
     small = LLM(model, **options(gpu="cpu", vram=1 << 12))
     assert "do not hold driver, scratch and the attention of one layer" in small.choices["gpu"]
     assert answers(small) == wanted
-    assert made.gpu is not None
+    vram = vram_for(model, made, 1)
+    dense = sum(claim(replace(request_of(model, made), vram=vram)).cpu.values())
     for more, match in (
+        ({"vram": vram, "ram": dense + (1 << 14)}, r"do not fit in --vram and --ram, .* give --ram \d"),
         ({"ram": 1 << 20}, r"needs at least .* give --ram "),
         ({"vram": 1 << 49}, r"--vram .* free: give less, or end other programs on it"),
         ({"ram": 1 << 49}, r"--ram .*, but "),

@@ -74,6 +74,7 @@ class _Placing:
 
 def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Progress | None) -> _Placing | str:
     """What goes where; a reason where the GPU is not used."""
+    from powerinfer.devices.cpu import available_memory
     from powerinfer.devices.gpu import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
@@ -100,12 +101,13 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
             return "the budget does not hold one layer"
         return _Placing(name, layers, head, pages, f"layers as a whole ({reason})")
     profile = open_profile(checkpoint, engine.prepared)
+    most = hardware.cpu.memory_bytes
     request = PlanRequest(
         model,
         profile,
         hardware,
         vram=engine.vram,
-        ram=engine.ram,
+        ram=engine.ram if engine.ram is not None else min(available_memory() or most, most),
         context=context,
         kv_type=engine.kv_type,
         selector=prepared.selector.name,
