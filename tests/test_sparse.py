@@ -26,7 +26,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Predictor  # noqa: E402
-from powerinfer.sparsity.attach import Sparsity, attach  # noqa: E402
+from powerinfer.sparsity.attach import DENSE_ABOVE, Sparsity, attach  # noqa: E402
 from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
 
 RELU = [
@@ -105,6 +105,29 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
         together = side_by_side(executor, tokens)
         assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
         np.testing.assert_array_equal(one_by_one(executor, tokens[0]), alone)  # same bits again
+
+
+@pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
+def test_a_step_in_which_many_fire_goes_on_densely(
+    case: families.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = model_of(case)
+    tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
+    truth = [families.exact_logits(case, config, model, one) for one in tokens]
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens[0]) - truth[0])
+    path = packed(case, config, model, tmp_path)
+    active, rows = [], []
+    for above in (0.0, 0.3, 1.0):  # every step, some, none
+        monkeypatch.setitem(DENSE_ABOVE, "F16", above)
+        with opened(path, selector="exact") as (executor, sparsity):
+            assert sparsity is not None
+            assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
+            active.append(sparsity.report()["active_fraction"])
+            rows.append(executor.neuron_counts(0)["rows"])
+            together = side_by_side(executor, tokens)
+            assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
+    assert max(active) - min(active) < 2e-3  # gates near zero
+    assert rows[0] > rows[2] and rows[0] >= rows[1] >= rows[2]
 
 
 def residual_of(case: families.Case, layer: Any) -> Any:

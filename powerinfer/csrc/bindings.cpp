@@ -473,6 +473,10 @@ NB_MODULE(_native, m) {
       .def("neuron_sum", &neuron_sum, "op"_a, "x"_a, "names"_a.none(), "out"_a.noconvert())
       .def("sparsify", &sparsify, "op"_a, "bundles"_a, "predictor_in"_a.none(), "predictor_out"_a.none(), "threshold"_a, "floor"_a, "most"_a, "recall_every"_a)
       .def("set_ways", &set_ways, "op"_a, "ways"_a)
+      .def("set_dense_above", [](Program& p, size_t op, double share) {
+        require(share >= 0 && share <= 1, "a share lies between 0 and 1");
+        p.sparse(op).dense_above = share;
+      }, "op"_a, "share"_a)
       .def("neuron_stats", &neuron_stats, "op"_a)
       .def("clear_neuron_stats", [](Program& p, size_t op) { p.sparse(op).stats = {}; }, "op"_a)
       .def("normalise", &Program::normalise, "norm"_a)

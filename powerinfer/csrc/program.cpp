@@ -184,14 +184,12 @@ struct Ffn : Op {
   void dense(Thread& t, const Step& step) const {
     Program& p = *t.program;
     const int64_t tokens = step.tokens, k = in.down->k;
-    const int form = form_of(*in.down);
     const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, in.norm, form_of(*in.up) | (in.gate ? form_of(*in.gate) : 0));
     int64_t p0, p1;
     share(in.up->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of the activations below
     if (in.gate) p.linear(t, *in.gate, in.gate_bias, acts, p.gate, p.ldh, tokens, false, p0, p1);
     p.linear(t, *in.up, in.up_bias, acts, in.gate ? p.up : p.gate, p.ldh, tokens, false, p0, p1);
     const int64_t c0 = p0 * PI_LANES, c1 = std::min(p1 * PI_LANES, k);
-    const auto& m = p.middle;
     if (c0 < c1) {
       Watch* watch = p.watch.get();
       for (int64_t i = 0; i < tokens; i++) {
@@ -201,17 +199,10 @@ struct Ffn : Op {
         p.kernels->activate(in.act, in.threshold, row, in.gate ? p.up + i * p.ldh + c0 : nullptr, (p1 - p0) * PI_LANES);
         if (watch && !watch->gate) p.kernels->neurons->fires(row, (p1 - p0) * PI_LANES, 0.0f, watch->bits.data() + i * watch->words + c0 / PI_LANES);
         if (watch && watch->silence) silence(t, *watch, row, c1 - c0);
-        if (form == PI_FORM_F32) continue;
-        p.kernels->forms(row, c1 - c0, form, m.b + i * pi_round_up(k, 32) + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32,
-                         m.s + (i * k + c0) / 16);
       }
     }
     if (p.watch && c0 < c1) count(*p.watch, tokens, c0 / PI_LANES, p1 - p0);
-    p.pool->barrier();
-    PiActs hidden{p.gate, m.b, m.q, m.d, m.sd, m.s, k, p.ldh, pi_round_up(k, 32)};
-    share(in.down->panels, 1, p.pool->threads(), t.id, &p0, &p1);
-    p.linear(t, *in.down, in.down_bias, &hidden, p.x, p.ldx, tokens, true, p0, p1);
-    p.pool->barrier();
+    p.multiply_down(t, in, tokens, c0, c1);
   }
 
   // What the watch sees. Each thread looks at its own columns, n from c0 on, of which the bits are whole words.
@@ -605,6 +596,23 @@ void Program::linear(Thread& t, const Matrix& w, const Vector& bias, const PiAct
   if (p0 >= p1) return;
   PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
   kernels->linear(&l, acts, p0, p1, tokens, (void*)(((uintptr_t)t.scratch.data() + 63) & ~(uintptr_t)63));
+}
+
+void Program::multiply_down(Thread& t, const FfnInput& in, int64_t tokens, int64_t c0, int64_t c1) {
+  const int64_t k = in.down->k, ldb = pi_round_up(k, 32);
+  const int form = pi_form(in.down->type);
+  const auto& m = middle;
+  if (form != PI_FORM_F32) {
+    for (int64_t i = 0; i < tokens && c0 < c1; i++) {
+      kernels->forms(gate + i * ldh + c0, c1 - c0, form, m.b + i * ldb + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32, m.s + (i * k + c0) / 16);
+    }
+  }
+  pool->barrier();
+  PiActs hidden{gate, m.b, m.q, m.d, m.sd, m.s, k, ldh, ldb};
+  int64_t p0, p1;
+  share(in.down->panels, 1, pool->threads(), t.id, &p0, &p1);
+  linear(t, *in.down, in.down_bias, &hidden, x, ldx, tokens, true, p0, p1);
+  pool->barrier();
 }
 
 struct RunOps {

@@ -199,6 +199,8 @@ class Program {
   // Brings rows of src into the forms asked for, normalised first; index names the rows, null: all
   // in order. Few elements: every thread makes its own copy. Many: the threads share the work and meet.
   const PiActs* prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Norm& norm, int forms);
+  // x += down . h, where this thread has made columns [c0, c1) of h, in `gate`; whole blocks of 32 but at the end.
+  void multiply_down(Thread& t, const FfnInput& in, int64_t tokens, int64_t c0, int64_t c1);
   int64_t rope_half() const;  // rotary pairs of a head
   void linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo, int64_t tokens, bool add, int64_t p0, int64_t p1);
 

@@ -55,6 +55,12 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
     acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
     if (sampled) sample(t, step, in, acts);
   }
+  if (way == WAY_EXACT && many(s)) {
+    finish_densely(t, step, in, acts);
+    if (t.id == 0) count(step, way, s, sampled);
+    p.pool->barrier();
+    return;
+  }
   const int64_t n = take_part(t), ld = predicted || named ? s.ldz : p.ldh;
   const float* guess = predicted || (named && p.names && step.tokens > 1) ? s.z.data() : nullptr;
   std::fill(own.sums.begin(), own.sums.begin() + step.tokens * p.ldx, 0.0f);
@@ -72,13 +78,41 @@ const PiActs* SparseFfn::fire(Thread& t, const Step& step, const FfnInput& in) {
   Program& p = *t.program;
   Share& own = p.neurons->shares[(size_t)t.id];
   const Matrix& w = first_matrix(in);
-  const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, pi_form(w.type) | bundles->forms());
+  const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, pi_form(w.type) | pi_form(in.up->type) | bundles->forms());
   int64_t p0, p1, c0, c1;
   columns(t, w, &p0, &p1, &c0, &c1);
   p.linear(t, w, first_bias(in), acts, p.gate, p.ldh, step.tokens, false, p0, p1);
   for (int64_t i = 0; i < step.tokens; i++) p.kernels->activate(plain_act(in.act), in.threshold, p.gate + i * p.ldh + c0, nullptr, (p1 - p0) * PI_LANES);
   own.n = p.kernels->neurons->keep(p.gate + c0, p.ldh, step.tokens, c1 - c0, 1, most_, (int32_t)c0, own.listed.data(), own.counts);
   return acts;
+}
+
+// Whether so many neurons fire that reading a matrix from end to end is faster than their rows.
+bool SparseFfn::many(const NeuronScratch& s) const {
+  int64_t listed = 0;
+  for (const Share& share : s.shares) listed += share.n;
+  return (double)listed > dense_above * (double)bundles->neurons;
+}
+
+// The activations are known: up and down from the dense matrices.
+void SparseFfn::finish_densely(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts) {
+  Program& p = *t.program;
+  Share& own = p.neurons->shares[(size_t)t.id];
+  int64_t p0, p1;
+  share(in.up->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of h
+  const int64_t c0 = p0 * PI_LANES, c1 = std::min(p1 * PI_LANES, in.up->rows), n = std::max(c1 - c0, (int64_t)0);
+  if (in.gate) p.linear(t, *in.up, in.up_bias, acts, p.up, p.ldh, step.tokens, false, p0, p1);
+  own.done = {0, in.gate ? n : 0, n, 0, 0};
+  for (int64_t i = 0; i < step.tokens && n; i++) {
+    float *h = p.gate + i * p.ldh + c0, *up = p.up + i * p.ldh + c0;
+    if (most_ > 0.0f) for (int64_t j = 0; j < n; j++) if (fabsf(h[j]) <= most_) h[j] = 0.0f;
+    if (in.gate) {
+      if (in.act == PI_DRELU) p.kernels->activate(PI_RELU, 0.0f, up, nullptr, (p1 - p0) * PI_LANES);
+      for (int64_t j = 0; j < n; j++) h[j] *= up[j];
+    }
+    for (int64_t j = 0; j < n; j++) own.done.active += h[j] != 0.0f;
+  }
+  p.multiply_down(t, in, step.tokens, c0, c1);
 }
 
 // Of this thread's part of all neurons, those that some token names; z tells which token does.

@@ -50,6 +50,7 @@ class SparseFfn {
   void run(Thread& t, const Step& step, const FfnInput& in, Way way);
 
   Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
+  double dense_above = 1;  // `exact`: of the neurons, the share that may fire until the rest of the step goes densely
   NeuronStats stats = {};
   std::shared_ptr<Bundles> bundles;
   std::vector<int64_t> fired;  // by place, tokens that each neuron fired for, as far as `stats` counts; empty: not counted
@@ -60,6 +61,8 @@ class SparseFfn {
   const PiActs* fire(Thread& t, const Step& step, const FfnInput& in);
   void predict(Thread& t, const Step& step);
   void take_named(Thread& t, const Step& step);
+  bool many(const NeuronScratch& s) const;
+  void finish_densely(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts);
   void list(Thread& t, const Step& step);
   void reach_floor(Thread& t, const Step& step);
   void sample(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts);

@@ -346,12 +346,14 @@ class CpuExecutor:
         most: float = 0.0,
         predictor: tuple[Predictor, RawTensor, RawTensor] | None = None,
         recall_every: int = 0,
+        dense_above: float = 1.0,
     ) -> None:
         """Give a layer's FFN its neurons as bundles; it stays dense until `set_ways` says otherwise.
 
         rows: uint8 [groups, layout.group_bytes], kept; most: activations up to this magnitude count as zero; predictor:
         its description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between samples of
-        its recall, 0 for none. ValueError for shapes that are not the layer's.
+        its recall, 0 for none; dense_above: of the neurons, the share from which on a step of `exact`, whose gates are
+        known, computes the rest from the dense matrices. ValueError for shapes that are not the layer's.
         """
         ffn = self._ffns[layer]
         bundles = self._bundles(layout, rows, ffn.neurons)
@@ -361,6 +363,7 @@ class CpuExecutor:
             about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
             self._program.sparsify(ffn.op, bundles, inner, outer, about.threshold, about.floor, most, recall_every)
             ffn.predictor = inner.nbytes + outer.nbytes
+        self._program.set_dense_above(ffn.op, dense_above)
         ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
 
     def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:

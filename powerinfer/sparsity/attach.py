@@ -220,6 +220,10 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
     return "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(counts.items()))
 
 
+DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52}
+"""By type of gate: the share of a layer's neurons from which on reading up and down from end to end takes less time than
+reading the rows of those that fire (docs/selectors.md)."""
+
 Weights = tuple[Predictor, RawTensor, RawTensor]
 """A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
 
@@ -273,6 +277,14 @@ def _load(executor: CpuExecutor, engine: EngineConfig, prepared: Prepared, progr
     for layer, rows in enumerate(bundles.layers):
         predictor = None if prepared.predictors is None else prepared.predictors(layer)
         most = prepared.most(layer)
-        executor.sparsify(layer, rows, bundles.layout, most=most, predictor=predictor, recall_every=engine.recall_every)
+        executor.sparsify(
+            layer,
+            rows,
+            bundles.layout,
+            most=most,
+            predictor=predictor,
+            recall_every=engine.recall_every,
+            dense_above=DENSE_ABOVE[bundles.layout.gate_type],
+        )
         if progress is not None:
             progress("loading neurons", layer + 1, len(bundles.layers))
