@@ -269,6 +269,7 @@ def peer_facts(folder: Path) -> dict[str, str]:
     """How a peer was built: its version and the settings of its CMake cache."""
     cache = folder.parent / "CMakeCache.txt"
     wanted = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "GGML_NATIVE", "GGML_OPENMP", "GGML_LLAMAFILE", "GGML_CPU_REPACK")
+    wanted += ("GGML_CUDA", "CMAKE_CUDA_ARCHITECTURES", "GGML_CUDA_FA", "GGML_CUDA_GRAPHS")
     pairs = (line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line) if cache.exists() else ()
     facts = {key.split(":")[0]: value for key, value in pairs if key.split(":")[0] in wanted}
     done = subprocess.run([str(folder / "llama-bench"), "--version"], capture_output=True, text=True)

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -45,11 +46,11 @@ from typing import Any
 import activity
 import model_writers
 import numpy as np
-from sparse_weights import ACTIVATIONS, Plan, Weights
+from sparse_weights import ACTIVATIONS, Plan, Weights, shapes
 
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
-from powerinfer.neurons import Predictor
+from powerinfer.neurons import Predictor, Profile
 
 SHAPES: dict[str, dict[str, int]] = {
     "1b": {},  # the defaults of Plan: the random model of make_models.py
@@ -129,15 +130,19 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(**values | given)
 
 
-def make(out: Path, plan: Plan, form: str, kind: str) -> None:
-    """Write the model, unless it is there."""
+def make(out: Path, plan: Plan, form: str, kind: str, threads: int = 1) -> None:
+    """Write the model, unless it is there. threads: that compute its weights, of a GGUF file."""
     if out.exists():
         print(f"{out} exists already: kept", file=sys.stderr)
         return
+    if kind == "q4_0" and (form != "gguf" or plan.d_model % 32 or plan.d_ff % 32):
+        raise ValueError("Q4_0 goes into GGUF files, and needs widths in multiples of 32")
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    write = model_writers.write_gguf if form == "gguf" else model_writers.write_folder
-    write(out, plan, kind, Progress(plan.n_layers))
+    if form == "gguf":
+        model_writers.write_gguf(out, plan, kind, Progress(plan.n_layers), threads)
+    else:
+        model_writers.write_folder(out, plan, kind, Progress(plan.n_layers))
     print(f"\r{out}: {time.monotonic() - start:.0f} s        ", file=sys.stderr)
 
 
@@ -152,7 +157,38 @@ def make_predictor(model: Path, plan: Plan, rank: int, kind: str = "q8_0") -> Pa
     weights.predictor(0, rank)  # refuses before a file is begun
     layers = (weights.predictor(layer, rank) for layer in range(plan.n_layers))
     described = [Predictor(rank, 0.0, 0)] * plan.n_layers
-    return write_predictor(open_checkpoint(model), None, kind.upper(), described, layers)
+    return write_predictor(open_checkpoint(model), None, kind.upper(), described, layers, _known_reach(plan, rank))
+
+
+def _known_reach(plan: Plan, rank: int) -> dict[str, Any]:
+    """What predictors reach by the plan's own arithmetic, as `train` would describe it; weights by the model's."""
+    weights, layers = Weights(plan), []
+    for number in range(plan.n_layers):
+        p = weights.layer(number).probabilities
+        fires, named = float(p.mean()), float(plan.firing.candidates(p).mean())
+        reach = {"recall": plan.recall, "candidate_fraction": named}
+        first = {f"svd_{name}": value for name, value in reach.items()}  # nothing was there before it
+        told = {"rank": rank, "method": "known", "active_fraction": fires, "precision": plan.recall * fires / named}
+        layers.append(told | reach | first)
+    whole = sum(math.prod(shape) for _, shape in shapes(plan))
+    share = min(1.0, plan.n_layers * rank * (plan.d_model + plan.d_ff) / whole)
+    return {"recall_target": plan.recall, "share_of_model": share, "held_out_tokens": 0, "layers": layers}
+
+
+def known_profile(plan: Plan, tokens: int = 1_000_000) -> Profile:
+    """What a profile of so many tokens would count on average: nothing is run, the plan says how often neurons fire.
+
+    Tokens are taken as independent of each other, and of each the mean fraction of a layer's neurons fires.
+    """
+    weights, counts, active, reuse = Weights(plan), [], [], []
+    for number in range(plan.n_layers):
+        p = weights.layer(number).probabilities
+        counts.append(np.rint(p * tokens).astype(np.int64))
+        active.append(np.zeros(101, np.int64))
+        active[-1][int(100 * p.mean())] = tokens
+        reuse.append(float((p * p).sum() / p.sum()))
+    each = tuple(layer[None] for layer in counts)
+    return Profile(tokens, plan.d_ff, tuple(counts), ("known",), (tokens,), each, tuple(active), tuple(reuse), None)
 
 
 class Progress:

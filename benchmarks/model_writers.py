@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +16,7 @@ import numpy as np
 from make_models import vocabulary, write_tokenizer
 from sparse_weights import Plan, Weights, shapes
 
+from powerinfer.formats.quant import quantize
 from powerinfer.kernels.reference import bfloat16_rounded
 
 Progress = Callable[[str], None]
@@ -81,6 +83,7 @@ TYPES = {  # --type -> (GGUF file type, GGUF tensor type, safetensors type, nump
     "f32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32, "F32", np.dtype("<f4")),
     "f16": (gguf.LlamaFileType.MOSTLY_F16, gguf.GGMLQuantizationType.F16, "F16", np.dtype("<f2")),
     "bf16": (gguf.LlamaFileType.MOSTLY_BF16, gguf.GGMLQuantizationType.BF16, "BF16", np.dtype("<u2")),
+    "q4_0": (gguf.LlamaFileType.MOSTLY_Q4_0, gguf.GGMLQuantizationType.Q4_0, None, np.dtype(np.uint8)),  # GGUF only
 }
 
 
@@ -88,7 +91,14 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
     """float32 values as they lie in a file of that type."""
     if kind == "bf16":
         return (bfloat16_rounded(values).view(np.uint32) >> 16).astype("<u2")
+    if kind == "q4_0":
+        return quantize(values, "Q4_0")
     return values.astype(TYPES[kind][3])
+
+
+def stored_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """The shape of `stored` values; of block types that of their bytes."""
+    return (*shape[:-1], shape[-1] // 32 * 18) if kind == "q4_0" else shape
 
 
 def file_tensors(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -102,17 +112,18 @@ def file_tensors(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, shape
 
 
-def blocks(weights: Weights, name: str, shape: tuple[int, ...], to_gguf: bool) -> Iterator[np.ndarray]:
-    """A tensor of `file_tensors` in the order of the file's rows.
+def blocks(weights: Weights, name: str, shape: tuple[int, ...], kind: str, to_gguf: bool) -> Iterator[np.ndarray]:
+    """A tensor of `file_tensors`, `stored`, in the order of the file's rows.
 
     Falcon's heads: GGUF has all of Q, K and V in turn, Hugging Face one group after the other. GGUF's llama rotates
     neighbours, Hugging Face halves: the same model has its rows of Q and K in another order.
     """
     plan = weights.plan
     base, _, inner = name.rpartition(".")
+    finish = partial(stored, kind=kind)
     if inner == "qkv":
         q, k, v = (
-            weights.blocks(f"{base}.{part}", (heads * plan.head_dim, plan.d_model))
+            weights.blocks(f"{base}.{part}", (heads * plan.head_dim, plan.d_model), finish)
             for part, heads in (("q", plan.n_heads), ("k", plan.n_kv_heads), ("v", plan.n_kv_heads))
         )
         if to_gguf:
@@ -125,7 +136,7 @@ def blocks(weights: Weights, name: str, shape: tuple[int, ...], to_gguf: bool) -
             yield next(k)
             yield next(v)
         return
-    for block in weights.blocks(name, shape):
+    for block in weights.blocks(name, shape, finish):
         if to_gguf and plan.family == "llama" and inner in ("q", "k"):
             block = block.reshape(2, -1, block.shape[1]).swapaxes(0, 1).reshape(block.shape)
         yield block
@@ -133,10 +144,10 @@ def blocks(weights: Weights, name: str, shape: tuple[int, ...], to_gguf: bool) -
 
 def tensor(weights: Weights, name: str, shape: tuple[int, ...], kind: str, to_gguf: bool) -> np.ndarray:
     """The whole tensor as stored."""
-    out = np.empty(shape, TYPES[kind][3])
+    out = np.empty(stored_shape(shape, kind), TYPES[kind][3])
     at = 0
-    for block in blocks(weights, name, shape, to_gguf):
-        out[at : at + len(block)] = stored(block, kind)
+    for block in blocks(weights, name, shape, kind, to_gguf):
+        out[at : at + len(block)] = block
         at += len(block)
     return out
 
@@ -151,19 +162,19 @@ def spelled(name: str, names: dict[str, str], layers: str) -> str:
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-def write_gguf(path: Path, plan: Plan, kind: str, progress: Progress) -> None:
+def write_gguf(path: Path, plan: Plan, kind: str, progress: Progress, threads: int = 1) -> None:
     """Matrices in the type, vectors in F32."""
     names = GGUF_FALCON_40B if plan.parallel and not plan.shared_norm else GGUF_NAMES
     beside = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(beside, plan.family)
     _metadata(writer, plan, kind)
-    weights = Weights(plan)
+    weights = Weights(plan, threads)
     types = {name: kind if len(shape) > 1 else "f32" for name, shape in file_tensors(plan)}
-    for name, shape in file_tensors(plan):
-        dtype = TYPES[types[name]][3]
+    for name, dims in file_tensors(plan):
+        shape, dtype = stored_shape(dims, types[name]), TYPES[types[name]][3]
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        # the writer itself knows no numpy type of bfloat16
-        raw = {"raw_dtype": TYPES["bf16"][1]} if types[name] == "bf16" else {}
+        # numpy has no types of bfloat16 and of blocks
+        raw = {"raw_dtype": TYPES[types[name]][1]} if types[name] in ("bf16", "q4_0") else {}
         writer.add_tensor_info(spelled(name, names, "blk"), shape, dtype, nbytes, **raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,8 +17,11 @@ writes together add a known small variance, most of it from the FFN so that a wr
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from firing import Firing
@@ -162,11 +165,30 @@ class Layer:
     basis: Float32  # directions of the known noise, B [noise_rank, d_model], orthonormal
 
 
-class Weights:
-    """The values of a plan's tensors; every block of rows has a random stream of its own, so order does not matter."""
+def ahead(work: Callable[[int], Any], count: int, threads: int) -> Iterator[Any]:
+    """work(0), work(1), ... in their order, begun by so many threads a little before they are asked for."""
+    if threads == 1:
+        yield from map(work, range(count))
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        begun: deque[Future[Any]] = deque()
+        for number in range(count):
+            begun.append(pool.submit(work, number))
+            if len(begun) > 2 * threads:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
-    def __init__(self, plan: Plan) -> None:
+
+class Weights:
+    """The values of a plan's tensors; every block of rows has a random stream of its own, so order does not matter.
+
+    threads: that compute blocks ahead of who asks for them.
+    """
+
+    def __init__(self, plan: Plan, threads: int = 1) -> None:
         self.plan = plan
+        self.threads = threads
         signs = np.ones(plan.d_model, np.float32)
         signs[: plan.d_model // 2] = -1
         self.direction = self._stream("direction").permutation(signs) / np.float32(math.sqrt(plan.d_model))
@@ -202,11 +224,15 @@ class Weights:
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Float32]:
-        """The tensor in blocks of whole rows; vectors in one block. Q, K and V: a head a block."""
+    def blocks(
+        self, name: str, shape: tuple[int, ...], finish: Callable[[Float32], Any] = lambda block: block
+    ) -> Iterator[Any]:
+        """The tensor in blocks of whole rows; vectors in one block. Q, K and V: a head a block. finish: what is to be
+        made of each block, by the thread that computed it.
+        """
         *outer, inner = name.split(".")
         if len(shape) == 1:
-            yield np.full(shape, 0 if inner.endswith("_bias") else 1, np.float32)
+            yield finish(np.full(shape, 0 if inner.endswith("_bias") else 1, np.float32))
             return
         make: Callable[..., Float32] = self._reads
         if inner in ("embed", "positions"):
@@ -217,10 +243,13 @@ class Weights:
             make = self._leaning
         layer = self.layer(int(outer[1])) if outer else None
         step = self.plan.head_dim if inner in ("q", "k", "v") else ROWS
-        for number, first in enumerate(range(0, shape[0], step)):
-            rows = slice(first, min(first + step, shape[0]))
-            normal = self._stream(name, number).standard_normal((rows.stop - first, shape[1]), np.float32)
-            yield make(normal, inner, rows, layer)
+
+        def block(number: int) -> Any:
+            rows = slice(number * step, min((number + 1) * step, shape[0]))
+            normal = self._stream(name, number).standard_normal((rows.stop - rows.start, shape[1]), np.float32)
+            return finish(make(normal, inner, rows, layer))
+
+        yield from ahead(block, -(-shape[0] // step), self.threads)
 
     def _off_direction(self, rows: Float32) -> Float32:
         """Rows [n, d_model], in place, without what they have along the direction and along the all-ones vector."""

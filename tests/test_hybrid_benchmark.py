@@ -1,0 +1,222 @@
+"""benchmarks/hybrid.py on a stand-in for a GPU, and with a peer that only says how fast it was."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hybrid  # noqa: E402
+import hybrid_models  # noqa: E402
+import hybrid_run  # noqa: E402
+import hybrid_table  # noqa: E402
+import make_model  # noqa: E402
+from sparse_weights import Weights, shapes  # noqa: E402
+
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.placement.solver import GROUP  # noqa: E402
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def measured(out: Path, *more: object, run: Callable[..., Any] = hybrid.run) -> dict[str, Any]:
+    """The document of a whole run at the tiny scale."""
+    fixed = ("--models", out.parent / "models", "--gpu", "cpu", "--scale", "tiny", "--names", "falcon-40b")
+    sizes = ("--rounds", 1, "--tokens", 4, "--batches", 1, 9, "--shares", 1.5, "--threads", 1, "--quiet", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid, "run", run)
+        patch.setattr(sys, "argv", ["hybrid.py", *map(str, (*fixed, *sizes, "--out", out, *more))])
+        assert hybrid.main() == 0
+    return json.loads(out.read_text())
+
+
+def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "hybrid.json"
+    document = measured(out)
+    jobs = document["jobs"]
+    assert [job["error"] for job in jobs.values() if "error" in job] == []
+    model = "falcon-40b"
+    steps = [f"ablation/{model}/0/{step}" for step in ("dense", "layers", "random", "exact")]
+    expected = [f"make/{model}", "hardware", f"decode/{model}/0/powerinfer", *steps]
+    assert list(jobs) == [*expected, f"budget/{model}/1.5", f"kernel/{model}"]
+    plan, dense, *others = (jobs[key] for key in expected[2:])
+    assert set(plan["decode_tok_s"]) == {"1", "9"} and all(rate > 0 for rate in plan["decode_tok_s"].values())
+    assert "sparsity" not in dense and set(plan["sparsity"]) == {"1"}, "steps of more than 8 tokens are not counted"
+    whole = plan["vram"]
+    assert all(job["vram"] == whole for job in others) and jobs[f"budget/{model}/1.5"]["vram"] > whole
+    in_turns, at_random, exact = (job["sparsity"]["1"]["gpu_share"] for job in others)
+    assert in_turns == 0, "there is no room for a whole layer"
+    assert plan["sparsity"]["1"]["gpu_share"] > at_random and exact > at_random, "hot neurons are where they should be"
+    assert plan["sparsity"]["1"]["active_fraction"] == pytest.approx(0.05, abs=0.03)
+    assert 0 < plan["trace"]["overlap"] <= 1 and plan["plan"]["ms_per_token"] > 0
+    runs = jobs[f"kernel/{model}"]["runs"]
+    assert [(run["tokens"], run["fired"]) for run in runs] == [(1, 51), (8, 51), (32, 51)] and runs[0]["gb_s"] > 0
+    assert not list((tmp_path / "results" / "models").iterdir()), "models are removed"
+
+    def never(task: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError(task)
+
+    assert measured(out, run=never) == document, "nothing is done twice"
+    with pytest.raises(SystemExit, match="other settings"):
+        measured(out, "--tokens", 5, run=never)
+    capsys.readouterr()
+    text = hybrid_table.tables(document)
+    assert "2 of 60 layers" in text and "failed" not in text and not hybrid_table.speaks(document)
+    assert len(hybrid_table.step_rates(document, model)) == 4
+    spans = hybrid_table.last_token(hybrid_table.trace_of(document, out.parent, model))
+    assert {"attention", "hot neurons", "cold neurons"} <= {span["cat"] for span in spans}
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in hybrid_table.draw(document, out.parent, tmp_path)] == [
+        f"hybrid-{kind}.png" for kind in ("ablation", "budget", "trace")
+    ]
+
+
+def test_what_failed_is_said_and_can_be_done_again(tmp_path: Path) -> None:
+    def run(task: dict[str, Any]) -> dict[str, Any]:
+        if task["what"] in ("decode", "kernel"):
+            raise RuntimeError("no such kernel")
+        return {}
+
+    out = tmp_path / "hybrid.json"
+    document = measured(out, "--sections", "decode", "kernel", run=run)
+    assert document["jobs"]["kernel/falcon-40b"]["error"] == "no such kernel"
+    assert "decode/falcon-40b/0/powerinfer failed: no such kernel" in hybrid_table.tables(document)
+    again = measured(out, "--sections", "decode", "kernel", run=lambda task: {"runs": []})
+    assert again["jobs"]["kernel/falcon-40b"] == document["jobs"]["kernel/falcon-40b"]
+    again = measured(out, "--sections", "kernel", "--retry", run=lambda task: {"runs": []})
+    assert "error" not in again["jobs"]["kernel/falcon-40b"]
+
+
+def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
+    seconds = [0.0]
+
+    def run(task: dict[str, Any]) -> dict[str, Any]:
+        seconds[0] += 50
+        return {"decode_tok_s": {"1": 1.0}}
+
+    out = tmp_path / "hybrid.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid.time, "monotonic", lambda: seconds[0])
+        patch.setattr(hybrid.machine, "wait_until_quiet", lambda _: None)
+        counts = [len(measured(out, "--minutes", 3, run=run)["jobs"]) for _ in range(5)]
+    assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 9
+
+
+def test_cutting_keeps_layers_and_budget_in_proportion() -> None:
+    whole = hybrid_models.RECIPES["falcon-40b"]
+    cut = hybrid_models.recipe("falcon-40b", "own")
+    assert (whole.layers, cut.plan.n_layers, cut.vram) == (60, 15, 6 * GIB)
+    assert hybrid_models.recipe("drelu-7b", "own").vram == 24 * GIB
+    assert hybrid_models.recipe("reglu-70b", "0.001").plan.n_layers == 1
+    for wrong in ("0", "1.5", "much"):
+        with pytest.raises(ValueError):
+            hybrid_models.recipe("falcon-40b", wrong)
+
+
+@dataclass
+class Chosen:
+    """A plan, as far as `whole_layers` looks at it."""
+
+    gpu: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    request: Any = None
+    choice: Any = None
+
+
+def test_layers_in_turns_have_the_room_of_the_plan() -> None:
+    profile = SimpleNamespace(d_ff=GROUP * 10 - 1)
+    plan: Any = Chosen(request=SimpleNamespace(profile=profile), choice=Chosen((4, 9, 6, 8), (10,) * 4))
+    assert hybrid_run.whole_layers(plan).choice.gpu == (10, 10, 0, 0)
+
+
+def test_threads_and_types_make_the_same_model(tmp_path: Path) -> None:
+    plan = hybrid_models.recipe("reglu-70b", "tiny").plan
+    name, shape = next((name, shape) for name, shape in shapes(plan) if name == "layers.1.gate")
+    one, several = (np.concatenate(list(Weights(plan, threads).blocks(name, shape))) for threads in (1, 3))
+    np.testing.assert_array_equal(one, several)
+    path = tmp_path / "q4.gguf"
+    make_model.make(path, plan, "gguf", "q4_0", 2)
+    stored = open_checkpoint(path).take(name)
+    assert stored.type == "Q4_0"
+    assert np.abs(stored.float32() - one).max() <= np.abs(one).max() / 8 + 1e-6  # a step of 4 bits
+
+
+def test_the_known_profile_is_what_fires() -> None:
+    """Neurons of all of a layer's ranks, against the plan's own probabilities and the share that was asked for."""
+    plan = hybrid_models.recipe("drelu-7b", "tiny").plan
+    profile = make_model.known_profile(plan, 10_000)
+    assert profile.active_fraction() == pytest.approx(plan.active, rel=0.01)
+    for layer in range(plan.n_layers):
+        p = Weights(plan).layer(layer).probabilities
+        np.testing.assert_allclose(profile.fraction(layer), p, atol=0.5 / 10_000)
+
+
+# ---------------------------------------------------------------- the peer
+
+
+class FakePeer(hybrid.Peer):
+    """Takes 1 GiB and half of one for each unit on the GPU; faster with fewer threads."""
+
+    def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
+        count = int(flags[1])
+        if count > 20:
+            raise RuntimeError("out of memory")
+        return 8.0 / threads, GIB + count * GIB // 2
+
+
+@pytest.mark.parametrize("guess", [GIB // 4, GIB // 2, GIB])
+def test_the_most_layers_within_the_budget(guess: int) -> None:
+    found = hybrid.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, 6 * GIB, guess, 4)
+    assert found["count"] == 10 and found["flags"] == ["-ngl", "10"] and found["threads"] == 2
+    assert max(one["vram_used"] for one in found["tries"] if one["count"] <= 10) == 6 * GIB
+    assert len(found["tries"]) <= hybrid.MOST_TRIES
+    with pytest.raises(RuntimeError, match="nothing fits"):
+        hybrid.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, GIB // 2, guess, 4)
+
+
+def test_flags_of_the_peer() -> None:
+    assert hybrid.ngl_flags(3, 4) == ["-ngl", "3"] and hybrid.ngl_flags(5, 4) == ["-ngl", "999"]
+    assert hybrid.ot_flags(4, 4) == ["-ngl", "999"]
+    assert hybrid.ot_flags(2, 4)[2:] == ["-ot", r"blk\.(2|3)\.ffn_(up|gate|down)\.weight=CPU"]
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_the_peer_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "nvidia-smi", "echo 100; echo 700; echo 300; exec sleep 60")
+    program(tmp_path, "llama-bench", f'echo "$@" > {tmp_path}/alone; sleep 0.2; echo \'[{{"avg_ts": 16.0}}]\'')
+    lines = "\n".join(json.dumps({"pl": batch, "speed_tg": 10.0 * batch}) for batch in (8, 32))
+    program(tmp_path, "llama-batched-bench", f'echo "$@" > {tmp_path}/together\ncat <<END\nload\n{lines}\nEND')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    peer = hybrid.Peer(tmp_path, "cuda:1", ["-x"])
+    result = peer.measure(Path("m.gguf"), {"threads": 4, "flags": ["-ngl", "7"]}, [1, 8, 32], 64)
+    assert result == {"decode_tok_s": {"1": 16.0, "8": 80.0, "32": 320.0}, "vram_used": 600 << 20}
+    assert (tmp_path / "alone").read_text().startswith("-m m.gguf -t 4 -ngl 7 -x -p 0 -n 64")
+    assert "-npl 8,32" in (tmp_path / "together").read_text()
+    program(tmp_path, "llama-batched-bench", "exit 3")
+    result = peer.measure(Path("m.gguf"), {"threads": 4, "flags": []}, [1, 8], 64)
+    assert result["decode_tok_s"] == {"1": 16.0} and "status 3" in result["together_error"]
+    (tmp_path / "nvidia-smi").unlink()
+    with hybrid.Vram("cuda") as unknown:
+        pass
+    assert unknown.peak is None
