@@ -16,11 +16,15 @@ from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.pack import open_bundles
 from powerinfer.formats.predictor_file import open_predictor
-from powerinfer.kernels import cpu
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.kernels import cpu, gpu
 from powerinfer.models import load
+from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement import shapes
 from powerinfer.placement.power_law import FAMILIES
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
+from powerinfer.sparsity.packing import choose_types, pack
 
 PUBLISHED = {  # as their authors count them, in 1e9
     "opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 175, "falcon-7b": 7, "falcon-40b": 41,
@@ -117,6 +121,51 @@ def test_a_quantised_checkpoint(tmp_path: Path) -> None:
     quantised = checkpoint_model(open_checkpoint(path, quantize="q8_0"))
     assert plain.weight_type == "F32" and quantised.weight_type == "Q8_0"
     assert quantised.attention[0][0].stored * 4 * 32 == plain.attention[0][0].stored * 34
+
+
+@pytest.mark.parametrize("kind", sorted(NATIVE_TYPES))
+def test_a_matrix_has_the_bytes_and_the_type_that_it_gets_on_a_gpu(kind: str) -> None:
+    for rows, cols in ((48, 512), (48, 256)):
+        matrix = shapes._matrix(rows, cols, kind)
+        assert matrix.stored == gpu.weight_bytes(kind, rows, cols)
+        assert matrix.gpu_type == gpu.gpu_type(kind, cols) and matrix.gpu_type in gpu.GPU_TYPES
+        assert matrix.stored == rows * block_type(matrix.gpu_type).row_bytes(cols)
+        assert matrix.panels == cpu.matrix_bytes(kind, rows, cols)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "types"),
+    [
+        ("llama", ("F16", "F16")), ("llama", ("BF16", "BF16")), ("llama", ("Q8_0", "Q8_0")),
+        ("llama", ("Q4_0", "Q8_0")), ("llama", ("Q4_0", "Q4_0X32")), ("opt", ("F16", "F16")),
+    ],
+)  # fmt: skip
+def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
+    tmp_path: Path, architecture: str, types: tuple[str, str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    if architecture == "llama":
+        checkpoint = open_checkpoint(tiny_llama(tmp_path / "m.gguf"), "q4_0" if types[1] == "Q4_0X32" else None)
+    else:
+        checkpoint = open_checkpoint(plain_folder(tmp_path / "model", architecture))
+    pack(checkpoint, None, choose_types(checkpoint, *types))
+    model, bundles = checkpoint_model(checkpoint), open_bundles(checkpoint, None, cpu.part_bytes)
+    config, biases = checkpoint.config, [None, None]
+    if config.ffn_bias:
+        biases[1] = np.zeros(config.d_ff, np.float32)
+    for index in ([0], [1, 31, 40], range(config.d_ff)):
+        some = np.array(index, np.int32)
+        held = gpu.resident(bundles.layout, bundles.layers[0], some, torch.device("cpu"), config, biases)
+        groups = len(np.unique(some // BUNDLE_GROUP))
+        assert held.nbytes + 8 * len(some) == len(some) * model.gpu_neuron + groups * model.gpu_shared, index
+
+
+def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> None:
+    """What is most of the FFNs is told by what the file has, whatever it becomes on a GPU."""
+    config = SHAPES["llama-7b"].config
+    small, large = shapes._matrix(64, 512, "Q4_K"), shapes._matrix(64, 512, "Q6_K")
+    model = replace(described_model(config, "f16"), ffn=((small, small, large),))
+    assert small.stored == large.stored and model.weight_type == "Q6_K"
 
 
 def test_what_training_says_of_named_neurons() -> None:

@@ -46,8 +46,9 @@ GPU_KV_TYPES = {"f16": 2, "f32": 4}
 
 _PREDICTOR_TYPE = "Q8_0"
 _LEAST_DESCRIPTION = 1 << 12  # bytes of the numbers of a step
-_PIECE = 1 << 24  # elements of a matrix that a GPU dequantises at a time
-_OF_PIECE = 16  # bytes that an element of it takes meanwhile: codes, scales, values, twice where types are converted
+_PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
+_SPLIT_ROWS = 264 * 64  # rows of attention's sums, where few tokens share out a context among a GPU's processors
+_PLAIN_PIECE = 16  # bytes that an element of it takes in plain torch: codes, scales, values, twice where converted
 _CONFIG_LIMIT = 1 << 20  # bytes of a config.json
 
 
@@ -149,22 +150,28 @@ class Model:
         numbers = 5 * tokens + requests * (1 + -(-context // cpu.PAGE))
         return 4 * tokens * self.config.d_model + max(_LEAST_DESCRIPTION, 1 << (4 * numbers - 1).bit_length())
 
-    def gpu_passed(self, tokens: int, requests: int) -> int:
+    def gpu_passed(self, tokens: int, requests: int, plain: bool = False) -> int:
         """The most that a GPU's operators pass to each other in a step of so many tokens and `requests` logits.
 
-        Normalised rows and the sum that comes back; q, k and v, the rotated ones, what attention gives; or gate, up and
-        what becomes of them; logits; and a piece of a matrix while it is dequantised (kernels/gpu.py).
+        Normalised rows and the sum that comes back; q, k, v and what attention gives, or gate, up and what becomes of
+        them until down has them in half the bits; logits; and of products with many tokens a piece of the matrix, where
+        that is quantised, with what it gives (kernels/gpu.py). plain: in torch's own arithmetic, as on a stand-in,
+        which spreads out pieces of any type.
         """
         config = self.config
-        attention = 2 * (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.n_heads * config.head_dim
-        hidden = (6 if config.gated else 4) * config.d_ff
-        logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
-        largest = max(2 * config.d_ff, config.d_model, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim)
+        qkv, attended = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_heads * config.head_dim
+        largest = max(2 * config.d_ff, config.d_model, qkv)  # gate and up are one matrix
         if requests > gpu.FEW:
             largest = max(largest, config.vocab_size)
         piece = min(_PIECE, largest * config.d_model)
-        floats = tokens * (3 * config.d_model + max(attention, hidden))
-        return 4 * (floats + logits) + _OF_PIECE * piece
+        layers = (*self.attention[0], *self.ffn[0], self.head)
+        types = {matrix.gpu_type for matrix in layers} | {self.bundles.gate_type, self.bundles.down_type}
+        of_piece = _PLAIN_PIECE if plain else 0 if types <= FLOAT_TYPES else 2
+        hidden = 9 * config.d_ff // 2 if config.gated else 7 * config.d_ff // 2
+        passed = 2 * config.d_model + max(qkv + 5 * attended // 2, hidden) + 2 * (piece // config.d_model)
+        logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
+        splits = 0 if plain else _SPLIT_ROWS * config.head_dim
+        return 4 * (tokens * passed + logits + splits) + of_piece * piece
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).
