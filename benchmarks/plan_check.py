@@ -49,7 +49,7 @@ from powerinfer.kernels import cpu
 from powerinfer.models import load as load_executor
 from powerinfer.neurons import BUNDLE_GROUP, Predictor, Profile, Tier
 from powerinfer.placement import cost
-from powerinfer.placement.budget import dense_on_gpu
+from powerinfer.placement.budget import dense_on_gpu, shared_on_gpu
 from powerinfer.placement.hardware import Device, Hardware, load
 from powerinfer.placement.measure import measure
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
@@ -304,7 +304,8 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
     )
     model, config = subject.model, subject.config
     dense = dense_on_gpu(subject.request(hardware, selector, 1 << 50, CONTEXT))[-1][1]
-    room = math.ceil(share * config.n_layers * (config.d_ff // GROUP)) * GROUP * model.bundles.stride
+    room = math.ceil(share * config.n_layers * (config.d_ff // GROUP)) * GROUP * model.gpu_neuron
+    room += shared_on_gpu(model, config.n_layers)
     plan = make_plan(subject.request(hardware, selector, dense + room, CONTEXT))
     groups = plan.choice.gpu
     expected = cost.expected(
