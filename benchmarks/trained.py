@@ -2,6 +2,7 @@
 
     python benchmarks/trained.py OUT                                   measure, into runs/results.json; write the tables
     python benchmarks/trained.py OUT --models stories15M-reglu         only some; figures of the others stay
+    python benchmarks/trained.py OUT --models ... --recall 0.96        beside them, with such predictors
     python benchmarks/trained.py --tables                              write the tables again
 
 OUT is what relu_stories.py made, and the default is all models of its figures.json, which comes first in the tables.
@@ -43,8 +44,8 @@ def command(commands: list[str], *words: str | Path) -> dict[str, Any]:
     return document
 
 
-def measure(out: Path, name: str) -> dict[str, Any]:
-    """Every figure of one model."""
+def measure(out: Path, name: str, recall: str | None) -> dict[str, Any]:
+    """Every figure of one model. recall: what its predictors are trained for, None for the default."""
     path, corpus, text = out / f"{name}-F16.gguf", out / "train.txt", out / "scored.txt"
     whole = (out / "heldout.txt").read_bytes()
     text.write_bytes(whole[: whole.rindex(b"\n\n", 0, SCORED)])
@@ -53,7 +54,7 @@ def measure(out: Path, name: str) -> dict[str, Any]:
     quality = ("eval", "perplexity", "-m", path, "--file", text, "--context", CONTEXT, "--threads", "1")
     if name != ORIGINAL:
         found["profile"] = command(commands, "profile", "-m", path, "--corpus", corpus, "--window", CONTEXT)
-        found["train"] = command(commands, "train", "-m", path)
+        found["train"] = command(commands, "train", "-m", path, *(("--recall", recall) if recall else ()))
         found["pack"] = command(commands, "pack", "-m", path, "--no-check")
     for selector in ("all",) if name == ORIGINAL else ("all", "exact", "predicted"):
         found[selector] = command(commands, *quality, "--selector", selector)
@@ -117,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", help="folder that runs/relu_stories.py made")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: those of OUT/figures.json")
+    parser.add_argument("--recall", metavar="X", help="of the predictors; such figures stand beside the usual ones")
     parser.add_argument("--tables", action="store_true", help="only write the tables of runs/README.md again")
     args = parser.parse_args()
     if args.out is None and not args.tables:
@@ -126,10 +128,11 @@ def main() -> None:
         unknown = [name for name in args.models or [] if name not in known]
         if unknown:
             parser.error(f"{args.out} holds {', '.join(known)}, not {', '.join(unknown)}")
-        models = json.loads(RESULT.read_text())["models"] if args.models and RESULT.exists() else {}
+        models = json.loads(RESULT.read_text())["models"] if (args.models or args.recall) and RESULT.exists() else {}
         wanted = args.models or json.loads((args.out / "figures.json").read_text())
         for name in dict.fromkeys([*([] if ORIGINAL in models else [ORIGINAL]), *wanted]):
-            models[name] = measure(args.out, name)
+            label = name if args.recall is None or name == ORIGINAL else f"{name} --recall {args.recall}"
+            models[label] = measure(args.out, name, args.recall)
             by_torch = json.loads((args.out / "figures.json").read_text())
             machine.write_json(RESULT, {**machine.description(), "torch": by_torch, "models": models})
     write_tables()
