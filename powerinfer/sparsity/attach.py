@@ -221,7 +221,7 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
 
 
 DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52}
-"""By type of gate: the share of a layer's neurons from which on reading up and down from end to end takes less time than
+"""By type of gate: the share of a layer's neurons from which on reading up and down from end to end is faster than
 reading the rows of those that fire (docs/selectors.md)."""
 
 Weights = tuple[Predictor, RawTensor, RawTensor]
