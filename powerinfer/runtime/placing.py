@@ -143,21 +143,24 @@ def _load_placed(
     share = GpuShare(placing.device, placing.layers, placing.head, bundles is not None, bundles, most, placing.pages)
     executor = load_split(checkpoint, engine, share, progress)
     executor.choices["gpu"] += f", {placing.reason}"
-    if plan is None or prepared is None or profile is None:
-        executor.choices["selector"] = "all (layers as a whole)"
-        return executor, None
+    sparsity = None
     try:
-        ffns = hang_neurons(
-            executor.cpu,
-            executor.gpu,
-            prepared.bundles,
-            plan.placement(profile),
-            most=prepared.most,
-            predictors=prepared.predictors,
-            progress=progress,
-        )
+        if plan is not None and prepared is not None and profile is not None:
+            ffns = hang_neurons(
+                executor.cpu,
+                executor.gpu,
+                prepared.bundles,
+                plan.placement(profile),
+                most=prepared.most,
+                predictors=prepared.predictors,
+                progress=progress,
+            )
+            sparsity = HybridSparsity(prepared.selector.name, executor, ffns)
+        if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
+            executor.gpu.rehearse(engine.max_batch)
     except BaseException:
         executor.close()
         raise
-    executor.choices["selector"] = f"{prepared.selector.name} (neurons on both devices)"
-    return executor, HybridSparsity(prepared.selector.name, executor, ffns)
+    way = "all (layers as a whole)" if sparsity is None else f"{sparsity.selector} (neurons on both devices)"
+    executor.choices["selector"] = way
+    return executor, sparsity
