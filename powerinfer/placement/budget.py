@@ -137,16 +137,16 @@ def shared_in_ram(model: Model, gpu_layers: int) -> int:
 
 def _fixed_on_gpu(request: PlanRequest) -> Bytes:
     """What the GPU holds however few layers are there."""
-    assert request.hardware.gpu is not None
     tokens, requests = max(request.chunk, request.together), request.together
-    return _fixed(request.model, request.hardware.gpu.reserved_bytes, tokens, requests, request.context)
+    return _fixed(request.model, request.hardware, tokens, requests, request.context)
 
 
-def _fixed(model: Model, reserved: int, tokens: int, requests: int, context: int) -> Bytes:
+def _fixed(model: Model, hardware: Hardware, tokens: int, requests: int, context: int) -> Bytes:
+    assert hardware.gpu is not None
     return {
-        "runtime": reserved,
+        "runtime": hardware.gpu.reserved_bytes,
         "scratch": model.gpu_scratch(tokens, requests, context),
-        "step": model.gpu_passed(tokens, requests),
+        "step": model.gpu_passed(tokens, requests, context if hardware.plain_torch else None),
         "norms": model.rotation_bytes,
     }
 
@@ -214,7 +214,7 @@ def whole_layers(
     vram, _ = budgets(hardware, vram, None)
     if hardware.gpu is None:
         return 0, False
-    fixed = _fixed(model, hardware.gpu.reserved_bytes, max(chunk, requests), requests, context)
+    fixed = _fixed(model, hardware, max(chunk, requests), requests, context)
     norms, kv = model.layer_vectors(dense=True), model.gpu_kv_bytes(kv_type, context, 1)
     each = [
         {"norms": norms, "kv": kv, "attention": _stored(attention), "ffn": _stored(ffn)}

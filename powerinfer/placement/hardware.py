@@ -163,6 +163,12 @@ class Hardware:
     host_bytes: int = 0
 
 
+    @property
+    def plain_torch(self) -> bool:
+        """Whether the GPU was measured without kernels of the engine's own: a stand-in, or a card without Triton."""
+        return self.key.get("triton") == "none"
+
+
 def ready_made() -> list[str]:
     """The names of the machines whose descriptions come with the package."""
     return sorted(path.stem for path in MACHINES.glob("*.json"))

@@ -150,13 +150,13 @@ class Model:
         numbers = 5 * tokens + requests * (1 + -(-context // cpu.PAGE))
         return 4 * tokens * self.config.d_model + max(_LEAST_DESCRIPTION, 1 << (4 * numbers - 1).bit_length())
 
-    def gpu_passed(self, tokens: int, requests: int, plain: bool = False) -> int:
+    def gpu_passed(self, tokens: int, requests: int, plain: int | None = None) -> int:
         """The most that a GPU's operators pass to each other in a step of so many tokens and `requests` logits.
 
         Normalised rows and the sum that comes back; q, k, v and what attention gives, or gate, up and what becomes of
         them until down has them in half the bits; logits; and of products with many tokens a piece of the matrix, where
-        that is quantised, with what it gives (kernels/gpu.py). plain: in torch's own arithmetic, as on a stand-in,
-        which spreads out pieces of any type.
+        that is quantised, with what it gives (kernels/gpu.py). plain: the context, where all is done in torch's own
+        arithmetic, as on a stand-in, which spreads out pieces of any type, and attention's keys, values and scores.
         """
         config = self.config
         qkv, attended = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_heads * config.head_dim
@@ -166,12 +166,15 @@ class Model:
         piece = min(_PIECE, largest * config.d_model)
         layers = (*self.attention[0], *self.ffn[0], self.head)
         types = {matrix.gpu_type for matrix in layers} | {self.bundles.gate_type, self.bundles.down_type}
-        of_piece = _PLAIN_PIECE if plain else 0 if types <= FLOAT_TYPES else 2
+        of_piece = 0 if types <= FLOAT_TYPES else 2
+        spread = _SPLIT_ROWS * config.head_dim
+        if plain is not None:
+            of_piece = _PLAIN_PIECE
+            spread = plain * (2 * tokens * config.n_heads + 2 * config.n_kv_heads * config.head_dim)
         hidden = 9 * config.d_ff // 2 if config.gated else 7 * config.d_ff // 2
         passed = 2 * config.d_model + max(qkv + 5 * attended // 2, hidden) + 2 * (piece // config.d_model)
         logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
-        splits = 0 if plain else _SPLIT_ROWS * config.head_dim
-        return 4 * (tokens * passed + logits + splits) + of_piece * piece
+        return 4 * (tokens * passed + logits + spread) + of_piece * piece
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).
