@@ -364,6 +364,22 @@ def test_whole_layers() -> None:
     assert budget.whole_layers(model, replace(hardware, gpu=None), None, "f16", 64, 32) == (0, False)
 
 
+def test_ram_beside_whole_layers() -> None:
+    """Each layer that goes to the GPU takes its matrices and its cache out of RAM; a GPU's libraries come in once."""
+    model, hardware = small_model(predictors=False), replace(machine(4 * GIB), host_bytes=7 * MIB)
+
+    def beside(layers: int, head: bool = False) -> int:
+        return budget.ram_beside(model, hardware, layers, head, "f16", 64, 32, 4)
+
+    alone = make_plan(request_of(model, selector="all", vram=0, requests=4))
+    assert alone.claims.panels and beside(0) == sum(alone.bytes["cpu"].values())
+    layer = sum(one.panels for one in (*model.attention[0], *model.ffn[0])) + model.kv_bytes("f16", 64, 1)
+    layer += model.layer_vectors(dense=True) - 2 * 8 * model.config.d_ff
+    assert beside(1) - beside(2) == beside(2) - beside(3) == layer
+    assert beside(3) - beside(3, True) == model.head.panels
+    assert beside(0) - beside(1) < layer - 7 * MIB
+
+
 def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     """Every budget that a plan names does what it says, and one byte less does not."""
     request = request_of(

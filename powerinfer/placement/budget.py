@@ -85,19 +85,9 @@ def claim(request: PlanRequest) -> Claims:
     layers = config.n_layers
     gpu_layers, gpu_head, gpu = _on_gpu(request, vram)
     kv = model.kv_bytes(request.kv_type, request.context, request.batch)
-    tokens, logits = max(request.chunk, request.together), request.together
-    between = link_bytes(tokens, config.d_model, config.d_ff) + 4 * tokens * config.d_model  # and x in and out
-    between += gpu_layers * 2 * 8 * config.d_ff  # counters of neurons
-    cpu = {
-        "runtime": RUNTIME_BYTES + (request.hardware.host_bytes if gpu_layers else 0),
-        "scratch": model.scratch_bytes(request.chunk, logits) + (between if gpu_layers else 0),
-        "embedding": model.tables,
-        "norms": model.vectors + (model.rotation_bytes if gpu_layers else 0) - gpu.get("norms", 0),
-        "attention": sum(_panels(model.attention[layer]) for layer in range(gpu_layers, layers)),
-        "predictor": 0 if gpu_layers else sum(_panels(pair) for pair in _predictors(request)),
-        "head": _panels(model.projections[:1] if gpu_head else (model.head, *model.projections)),
-        "kv": kv * (layers - gpu_layers),
-    }
+    cpu = _in_ram(model, request.hardware, gpu_layers, gpu_head, kv, request.chunk, request.together)
+    cpu["norms"] = model.vectors + (model.rotation_bytes if gpu_layers else 0) - gpu.get("norms", 0)
+    cpu["predictor"] = 0 if gpu_layers else sum(_panels(pair) for pair in _predictors(request))
     left = ram - sum(cpu.values())
     if left < 0:
         dense, needed = sum(cpu.values()) + sum(gpu.values()), sum(cpu.values())
@@ -123,6 +113,25 @@ def claim(request: PlanRequest) -> Claims:
     left -= shared_in_ram(model, gpu_layers)
     neuron = model.gpu_neuron, model.bundles.pitch
     return Claims(gpu_layers, gpu_head, gpu, cpu, max(0, gpu_left), max(0, left), *neuron, packed, keep)
+
+
+def _in_ram(
+    model: Model, hardware: Hardware, gpu_layers: int, gpu_head: bool, kv: int, chunk: int, requests: int
+) -> Bytes:
+    """What RAM holds beside norms, predictors and FFNs. kv: of one layer."""
+    config, tokens = model.config, max(chunk, requests)
+    between = link_bytes(tokens, config.d_model, config.d_ff) + 4 * tokens * config.d_model  # and x in and out
+    between += gpu_layers * 2 * 8 * config.d_ff  # counters of neurons
+    return {
+        "runtime": RUNTIME_BYTES + (hardware.host_bytes if gpu_layers else 0),
+        "scratch": model.scratch_bytes(chunk, requests) + (between if gpu_layers else 0),
+        "embedding": model.tables,
+        "norms": 0,
+        "attention": sum(map(_panels, model.attention[gpu_layers:])),
+        "predictor": 0,
+        "head": _panels(model.projections[:1] if gpu_head else (model.head, *model.projections)),
+        "kv": kv * (config.n_layers - gpu_layers),
+    }
 
 
 def shared_on_gpu(model: Model, layers: int) -> int:
@@ -222,6 +231,16 @@ def whole_layers(
     ]
     layers, head, _ = _fitting(fixed, each, _head_on_gpu(model), vram)
     return layers, head
+
+
+def ram_beside(
+    model: Model, hardware: Hardware, layers: int, head: bool, kv_type: str, context: int, chunk: int, requests: int = 1
+) -> int:
+    """Bytes of RAM that a dense model takes whose first layers, and with `head` the head too, are on the GPU."""
+    kv = model.kv_bytes(kv_type, context, 1)
+    held = _in_ram(model, hardware, layers, head, kv, chunk, requests)
+    norms = model.vectors - layers * model.layer_vectors(dense=True)
+    return sum(held.values()) + norms + sum(map(_panels, model.ffn[layers:]))
 
 
 def dense_on_gpu(request: PlanRequest) -> list[tuple[str, int]]:

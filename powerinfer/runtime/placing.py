@@ -78,7 +78,7 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
     from powerinfer.devices.gpu import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
-    from powerinfer.placement.budget import gib, whole_layers
+    from powerinfer.placement.budget import gib, ram_beside, whole_layers
     from powerinfer.placement.measure import measured
     from powerinfer.placement.plan import PlanRequest, make_plan
     from powerinfer.placement.shapes import checkpoint_model
@@ -99,6 +99,12 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
         layers, head = whole_layers(model, hardware, *given)
         if not layers:
             return "the budget does not hold one layer"
+        needed = ram_beside(model, hardware, layers, head, *given[1:])
+        if engine.ram is not None and needed > engine.ram:
+            raise RequestError(
+                f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "
+                f"{gib(needed)}, or more --vram"
+            )
         return _Placing(name, layers, head, pages, f"layers as a whole ({reason})")
     profile = open_profile(checkpoint, engine.prepared)
     most = hardware.cpu.memory_bytes
