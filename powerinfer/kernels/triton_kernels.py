@@ -305,7 +305,8 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
 def _stored(cache, slot, head, heads, dims, dim, y, HALF: tl.constexpr):
     if HALF:
         y = tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
-    tl.store(cache + (slot * heads + head) * dims + dim, y.to(cache.dtype.element_ty), mask=(dim < dims) & (slot >= 0))
+    there = tl.where(slot >= 0, dims, 0)
+    tl.store(cache + (slot * heads + head) * dims + dim, y.to(cache.dtype.element_ty), mask=dim < there)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])

@@ -284,7 +284,7 @@ def _load(executor: CpuExecutor, engine: EngineConfig, prepared: Prepared, progr
             most=most,
             predictor=predictor,
             recall_every=engine.recall_every,
-            dense_above=DENSE_ABOVE[bundles.layout.gate_type],
+            dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # forced is forced
         )
         if progress is not None:
             progress("loading neurons", layer + 1, len(bundles.layers))
