@@ -323,3 +323,41 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
         with pytest.raises(RequestError, match=match) as caught:
             LLM(model, **options(gpu="cpu", **more))
         assert "\n" not in str(caught.value)
+
+
+def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: GpuRates) -> None:
+    """The profile was invented, so what is hot is not on the GPU at first; the answers stay the same."""
+    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    vram = vram_for(model, made, 1)
+    llm = LLM(model, **options(gpu="cpu", vram=vram, ram=400 << 20, adjust=True))
+    wanted = answers(LLM(model, **options(gpu="none")))
+    deadline = time.monotonic() + 60
+    while llm.sparsity["traded"] == 0:  # type: ignore[index]
+        assert answers(llm) == wanted and time.monotonic() < deadline
+    assert answers(llm) == wanted
+    llm.close()
+    with pytest.raises(RequestError, match="--adjust is for models whose neurons are split"):
+        LLM(model, **options(gpu="none", adjust=True))
+
+
+def test_a_trace_of_the_engine(model: Path, cache: Path, rates: GpuRates, tmp_path: Path) -> None:
+    made = machine(rates, EngineConfig(threads=1, context=CONTEXT, gpu="cpu"))
+    with LLM(model, **options(gpu="cpu", vram=vram_for(model, made, 1), ram=400 << 20)) as llm:
+        with llm.traced() as trace:
+            wanted = answers(llm)
+        assert answers(llm) == wanted and trace.summary()["steps"] > 12
+    with LLM(model, **options(gpu="cpu", selector="all")) as llm:  # layers as a whole
+        with llm.traced() as trace:
+            answers(llm)
+        assert llm.sparsity is None and {span.kind for span in trace.spans} >= {"attention", "ffn", "head", "embedding"}
+    with LLM(model, **options(gpu="none")) as llm, pytest.raises(RequestError, match="nothing to trace"):
+        llm.traced()
+    out = tmp_path / "trace.json"
+    bench = ("bench", "-m", str(model), "--prompt-tokens", "8", "--gen-tokens", "4", "--repeat", "1", "--threads", "1")
+    bench = (*bench, "--context", str(CONTEXT), "--trace", str(out), "--json")
+    done = powerinfer(*bench, "--gpu", "cpu")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["trace"]["path"] == str(out) and 0 < document["trace"]["overlap"] <= 1
+    assert json.loads(out.read_text())["traceEvents"]
+    assert "nothing to trace" in error_line(powerinfer(*bench, "--gpu", "none"), 2)

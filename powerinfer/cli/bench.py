@@ -47,6 +47,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
     args.prefix_cache = False  # every round computes all of its prompt
     with open_llm(args, out) as llm:
+        if args.trace:
+            with llm.traced():  # refused now, where it cannot be had, and not after all rounds
+                pass
         prefill, decode = _measure(llm, args)
         document = {
             "model": llm.config.name,

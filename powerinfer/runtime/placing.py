@@ -51,7 +51,8 @@ def load_executor(
             return _load_placed(checkpoint, engine, placing, progress)
         reason = placing
     executor = load(checkpoint, engine, progress)
-    executor.choices["gpu"] = f"none ({reason})"
+    unused = "" if engine.ram is None else "; without one --ram is not held to"
+    executor.choices["gpu"] = f"none ({reason}){unused}"
     return executor, attach(executor, checkpoint, engine, sample, progress)
 
 
