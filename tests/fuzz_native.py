@@ -39,7 +39,13 @@ CHUNK = 500  # cases of one process
 TOKENS = 37  # more than a page of the cache
 RANK = 32  # of the predictors
 RELU_BASES = [base for base in GGUF_BASES if base.magic == b"PWRI"]  # as PowerInfer published them
-PART_TYPES = [("Q4_0", "Q8_0"), ("F16", "F16"), ("BF16", "Q4_0"), ("Q8_0", "BF16")]  # of gate and up, and of down
+PART_TYPES = [  # of gate and up, and of down
+    ("Q4_0", "Q8_0"),
+    ("Q4_0", "Q4_0X32"),
+    ("F16", "F16"),
+    ("BF16", "Q4_0"),
+    ("Q8_0", "BF16"),
+]
 
 
 def use_module(folder: Path) -> None:
