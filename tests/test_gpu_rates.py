@@ -23,7 +23,7 @@ from sparse_models import TEXT, give_bundles, give_profile, tiny_llama  # noqa: 
 from test_cli import error_line, powerinfer  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
-from powerinfer.devices import gpu as devices  # noqa: E402
+from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -222,10 +222,10 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert measure.gpu_beside(EngineConfig(gpu="none"), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu", vram=0), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu"), said.append) == "cpu"
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
     assert measure.gpu_beside(EngineConfig(), said.append) is None and not said
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
     if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
         assert measure.gpu_beside(EngineConfig(), said.append) is None
         assert len(said) == 1 and "the GPU is left out: " in said[0]
@@ -248,7 +248,9 @@ def test_torch_is_not_imported_where_there_is_no_driver(cache: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is one")
     code = (
-        "import sys\nfrom powerinfer.config import EngineConfig\nfrom powerinfer.placement import measure\n"
+        "import sys\nfrom powerinfer.runtime import engine, placing\n"
+        "assert not {'powerinfer.kernels.gpu', 'powerinfer.devices.gpu'} & set(sys.modules)\n"
+        "from powerinfer.config import EngineConfig\nfrom powerinfer.placement import measure\n"
         "assert measure.gpu_beside(EngineConfig(), print) is None\nassert measure.known(EngineConfig()) is None\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -121,7 +121,6 @@ class CpuExecutor:
         self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
-        self._bundled: dict[int, tuple[int, int, int, int]] = {}  # bytes of the parts of neurons that are bundles alone
         self._embedded = 0  # operators up to the embedding's
         self._end: int | None = None  # of the model's own; those behind it run by themselves (`neuron_sum`)
         self._pool = _native.Pool(threads)
@@ -267,9 +266,7 @@ class CpuExecutor:
         if replace and self._end is None:
             self._end = self._program.size
         self._program.neurons_ffn(norm, native, biases[2], replace, most)
-        op = self._program.size - 1
-        self._bundled[op] = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
-        return op
+        return self._program.size - 1
 
     def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> None:
         """out = what the neurons of a `bundled_ffn` that replaces make of x, both float32 [tokens, d_model].
@@ -289,7 +286,10 @@ class CpuExecutor:
         return self._bundles(layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
 
     def count_fired(self, op: int) -> None:
-        """Begin to count for each neuron of a `bundled_ffn` the tokens that it fires for."""
+        """Begin to count, anew, for each neuron of a `bundled_ffn` the tokens that it fires for.
+
+        Those of steps of up to `neuron_tokens` count.
+        """
         self._program.count_fired(op, True)
 
     def fired(self, op: int, neurons: int) -> NDArray[np.int64]:
@@ -297,17 +297,6 @@ class CpuExecutor:
         counts = np.empty(neurons, np.int64)
         self._program.fired(op, counts)
         return counts
-
-    def neuron_sums(self, op: int) -> dict[str, int]:
-        """What a `bundled_ffn` did in steps of up to `neuron_tokens`: tokens, active, candidates (neurons), bytes."""
-        counts = dict(self._program.neuron_stats(op))
-        rows = [counts[name] for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
-        nbytes = sum(number * size for number, size in zip(rows, self._bundled[op], strict=True))
-        return {name: counts[name] for name in ("tokens", "active", "candidates")} | {"bytes": nbytes}
-
-    def clear_neuron_sums(self, op: int) -> None:
-        """Begin to count anew."""
-        self._program.clear_neuron_stats(op)
 
     def _bundles(
         self,

@@ -5,20 +5,18 @@ The device may also be torch's CPU, which then stands in for a GPU: the same ope
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Operator, Recorder, Recordings, Step, cuda_graphs
 from powerinfer.errors import PowerInferError, RequestError
@@ -39,22 +37,8 @@ NeuronSum = Callable[[int, Tensor, Tensor], Tensor]
 all of them, without the bias of down: float32 [T, d_model], a tensor that may be written to. n is what gate and up
 multiply, x what the FFN's norm read, which predictors read. It must not write to n and x, nor keep them."""
 
-_DRIVER = Path("/dev/nvidiactl")
 _NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
 _OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
-
-
-def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
-    """(name for `choose_device`, or None for no GPU; the reason). Nothing is imported where there is no driver."""
-    if engine.gpu == "none" or engine.vram == 0:
-        return None, "asked for" if engine.gpu == "none" else "--vram is 0"
-    if engine.gpu != "auto":
-        return engine.gpu, "asked for"
-    if not _DRIVER.exists():
-        return None, "no NVIDIA driver"
-    if importlib.util.find_spec("torch") is None:
-        return None, 'torch is not installed: pip install "powerinfer[gpu]"'
-    return "cuda", "found"
 
 
 def choose_device(name: str) -> device:

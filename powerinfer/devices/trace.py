@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +155,9 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def span(trace: Trace | None, device: str, kind: str, layer: int, *lane: str) -> Any:
+def span(trace: Trace | None, device: str, kind: str, layer: int, *lane: str) -> AbstractContextManager[None]:
     """`trace.gpu` or `trace.cpu`; without a trace nothing is noted."""
-    return _Nothing() if trace is None else getattr(trace, device)(kind, layer, *lane)
+    if trace is None:
+        return nullcontext()
+    noted: AbstractContextManager[None] = getattr(trace, device)(kind, layer, *lane)
+    return noted

@@ -135,12 +135,16 @@ class LLM:
     @property
     def sparsity(self) -> dict[str, Any] | None:
         """How each layer decodes and what its tokens needed so far (`Sparsity.report`); None where all is dense."""
-        return None if self._sparsity is None else self._sparsity.report()
+        if self._sparsity is None:
+            return None
+        with self._runner.between_steps():
+            return self._sparsity.report()
 
     def clear_sparsity(self) -> None:
         """Begin to count anew what `sparsity` and, of a sparse model, `bytes_per_token` tell."""
         if self._sparsity is not None:
-            self._sparsity.clear()
+            with self._runner.between_steps():
+                self._sparsity.clear()
 
     def traced(self) -> AbstractContextManager[Trace]:
         """Note what takes the time of steps on a GPU and beside it, meanwhile; not while requests run.

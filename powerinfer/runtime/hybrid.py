@@ -196,11 +196,7 @@ class HybridFfn:
         if self._fired is not None:
             self._fired.zero_()
         if self._op is not None:
-            self._forget(self._op)
-
-    def _forget(self, op: int) -> None:
-        self._cpu.clear_neuron_sums(op)
-        self._cpu.count_fired(op)
+            self._cpu.count_fired(self._op)
 
     def forget_half(self) -> None:
         """Of what is recent."""
@@ -219,9 +215,10 @@ class HybridFfn:
             self.recent[self.hot] += counts
             self._sums["hot"] += int(counts.sum())
         if len(self.cold) and self._op is not None:
-            self.recent[self.cold] += self._cpu.fired(self._op, len(self.cold))
-            self._sums["cold"] += self._cpu.neuron_sums(self._op)["active"]
-            self._forget(self._op)
+            counts = self._cpu.fired(self._op, len(self.cold))
+            self._cpu.count_fired(self._op)
+            self.recent[self.cold] += counts
+            self._sums["cold"] += int(counts.sum())
         return self._sums
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
-from powerinfer.devices.gpu import wanted_gpu
+from powerinfer.devices.wanted import wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.kernels import cpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,6 +106,10 @@ class Runner:
         with self._lock:
             if not request.events and not request.ended:
                 self._step()
+
+    def between_steps(self) -> AbstractContextManager[object]:
+        """No step runs meanwhile, and nothing of what is done when idle."""
+        return self._lock
 
     def when_idle(self, work: Callable[[], bool]) -> None:
         """Have `work` done again and again, until it says False, in another thread whenever no request is left.
