@@ -14,7 +14,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.pack import gather, some_bytes
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BundleLayout
+from powerinfer.neurons import BundleLayout, Predictor
 
 K, NEURONS, TOKENS = 128, 160, 21
 
@@ -143,3 +143,21 @@ def test_names_of_another_shape_are_refused() -> None:
         sum_of(layer, index, tokens(2), np.ones((2, len(index) + 1), np.uint8))
     with pytest.raises(ValueError):
         sum_of(layer, index, tokens(2), np.ones((1, len(index)), np.uint8))
+
+
+def test_a_predictor_that_does_not_suit_is_refused() -> None:
+    layer = make_layer(K, NEURONS, ("F16", "F16"))
+
+    def predictor(rank: int, neurons: int) -> tuple[Predictor, RawTensor, RawTensor]:
+        shapes = ((rank, K), (neurons, rank))
+        return Predictor(rank, 0.0, 0), *(
+            RawTensor("F32", shape, np.zeros(4 * shape[0] * shape[1], np.uint8)) for shape in shapes
+        )
+
+    bundles, all_but_one = layer.data, gather(layout_of(layer), layer.data, np.arange(1, NEURONS, dtype=np.int32))
+    executor_of(layer, 1).bundled_ffn(layout_of(layer), bundles, predictor=predictor(32, NEURONS))
+    for wrong in ({"predictor": predictor(32, NEURONS - 1)}, {"predictor": predictor(32, NEURONS), "replace": True}):
+        with pytest.raises(ValueError):
+            executor_of(layer, 1).bundled_ffn(layout_of(layer), bundles, **wrong)
+    with pytest.raises(ValueError):
+        executor_of(layer, 1).bundled_ffn(layout_of(layer), all_but_one, predictor=predictor(32, NEURONS))

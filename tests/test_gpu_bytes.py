@@ -98,12 +98,12 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
     checkpoint = open_checkpoint(path, quantize)
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     pages = -(-CONTEXT // cpu.PAGE)
-    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, True, bundles, None, pages)
-    executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
     predictors = None
     if plan.request.selector == "predicted":
         file = open_predictor(checkpoint)
         predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
+    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, True, bundles, None, pages, predictors)
+    executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
     try:
         placement = plan.placement(plan.request.profile)
         yield executor, hang_neurons(executor.cpu, executor.gpu, bundles, placement, predictors=predictors)
@@ -153,6 +153,8 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
         bundles = open_bundles(open_checkpoint(path, quantize), None, cpu.part_bytes)
         in_ram += sum(layer.nbytes for layer in bundles.layers[plan.claims.gpu_layers :])
         assert in_ram == plan.bytes["cpu"].get("ffn", 0)
+        assert executor.cpu.predictor_bytes == plan.bytes["cpu"].get("predictor", 0)
+        assert (executor.cpu.predictor_bytes > 0) == (name == "llama-predictors" and layers is not None)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32"])

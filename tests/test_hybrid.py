@@ -71,7 +71,8 @@ def split(
     config = checkpoint.config
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     gpu_layers = config.n_layers if layers is None else layers
-    gpu_share = GpuShare("cpu", gpu_layers, head and gpu_layers == config.n_layers, True, bundles, most)
+    own = bundles, most, None, predictors
+    gpu_share = GpuShare("cpu", gpu_layers, head and gpu_layers == config.n_layers, True, *own)
     executor = load_split(checkpoint, engine, gpu_share)
     try:
         limit = (lambda layer: 0.0) if most is None else most.__getitem__
@@ -149,6 +150,22 @@ def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) 
     assert families.rms(answers[0.0] - truth) > 100 * allowed, "the predictor leaves nothing out"
     for share in SPLITS[1:]:
         assert families.rms(answers[share] - answers[0.0]) <= 2 * allowed, share
+    predictors = predictor_of(open_checkpoint(path).config)
+    with split(path, 0.5, 1, False, predictors) as (executor, ffns):  # the others are the CPU's own
+        assert families.rms(one_by_one(executor, tokens) - answers[0.0]) <= 2 * allowed
+        together = side_by_side(executor, [tokens, tokens[::-1].copy()])
+        assert families.rms(together[0] - answers[0.0]) <= 2 * allowed
+        sparsity = HybridSparsity("predicted", executor, ffns)
+        counts = executor.cpu.bundled_counts(1)
+        assert counts["tokens"] == 3 * len(tokens)
+        assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.d_ff
+        executor.cpu.clear_bundled_counts()
+        with sparsity.suspended():
+            assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+        counts = executor.cpu.bundled_counts(1)
+        assert counts["candidates"] == counts["tokens"] * executor.cpu.d_ff
+        whole = families.run_chunks(executor, tokens, [len(tokens)], families.scattered_pages(executor, 1)[0])
+        assert families.rms(whole - truth) <= allowed and executor.cpu.bundled_counts(1) == counts  # a prompt
 
 
 def test_no_job_where_no_cold_neuron_is_named(tmp_path: Path) -> None:
@@ -271,6 +288,14 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
     shares = [report["gpu_share"] for report in reports]
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
     assert [report["jobs"] for report in reports] == [1, 1, 1, 1, 0]
+    with split(path, 1.0, 1, False) as (executor, ffns):  # with layers that the CPU has as a whole
+        one_by_one(executor, tokens)
+        report = HybridSparsity("exact", executor, ffns).report()
+        assert [(layer["hot"] > 0, layer["gpu_share"], layer["jobs"]) for layer in report["layers"]] == [
+            (True, 1, 0), *[(False, 0, 1)] * (len(report["layers"]) - 1)
+        ]  # fmt: skip
+        assert len(report["layers"]) == config.num_hidden_layers and 0 < report["gpu_share"] < 1
+        assert round(report["active_fraction"], 3) == round(reports[0]["active_fraction"], 3)
 
 
 def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:

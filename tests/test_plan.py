@@ -295,7 +295,14 @@ def test_the_order_of_claim() -> None:
         kv = claims.gpu["kv"] + claims.cpu["kv"]
         assert norms == model.vectors + model.rotation_bytes and kv == layers * model.kv_bytes("f16", 64, 1)
         assert claims.gpu["predictor"] == claims.gpu_layers * model.gpu_predictor(model.predictors[0])
-        assert not claims.cpu["predictor"], "beside a GPU the layers of the CPU have none"
+        rest = model.predictors[claims.gpu_layers :]
+        assert claims.cpu["predictor"] == sum(one.panels for pair in rest for one in pair)
+        if rest:  # what the CPU has as a whole asks them, too, and that takes its time
+            made = make_plan(replace(request, vram=vram, insist=True))
+            cpu = request.hardware.cpu
+            other = made.choice.layer_seconds[-1]["other"]
+            attention = cost.attention_seconds(cpu, model, layers - 1, "f16", request.past, 1, True)
+            assert other == pytest.approx(attention + cost.predictor_seconds(cpu, model, layers - 1, True))
         check(made)
     nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1)))
     assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)

@@ -238,11 +238,25 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
 
 const char* const WAYS[N_WAYS] = {"dense", "exact", "predicted"};
 
+std::unique_ptr<Predictor> predictor_of(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor) {
+  require((bool)in == (bool)out, "a predictor has two matrices");
+  return in ? std::make_unique<Predictor>(Predictor{std::move(in), std::move(out), threshold, floor}) : nullptr;
+}
+
 void sparsify(Program& p, size_t op, std::shared_ptr<Bundles> bundles, std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor, float most,
               int64_t recall_every) {
-  require((bool)in == (bool)out, "a predictor has two matrices");
-  auto predictor = in ? std::make_unique<Predictor>(Predictor{std::move(in), std::move(out), threshold, floor}) : nullptr;
-  p.sparsify(op, std::move(bundles), std::move(predictor), most, recall_every);
+  p.sparsify(op, std::move(bundles), predictor_of(std::move(in), std::move(out), threshold, floor), most, recall_every);
+}
+
+void neurons_ffn(Program& p, const Norm* norm, std::shared_ptr<Bundles> bundles, std::optional<Floats> down_bias, bool replace, float most, std::shared_ptr<Matrix> inner,
+                 std::shared_ptr<Matrix> outer, float threshold, int64_t floor) {
+  FfnInput in;
+  in.norm = norm_of(norm);
+  in.down_bias = vector_of(down_bias);
+  in.act = bundles->act;
+  in.threshold = bundles->threshold;
+  in.replace = replace;
+  p.neurons_ffn(std::move(in), std::move(bundles), predictor_of(std::move(inner), std::move(outer), threshold, floor), most);
 }
 
 // out = what an FFN that has bundles alone makes of x.
@@ -451,15 +465,9 @@ NB_MODULE(_native, m) {
                index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold});
       }, "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
            "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f)
-      .def("neurons_ffn", [](Program& p, const Norm* norm, std::shared_ptr<Bundles> bundles, std::optional<Floats> down_bias, bool replace, float most) {
-        FfnInput in;
-        in.norm = norm_of(norm);
-        in.down_bias = vector_of(down_bias);
-        in.act = bundles->act;
-        in.threshold = bundles->threshold;
-        in.replace = replace;
-        p.neurons_ffn(std::move(in), std::move(bundles), most);
-      }, "norm"_a.none(), "bundles"_a, "down_bias"_a = nb::none(), "replace"_a = false, "most"_a = 0.0f)
+      .def("neurons_ffn", &neurons_ffn, "norm"_a.none(), "bundles"_a, "down_bias"_a = nb::none(), "replace"_a = false, "most"_a = 0.0f, "predictor_in"_a = nb::none(),
+           "predictor_out"_a = nb::none(), "predictor_threshold"_a = 0.0f, "floor"_a = 0)
+      .def("set_predicts", [](Program& p, size_t op, bool on) { p.sparse(op).predicts = on; }, "op"_a, "on"_a)
       .def("replace_bundles", &Program::replace_bundles, "op"_a, "bundles"_a)
       .def("count_fired", [](Program& p, size_t op, bool on) {
         SparseFfn& s = p.sparse(op);

@@ -176,9 +176,10 @@ struct Ffn : Op {
   void in_pieces(Thread& t, const Step& step) const {
     Step piece;
     piece.counted = step.tokens <= PI_NEURON_TOKENS;
+    const Way way = piece.counted && sparse->predictor && sparse->predicts ? WAY_PREDICTED : WAY_NAMED;
     for (; piece.first < step.tokens; piece.first += piece.tokens) {
       piece.tokens = std::min(step.tokens - piece.first, (int64_t)PI_NEURON_TOKENS);
-      sparse->run(t, piece, in, WAY_NAMED);
+      sparse->run(t, piece, in, way);
     }
   }
   void dense(Thread& t, const Step& step) const {
@@ -486,36 +487,42 @@ void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_
   check(bundles->neurons == ffn->in.up->rows && bundles->up.k == sizes.d_model, "the bundles have another shape than the FFN");
   check(bundles->gated() == (bool)ffn->in.gate && bundles->act == ffn->in.act && bundles->threshold == ffn->in.threshold, "the bundles are of another kind of FFN");
   check(most >= 0.0f && recall_every >= 0, "a threshold or an interval is negative");
-  int64_t rank = 0;
-  if (predictor) {
-    rank = predictor->in->rows;
-    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == bundles->neurons, "the predictor has another shape than the FFN");
-    check(predictor->floor >= 0, "the floor of a predictor is negative");
-    check(rank <= sizes.d_model, "the predictor's rank exceeds the width of the model");
-    for (Thread& t : threads_) t.scratch.resize(std::max(t.scratch.size(), (size_t)pi_linear_scratch(rank) + 64));
-  }
-  if (!neurons || neurons->ldr < pi_round_up(rank, PI_LANES)) neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, rank);
+  make_neuron_scratch(predictor.get(), bundles->neurons);
   bundles->gate_bias = ffn->in.gate_bias;
   bundles->up_bias = ffn->in.up_bias;
   ffn->sparse = std::make_unique<SparseFfn>(std::move(bundles), std::move(predictor), most, recall_every);
 }
 
-void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, float most) {
+// Room for the lists of sparse FFNs, whose predictor, where there is one, is of so many neurons.
+void Program::make_neuron_scratch(const Predictor* predictor, int64_t of) {
+  int64_t rank = 0;
+  if (predictor) {
+    rank = predictor->in->rows;
+    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == of, "the predictor has another shape than the FFN");
+    check(predictor->floor >= 0, "the floor of a predictor is negative");
+    check(rank <= sizes.d_model, "the predictor's rank exceeds the width of the model");
+    for (Thread& t : threads_) t.scratch.resize(std::max(t.scratch.size(), (size_t)pi_linear_scratch(rank) + 64));
+  }
+  if (!neurons || neurons->ldr < pi_round_up(rank, PI_LANES)) neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, rank);
+}
+
+void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most) {
   check(bundles->up.k == sizes.d_model && (int64_t)bundles->members.size() <= sizes.d_ff, "the bundles have another shape than the model's FFNs");
   check_bias(in.down_bias, sizes.d_model, "down");
   check_norm(in.norm, sizes.d_model, "the FFN norm");
   check(most >= 0.0f, "a threshold is negative");
+  check(!predictor || (!in.replace && (int64_t)bundles->members.size() == bundles->neurons), "a predictor is for an FFN that has all of its neurons");
   in.down_bias = padded(std::move(in.down_bias));
-  if (!neurons) neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, 0);
+  make_neuron_scratch(predictor.get(), bundles->neurons);
   auto op = std::make_unique<Ffn>();
   op->in = std::move(in);
-  op->sparse = std::make_unique<SparseFfn>(std::move(bundles), nullptr, most, 0);
+  op->sparse = std::make_unique<SparseFfn>(std::move(bundles), std::move(predictor), most, 0);
   ops_.push_back(std::move(op));
 }
 
 void Program::replace_bundles(size_t op, std::shared_ptr<Bundles> bundles) {
   auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
-  check(ffn && ffn->sparse && !ffn->in.up, "that operator is not an FFN of bundles alone");
+  check(ffn && ffn->sparse && !ffn->in.up && !ffn->sparse->predictor, "that operator is not an FFN of bundles alone");
   const Bundles& old = *ffn->sparse->bundles;
   check(bundles->up.k == old.up.k && (int64_t)bundles->members.size() <= sizes.d_ff && bundles->act == old.act && bundles->threshold == old.threshold && bundles->gated() == old.gated(),
         "the bundles are of another kind of FFN");

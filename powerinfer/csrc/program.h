@@ -155,8 +155,9 @@ class Program {
   void sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every);
   SparseFfn& sparse(size_t op) const;  // invalid_argument where there is none
   // An FFN that has its neurons as bundles alone, all of them or some: every gate is computed, or, of neurons that
-  // `names` tells, only those. in: norm, down_bias and replace; steps of any size.
-  void neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, float most);
+  // `names` tells, only those. in: norm, down_bias and replace; steps of any size. predictor: of an FFN that has all of
+  // them and adds to x, or null; it names the neurons of small steps.
+  void neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most);
   // Other neurons for such an FFN; it begins to count anew.
   void replace_bundles(size_t op, std::shared_ptr<Bundles> bundles);
   void normalise(Norm norm);                             // x = norm(x)
@@ -207,6 +208,7 @@ class Program {
  private:
   friend struct RunOps;
   void rotations(Thread& t, const Step& step);
+  void make_neuron_scratch(const Predictor* predictor, int64_t of);
   Shared make_shared(int64_t k);
 
   Vector frequencies_;

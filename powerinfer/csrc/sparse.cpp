@@ -52,7 +52,7 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
   p.pool->barrier();
   if (predicted) {
     reach_floor(t, step);
-    acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
+    acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
     if (sampled) sample(t, step, in, acts);
   }
   if (way == WAY_EXACT && many(s)) {
@@ -143,7 +143,7 @@ void SparseFfn::predict(Thread& t, const Step& step) {
   NeuronScratch& s = *p.neurons;
   const Matrix &in = *predictor->in, &out = *predictor->out;
   const Norm none;
-  const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, none, pi_form(in.type));
+  const PiActs* acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, none, pi_form(in.type));
   int64_t p0, p1, c0, c1;
   columns(t, in, &p0, &p1, &c0, &c1);
   p.linear(t, in, {}, acts, s.hidden.data(), s.ldr, step.tokens, false, p0, p1);

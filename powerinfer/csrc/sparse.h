@@ -50,6 +50,7 @@ class SparseFfn {
   void run(Thread& t, const Step& step, const FfnInput& in, Way way);
 
   Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
+  bool predicts = true;    // of an FFN that has bundles alone, and a predictor: whether it is asked
   double dense_above = 1;  // `exact`: of the neurons, the share that may fire until the rest of the step goes densely
   NeuronStats stats = {};
   std::shared_ptr<Bundles> bundles;

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 
+Weights = tuple["Predictor", RawTensor, RawTensor]
+"""A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
+
 
 @dataclass
 class _Ffn:
@@ -121,6 +124,8 @@ class CpuExecutor:
         self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
+        self._bundled: dict[int, int] = {}  # by layer: operators of FFNs that have bundles alone
+        self.predictor_bytes = 0  # of these FFNs
         self._embedded = 0  # operators up to the embedding's
         self._end: int | None = None  # of the model's own; those behind it run by themselves (`neuron_sum`)
         self._pool = _native.Pool(threads)
@@ -252,21 +257,53 @@ class CpuExecutor:
         biases: Sequence[Floats | None] = (None, None, None),
         replace: bool = False,
         most: float = 0.0,
+        predictor: Weights | None = None,
     ) -> int:
         """An FFN that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
 
         bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
-        layer's neurons; most: activations up to this magnitude count as zero. Returns the number of the operator. One
-        that replaces is no part of the model's own steps but run by `neuron_sum`; nothing else may be wired behind it.
+        layer's neurons; most: activations up to this magnitude count as zero; predictor: names, of all neurons, those
+        that are computed in steps of up to `neuron_tokens`; not for one that replaces. Returns the number of the
+        operator. One that replaces is no part of the model's own steps but run by `neuron_sum`; nothing else may be
+        wired behind it. What the others do is counted (`bundled_counts`). ValueError for shapes that are not the
+        layer's.
         """
         if isinstance(bundles, np.ndarray):
             native = self._bundles(layout, bundles, self.config.d_ff, biases[0], biases[1])
         else:
             native = self._some(layout, bundles, biases)
-        if replace and self._end is None:
-            self._end = self._program.size
-        self._program.neurons_ffn(norm, native, biases[2], replace, most)
-        return self._program.size - 1
+        op = self._program.size
+        if not replace:
+            self._bundled[self.first_layer + len(self._bundled)] = op
+        elif self._end is None:
+            self._end = op
+        guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
+        if predictor is not None:
+            inner, outer = self._pack(predictor[1]), self._pack(predictor[2])
+            guess = inner, outer, predictor[0].threshold, predictor[0].floor
+            self.predictor_bytes += inner.nbytes + outer.nbytes
+        self._program.neurons_ffn(norm, native, biases[2], replace, most, *guess)
+        return op
+
+    @property
+    def bundled_layers(self) -> list[int]:
+        """The layers of the model's own steps that have their neurons as bundles alone."""
+        return list(self._bundled)
+
+    def bundled_counts(self, layer: int) -> dict[str, int]:
+        """Of one of these, in steps of up to `neuron_tokens`: steps, tokens, and summed over them neurons active and
+        candidates (neurons that were computed)."""
+        return dict(self._program.neuron_stats(self._bundled[layer]))
+
+    def clear_bundled_counts(self) -> None:
+        """Begin to count anew, for all of them."""
+        for op in self._bundled.values():
+            self._program.clear_neuron_stats(op)
+
+    def predict_bundled(self, on: bool) -> None:
+        """Whether these ask their predictors, if they have any; else they compute every gate."""
+        for op in self._bundled.values():
+            self._program.set_predicts(op, on)
 
     def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> None:
         """out = what the neurons of a `bundled_ffn` that replaces make of x, both float32 [tokens, d_model].
@@ -333,7 +370,7 @@ class CpuExecutor:
         layout: BundleLayout,
         *,
         most: float = 0.0,
-        predictor: tuple[Predictor, RawTensor, RawTensor] | None = None,
+        predictor: Weights | None = None,
         recall_every: int = 0,
         dense_above: float = 1.0,
     ) -> None:

@@ -97,8 +97,18 @@ class MappedFile:
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
-    def populate(self) -> None:
-        """Read the mapped file into memory now, so that no page has to be fetched later; a wish, not a promise."""
-        if self._mapping is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._mapping.madvise(_POPULATE_READ)
+    def populate(self, part: NDArray[np.uint8] | None = None) -> None:
+        """Read the mapped file, or a part of its view, into memory now, so that no page has to be fetched later.
+
+        A wish, not a promise.
+        """
+        if self._mapping is None or self._view is None:
+            return
+        begin, size = 0, self.size
+        if part is not None:
+            begin = part.ctypes.data - self._view.ctypes.data
+            end = begin + part.nbytes
+            begin -= begin % mmap.PAGESIZE
+            size = end - begin
+        with contextlib.suppress(OSError, ValueError):
+            self._mapping.madvise(_POPULATE_READ, begin, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import EngineConfig
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.models.blocks import wire
 from powerinfer.models.rope import rope_frequencies
@@ -29,7 +29,8 @@ class GpuShare:
     device: a name for `choose_device`; layers: how many, from the first on, with their KV cache; head: and the head;
     bundled: the neurons of their FFNs come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not read;
     bundles: the same for the CPU's layers, whose neurons are these, None: they are dense; most: for each layer, up to
-    which magnitude activations of its neurons count as zero. pages: of the KV cache on both devices, None: chosen by
+    which magnitude activations of its neurons count as zero; predictors: gives the predictor of a layer, None: every
+    gate of the CPU's layers is computed. pages: of the KV cache on both devices, None: chosen by
     what the CPU's memory holds.
     """
 
@@ -40,6 +41,7 @@ class GpuShare:
     bundles: BundleFile | None = None
     most: Sequence[float] | None = None
     pages: int | None = None
+    predictors: Callable[[int], Weights] | None = None
 
 
 def load(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> CpuExecutor:
@@ -81,7 +83,8 @@ def load_split(
                 frequencies=frequencies,
                 rope_factor=factor,
             )
-            wire(cpu, checkpoint, progress, gpu, share.bundles, share.most, bundled=share.bundled, head=share.head)
+            own = share.bundles, share.most, share.predictors
+            wire(cpu, checkpoint, progress, gpu, *own, bundled=share.bundled, head=share.head)
     except BaseException:
         cpu.close()
         raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def wire(
     first: GpuLayers | None = None,
     bundles: BundleFile | None = None,
     most: Sequence[float] | None = None,
+    predictors: Callable[[int], Weights] | None = None,
     *,
     bundled: bool = False,
     head: bool = False,
@@ -64,7 +65,7 @@ def wire(
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
     first: takes the layers before the executor's, without the matrices of their FFNs if `bundled`, and with `head` the
-    head too; bundles, most: of the executor's layers, see `GpuShare`.
+    head too; bundles, most, predictors: of the executor's layers, see `GpuShare`.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
@@ -74,7 +75,10 @@ def wire(
         if first is not None and layer < first.layers:
             _layer(first, checkpoint, layer, first.neurons if bundled else None)
         else:
-            own = None if bundles is None else partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0)
+            own: OwnFfn[_native.Norm] | None = None
+            if bundles is not None:
+                weights = None if predictors is None else predictors(layer)
+                own = partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0, weights)
             _layer(executor, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         if progress is not None:
@@ -147,11 +151,13 @@ def _bundled(
     bundles: BundleFile,
     layer: int,
     most: float,
+    weights: Weights | None,
     norm: _native.Norm | None,
     biases: Sequence[Vector],
 ) -> None:
     bundles.file.check()
-    executor.bundled_ffn(bundles.layout, bundles.layers[layer], norm=norm, biases=biases, most=most)
+    rows = bundles.layers[layer]
+    executor.bundled_ffn(bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:

@@ -37,7 +37,7 @@ embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bun
 @dataclass(frozen=True)
 class Claims:
     """gpu_layers: so many layers, from the first, have their attention on the GPU, and their predictor where there are
-    any; 0: the GPU is not used; gpu_head: the output head is there.
+    any; 0: the GPU is not used; gpu_head: the output head is there. The other layers have theirs in RAM.
 
     gpu, cpu: bytes of all but the bundles, by part; gpu_left, cpu_left: what remains of the budgets, once there is room
     for what groups of bundles share, as if each group had neurons on both sides. gpu_neuron, cpu_neuron: bytes of a
@@ -87,7 +87,7 @@ def claim(request: PlanRequest) -> Claims:
     kv = model.kv_bytes(request.kv_type, request.context, request.batch)
     cpu = _in_ram(model, request.hardware, gpu_layers, gpu_head, kv, request.chunk, request.together)
     cpu["norms"] = model.vectors + (model.rotation_bytes if gpu_layers else 0) - gpu.get("norms", 0)
-    cpu["predictor"] = 0 if gpu_layers else sum(_panels(pair) for pair in _predictors(request))
+    cpu["predictor"] = sum(_panels(pair) for pair in _predictors(request)[gpu_layers:])
     left = ram - sum(cpu.values())
     if left < 0:
         dense, needed = sum(cpu.values()) + sum(gpu.values()), sum(cpu.values())

@@ -37,7 +37,7 @@ from powerinfer.placement.solver import GROUP
 
 FORMAT = 1
 KIND = "plan"
-GPU_METHOD = 3
+GPU_METHOD = 4
 """Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -363,15 +363,12 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu
         )
     ways = []
-    own, whole = _ways(selector, gpu is not None and first > 0)
-    for way in cost.WAYS[selector]:
+    for way in cost.WAYS[selector][: 1 if first else None]:  # beside a GPU every layer goes the selector's own
         ffn = cost.cpu_time(cpu, expected, model, way, claims.panels)
-        if way not in whole:
-            ffn.cpu[:] = np.inf
         if gpu is not None and first:
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
-                mine[:first] = its[:first] if way in own else np.inf
+                mine[:first] = its[:first]
         other = np.zeros(layers)
         if way == "predicted":
             for layer in range(layers):
@@ -393,17 +390,6 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         mass[layer, 1:] = np.cumsum(each)
     work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
     return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims, cpu), mass, work)
-
-
-def _ways(selector: str, gpu: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The ways of layers whose neurons are split with a GPU, and of those that the CPU has as a whole.
-
-    With a GPU no layer goes another way than its selector's, and none of the CPU's has a predictor.
-    """
-    every = cost.WAYS[selector]
-    if not gpu:
-        return every, every
-    return every[:1], ("exact",) if selector == "predicted" else every[:1]
 
 
 def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:

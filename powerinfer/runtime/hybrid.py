@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.devices.link import NAMED_TOKENS, Link
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.pack import BundleFile, gather
-from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
 from powerinfer.runtime.adjust import trades
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Progress
 
 Floats = NDArray[np.float32]
-Weights = tuple[Predictor, RawTensor, RawTensor]
 
 ENOUGH = 128
 """Tokens that a layer must have seen lately before its neurons trade places."""
@@ -239,7 +237,8 @@ def hang_neurons(
     """Give the GPU's layers their neurons: hot ones there and only there, the others copied into the CPU's memory.
 
     Neurons on disk are taken as cold. most: of a layer, up to which magnitude activations count as zero. The pages of
-    the bundles' file are given back as the layers are done. PowerInferError when a device has no memory left.
+    the bundles' file are given back as the layers are done, but for those of the CPU's own layers, which are read where
+    they lie. PowerInferError when a device has no memory left.
     """
     config = cpu.config
     link = Link(layers.device, layers.max_tokens, config.d_model, config.d_ff)
@@ -253,6 +252,8 @@ def hang_neurons(
         ffns.append(ffn)
         if progress is not None:
             progress("loading neurons", len(ffns), len(layers.neuron_layers))
+    for layer in cpu.bundled_layers:
+        bundles.file.populate(bundles.layers[layer])
     return ffns
 
 
@@ -271,15 +272,22 @@ class HybridSparsity:
 
         hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
         those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do; traded:
-        neurons that have come to the GPU for others.
+        neurons that have come to the GPU for others. The layers that the CPU has as a whole count, too.
         """
-        d_ff = self._executor.cpu.config.d_ff
+        cpu = self._executor.cpu
+        d_ff = cpu.config.d_ff
         layers: list[dict[str, Any]] = []
         totals: Counter[str] = Counter()
         for ffn in self.ffns:
             sums = ffn.collect()
             totals.update(sums)
             layers.append({"layer": ffn.layer, "hot": len(ffn.hot), "cold": len(ffn.cold), **_shares(sums, d_ff)})
+        for layer in cpu.bundled_layers:
+            counts = cpu.bundled_counts(layer)
+            steps = counts["steps"]
+            sums = {"tokens": counts["tokens"], "steps": steps, "jobs": steps, "hot": 0, "cold": counts["active"]}
+            totals.update(sums)
+            layers.append({"layer": layer, "hot": 0, "cold": d_ff, **_shares(sums, d_ff)})
         whole = _shares(totals, d_ff) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded}
 
@@ -287,6 +295,7 @@ class HybridSparsity:
         """Begin to count anew."""
         for ffn in self.ffns:
             ffn.clear()
+        self._executor.cpu.clear_bundled_counts()
 
     def adjust(self) -> bool:
         """Let neurons of one layer trade places, the next in turn that has seen enough; not while a step runs.
@@ -316,13 +325,16 @@ class HybridSparsity:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """No predictor names neurons meanwhile."""
-        for ffn in self.ffns:
-            ffn.predicts = False
+        self._let_predict(False)
         try:
             yield
         finally:
-            for ffn in self.ffns:
-                ffn.predicts = True
+            self._let_predict(True)
+
+    def _let_predict(self, on: bool) -> None:
+        for ffn in self.ffns:
+            ffn.predicts = on
+        self._executor.cpu.predict_bundled(on)
 
     @contextmanager
     def traced(self) -> Iterator[Trace]:

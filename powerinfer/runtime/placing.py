@@ -143,11 +143,12 @@ def _load_placed(
     from powerinfer.runtime.hybrid import HybridSparsity, hang_neurons
 
     plan, prepared, profile = placing.plan, placing.prepared, placing.profile
-    bundles = most = None
+    bundles = most = predictors = None
     if prepared is not None:
-        bundles = prepared.bundles
+        bundles, predictors = prepared.bundles, prepared.predictors
         most = [prepared.most(layer) for layer in range(checkpoint.config.n_layers)]
-    share = GpuShare(placing.device, placing.layers, placing.head, bundles is not None, bundles, most, placing.pages)
+    own = bundles is not None, bundles, most, placing.pages, predictors
+    share = GpuShare(placing.device, placing.layers, placing.head, *own)
     executor = load_split(checkpoint, engine, share, progress)
     executor.choices["gpu"] += f", {placing.reason}"
     sparsity = None

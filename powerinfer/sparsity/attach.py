@@ -13,13 +13,12 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
 from powerinfer.formats.profile_file import open_profile
-from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 from powerinfer.sparsity.selectors import RECTIFIED, Selector, Threshold, selector_named
 
 if TYPE_CHECKING:
-    from powerinfer.devices.cpu import CpuExecutor
+    from powerinfer.devices.cpu import CpuExecutor, Weights
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.pack import BundleFile
     from powerinfer.sparsity.trial import Verdict
@@ -223,9 +222,6 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
 DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52}
 """By type of gate: the share of a layer's neurons from which on reading up and down from end to end is faster than
 reading the rows of those that fire (docs/selectors.md)."""
-
-Weights = tuple[Predictor, RawTensor, RawTensor]
-"""A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
 
 
 @dataclass(frozen=True)
