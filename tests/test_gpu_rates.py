@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sparse_models import TEXT, give_bundles, give_profile, tiny_llama  # noqa: E402
+from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama  # noqa: E402
 from test_cli import error_line, powerinfer  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -270,9 +270,16 @@ def options(**more: Any) -> dict[str, Any]:
     return {"threads": 1, "context": CONTEXT, "prefill_chunk": 32, "max_batch": 3, "trial": False} | more
 
 
+PROMPTS = [TEXT[:60], TEXT[7:30], TEXT[20:90]]
+SHORT = SamplingParams(max_tokens=12, temperature=0.0)
+
+
 def answers(llm: LLM) -> list[str]:
-    prompts = [TEXT[:60], TEXT[7:30], TEXT[20:90]]
-    return [answer.text for answer in llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))]
+    return [answer.text for answer in llm.generate(PROMPTS, SHORT)]
+
+
+def one_by_one(llm: LLM) -> list[str]:
+    return [llm.generate(prompt, SHORT).text for prompt in PROMPTS]
 
 
 def request_of(path: Path, made: hardware.Hardware) -> PlanRequest:
@@ -303,6 +310,24 @@ def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> 
         executor, ffns = llm._executor, llm._sparsity.ffns  # type: ignore[union-attr]
         held = sum(executor.gpu.memory().values()) + sum(sum(ffn.memory().values()) for ffn in ffns)
         assert held <= vram
+
+
+def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:
+    """With room for one layer's attention: the other layer, on the CPU, gives `predicted` of the CPU alone."""
+    made, path = machine(rates, EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
+    more = {"selector": "predicted", "kv_type": "f32"}  # what an F16 cache rounds away decides which neurons are named
+    alone = LLM(path, **options(gpu="none", **more))
+    wanted, named = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
+    request = replace(request_of(path, made), selector="predicted", kv_type="f32")
+    vram = dense_on_gpu(request)[0][1] - 1
+    llm = LLM(path, **options(gpu="cpu", vram=vram, **more))
+    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == wanted
+    told = llm.sparsity["layers"][1]  # type: ignore[index]
+    assert (told["hot"], told["tokens"], told["gpu_share"], told["jobs"]) == (0, named["tokens"], 0, 1)
+    assert told["active_fraction"] == pytest.approx(named["active_fraction"], rel=0.01)
+    assert one_by_one(LLM(path, **options(gpu="none"))) != wanted
+    llm.clear_sparsity()
+    assert llm.sparsity["layers"][1]["tokens"] == 0  # type: ignore[index]
 
 
 def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -> None:
