@@ -23,7 +23,7 @@ from sparse_models import give_bundles, give_predictor, give_profile, profile_of
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
-from powerinfer.devices.link import Link, link_bytes  # noqa: E402
+from powerinfer.devices.link import Link, link_bytes, link_gpu_bytes  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.pack import open_bundles  # noqa: E402
 from powerinfer.formats.predictor_file import open_predictor  # noqa: E402
@@ -186,7 +186,8 @@ def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str) 
 
 def test_the_buffers_between_the_devices() -> None:
     for sizes in ((32, 64, 96), (3, 100, 333)):
-        assert Link(torch.device("cpu"), *sizes).nbytes == link_bytes(*sizes)
+        link = Link(torch.device("cpu"), *sizes)
+        assert (link.nbytes, link.gpu_bytes) == (link_bytes(*sizes), link_gpu_bytes(*sizes))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-q4_0", "opt", "nemotron"])

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers, Matrices, StoredMatrix, choose_device, gpu_failures  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
-from powerinfer.devices.step import Recorder, Run, State  # noqa: E402
+from powerinfer.devices.step import Operator, Recorder, Run, State  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
@@ -179,7 +181,7 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path) -> None:
         with opened(truth.path, GpuShare("cpu", LAYERS, head=True, bundled=True)) as executor:
             matrices = open_checkpoint(truth.path)
             for layer in executor.gpu.neuron_layers:
-                executor.gpu.hang(layer, Halves(executor.gpu, matrices, layer, shown))
+                Halves(executor.gpu, matrices, layer, shown)
             executor.gpu.record(recorder)
             pages = families.scattered_pages(executor, 3)
             runs.append([families.run_chunks(executor, truth.texts[0], [3] * 20 + [1] * 15, pages[0])])
@@ -311,8 +313,7 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(AssertionError, match="nobody sums the neurons of layer 0"):
             families.run_chunks(executor, truth.texts[0], [1], pages)
         for layer in executor.gpu.neuron_layers:
-            neurons = Halves(executor.gpu, matrices, layer, shown)
-            executor.gpu.hang(layer, neurons)
+            Halves(executor.gpu, matrices, layer, shown)
         ours = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages)
     truth.check(ours)
     assert [layer for layer, _ in shown] == [0, 1]
@@ -321,7 +322,7 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 class Halves:
-    """Sums a layer's neurons in two parts."""
+    """Sums a layer's neurons in two parts, the second of which is launched anew in every step."""
 
     def __init__(
         self, layers: GpuLayers, checkpoint: Checkpoint, layer: int, shown: list[tuple[int, np.ndarray]]
@@ -331,7 +332,7 @@ class Halves:
         parts = ("gate", "up", "down") if config.gated else ("up", "down")
         values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in parts}
         values["down"] = np.ascontiguousarray(values["down"].T)
-        self.shown, self.parts = shown, []
+        self.parts = []
         for own in (slice(0, half), slice(half, None)):
             weights = {part: weight(matrix[own]) for part, matrix in values.items()}
             own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases]
@@ -339,10 +340,13 @@ class Halves:
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 
-    def __call__(self, layer: int, n: Any, x: Any) -> Any:
-        self.shown.append((layer, x.clone().numpy()))
-        first, second = (gpu.neuron_sum(part, n)[0] for part in self.parts)
-        return first + second
+        show = Operator("show", layer, lambda step: shown.append((layer, step.x.clone().numpy())))
+        first, second = (Operator("half", layer, partial(self._add, part)) for part in self.parts)
+        layers.hang(layer, [show], [first, replace(second, static=False)])
+
+    @staticmethod
+    def _add(part: gpu.Neurons, step: Any) -> None:
+        step.add(gpu.neuron_sum(part, step.read)[0])
 
 
 def weight(values: np.ndarray) -> gpu.Weight:

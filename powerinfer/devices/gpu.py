@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,26 +18,22 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.link import NAMED_TOKENS, Link
 from powerinfer.devices.step import Operator, Recorder, Recordings, Step, cuda_graphs
+from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-    from powerinfer.devices.trace import Trace
 else:
     Tensor = device = Any
 
 Floats = NDArray[np.float32]
 
-NeuronSum = Callable[[int, Tensor, Tensor], Tensor]
-"""What a layer's neurons give: called with (layer, n, x), both float32 [T, d_model] on the device, returns the sum over
-all of them, without the bias of down: float32 [T, d_model], a tensor that may be written to. n is what gate and up
-multiply, x what the FFN's norm read, which predictors read. It must not write to n and x, nor keep them."""
-
 _NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
+_SEND, _SUM = "send", "ffn"  # the gaps that are left where others sum a layer's neurons
 _OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
 
 
@@ -129,9 +125,9 @@ class GpuNorm:
     eps: float
     layer: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
         """x float32 [rows, n], normalised."""
-        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer)
+        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into)
 
 
 @dataclass(frozen=True)
@@ -179,10 +175,10 @@ class Matrices:
 
 @dataclass
 class _Ffn:
-    """biases: of gate and up, for who sums the neurons."""
+    """biases: of gate and up, for who sums the neurons; hung: what runs in either gap."""
 
     biases: tuple[Floats | None, Floats | None]
-    neurons: NeuronSum | None = None
+    hung: dict[str, list[Operator]] = field(default_factory=dict)
 
 
 class GpuLayers:
@@ -222,11 +218,14 @@ class GpuLayers:
         self.vocab_size = config.vocab_size
         self.d_model = config.d_model
         self.device = device
-        self.operators: list[Operator] = []
+        self.trace: Trace | None = None
+        self.link: Link | None = None
+        self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
         self._config = config
         self._cuda = device.type == "cuda"
         self._bytes: Counter[str] = Counter()
+        self._wired: list[Operator] = []
         self._ffns: dict[int, _Ffn] = {}
         self._frequencies = self._vector(frequencies) if len(frequencies) else None
         self._rope_factor = rope_factor
@@ -367,18 +366,20 @@ class GpuLayers:
         layer = self._layer
         gate, up, down = (None if bias is None else np.array(bias, np.float32) for bias in biases)
         of_down = self._some(down)
-        ffn = self._ffns[layer] = _Ffn((gate, up))
+        self._ffns[layer] = _Ffn((gate, up))
+        if self.link is None:
+            self.link = Link(self.device, self.max_tokens, self.d_model, self._config.d_ff)
 
-        def prepare(step: Step) -> None:
-            step.normalised(norm)
+        def missing(step: Step) -> None:
+            raise AssertionError(f"nobody sums the neurons of layer {layer}")
 
-        def run(step: Step) -> None:
-            assert ffn.neurons is not None, f"nobody sums the neurons of layer {layer}"
-            sums = ffn.neurons(layer, step.normalised(norm), step.x)
-            step.add(sums if of_down is None else sums.add_(of_down))
-
-        self._add("norm", layer, prepare)
-        self._add("ffn", layer, run, static=False)
+        first = [Operator("norm", layer, lambda step: step.let_read(norm)), Operator(_SEND, layer, missing)]
+        # What the FFN reads is there before attention where both read the same x, so others can begin at once.
+        at = len(self._wired) - 1 if self._config.parallel else len(self._wired)
+        self._wired[at:at] = first
+        self._add(_SUM, layer, missing)
+        if of_down is not None:
+            self._add("bias", layer, lambda step: step.add(of_down))
 
     def normalise(self, norm: GpuNorm) -> None:
         """x = norm(x)."""
@@ -402,37 +403,34 @@ class GpuLayers:
     @property
     def has_head(self) -> bool:
         """Whether a step ends in logits."""
-        return bool(self.operators) and self.operators[-1].kind == "head"
+        return bool(self._wired) and self._wired[-1].kind == "head"
 
     @property
     def _layer(self) -> int:
         """The layer that is being wired."""
-        return self.operators[-1].layer
+        return self._wired[-1].layer
 
-    def _add(self, kind: str, layer: int, run: Callable[[Step], None], *, static: bool = True) -> None:
-        self.operators.append(Operator(kind, layer, run, static))
+    def _add(self, kind: str, layer: int, run: Callable[[Step], None]) -> None:
+        self._wired.append(Operator(kind, layer, run))
         self._recordings = None
+
+    @property
+    def operators(self) -> list[Operator]:
+        """All that a step runs, in order."""
+        every: list[Operator] = []
+        for operator in self._wired:
+            hung = self._ffns[operator.layer].hung if operator.layer in self._ffns else {}
+            every += hung.get(operator.kind, [operator])
+        return every
 
     @contextmanager
     def noted(self, trace: Trace) -> Iterator[None]:
-        """Let `trace` note each operator meanwhile, but not those whose neurons somebody else sums."""
-        own, recorder = self.operators, self._recorder
-
-        def noted(operator: Operator) -> Operator:
-            def run(step: Step) -> None:
-                with trace.gpu(operator.kind, operator.layer):
-                    operator.run(step)
-
-            elsewhere = operator.kind == "ffn" and operator.layer in self._ffns
-            return operator if elsewhere else replace(operator, run=run)
-
-        self.operators = [noted(operator) for operator in own]
-        self.record(None)
+        """Let `trace` note each static operator meanwhile; the others note themselves what they do."""
+        self.trace = trace
         try:
             yield
         finally:
-            self.operators = own
-            self.record(recorder)
+            self.trace = None
 
     # ---------------------------------------------------------------- neurons
 
@@ -445,9 +443,24 @@ class GpuLayers:
         """float32 [d_ff], those of gate and of up, of one of `neuron_layers`."""
         return self._ffns[layer].biases
 
-    def hang(self, layer: int, neurons: NeuronSum) -> None:
-        """Let `neurons` sum those of a layer of `neuron_layers` from now on."""
-        self._ffns[layer].neurons = neurons
+    def hang(self, layer: int, send: Sequence[Operator], add: Sequence[Operator]) -> None:
+        """Sum the neurons of a layer of `neuron_layers` with these operators from now on.
+
+        `send` bring out what others need to begin, and run as early as may be: they read step.read, what gate and up
+        multiply, and step.x, which predictors read, and must not write to either. `add` add to x.
+        """
+        ffn = self._ffns[layer]
+        before, ffn.hung = ffn.hung, {_SEND: list(send), _SUM: list(add)}
+        if before != ffn.hung:
+            self._recordings = None
+        self.forget(layer)
+
+    def forget(self, layer: int | None = None) -> None:
+        """Record anew what a layer launches, or all."""
+        if layer is None:
+            self._recordings = None
+        elif self._recordings is not None:
+            self._recordings.forget(layer)
 
     # ---------------------------------------------------------------- running
 
@@ -465,12 +478,17 @@ class GpuLayers:
             with torch.cuda.device(self.device) if self._cuda else nullcontext():
                 step = self.begin(batch, x)
                 with torch.inference_mode():
-                    if self._recorder is not None and len(step.x) <= gpu.FEW:
+                    if self._recorder is not None and self.trace is None and len(step.x) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
                     else:
                         for operator in self.operators:
-                            operator.run(step)
-                return self.end(step)
+                            with span(self.trace if operator.static else None, "gpu", operator.kind, operator.layer):
+                                operator.run(step)
+                result = self.end(step)
+        if len(step.x) <= NAMED_TOKENS:
+            self.few_tokens += len(step.x)
+            self.few_steps += 1
+        return result
 
     def record(self, recorder: Recorder | None) -> None:
         """Replay steps of few tokens with what `recorder` makes of them; None: launch each anew."""
@@ -489,6 +507,7 @@ class GpuLayers:
         if self._uploaded is not None:
             self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
         step = self._description.upload(batch, self._x[:tokens])
+        step.read = None if self.link is None else self.link.read(tokens)
         np.copyto(self._host_x[:tokens].numpy(), x)
         if self._uploaded is not None:
             step.x.copy_(self._host_x[:tokens], non_blocking=True)
@@ -524,7 +543,8 @@ class GpuLayers:
         scratch: what is kept from step to step and, once steps were rehearsed, what operators pass to each other.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
-        return parts | {"scratch": self._x.nbytes + self._description.nbytes + self._passed}
+        link = 0 if self.link is None else self.link.gpu_bytes
+        return parts | {"scratch": self._x.nbytes + self._description.nbytes + link + self._passed}
 
     def rehearse(self, logit_rows: int) -> int:
         """Run the largest step, with so many rows of logits, and one of a single token; the cache must be empty yet.
@@ -547,10 +567,10 @@ class GpuLayers:
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
-        self.operators.clear()
+        self._wired.clear()
         self._ffns.clear()
         self._recordings = None
-        for name in ("_cache", "_x", "_host_x", "_host_logits", "_description", "_frequencies"):
+        for name in ("_cache", "_x", "link", "_host_x", "_host_logits", "_description", "_frequencies"):
             self.__dict__.pop(name, None)
         if self._cuda:
             _torch().cuda.empty_cache()

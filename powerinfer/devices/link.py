@@ -8,73 +8,105 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, device
 
 Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 
 NAMED_TOKENS = 8
 """Most tokens of a step that a predictor names neurons for: for more nearly every neuron is named by some token."""
 
 
 def link_bytes(max_tokens: int, d_model: int, d_ff: int) -> int:
-    """Bytes of the buffers of a `Link`, which lie in RAM."""
-    return 2 * 4 * max_tokens * d_model + min(max_tokens, NAMED_TOKENS) * d_ff
+    """Bytes of the buffers of a `Link` that lie in RAM."""
+    return 2 * 4 * max_tokens * d_model + _named(max_tokens, d_ff)
+
+
+def link_gpu_bytes(max_tokens: int, d_model: int, d_ff: int) -> int:
+    """Bytes of the buffers of a `Link` that lie on the GPU."""
+    return 4 * max_tokens * d_model + 2 * _named(max_tokens, d_ff)
+
+
+def _named(max_tokens: int, d_ff: int) -> int:
+    return min(max_tokens, NAMED_TOKENS) * d_ff
 
 
 class Link:
-    """The way between a GPU and the CPU: buffers that both reach, one set for all layers.
+    """The way between a GPU and the CPU: buffers, one set for all layers, whose addresses stay.
 
-    What goes out is copied in the order of the GPU's stream, so the CPU waits for that much of it and no more. A buffer
-    is written again only when the next layer's input has come, behind which the last one's sum was added.
+    On the GPU what neurons read and the names of the cold ones lie side by side, so that one copy brings them out; the
+    CPU waits for that much of the GPU's work and no more. A buffer is written again only when the next layer's input
+    has come, behind which the last one's sum was added.
     """
 
     def __init__(self, to: device, max_tokens: int, d_model: int, d_ff: int) -> None:
         import torch
 
         self._cuda = to.type == "cuda"
-        self.to = to
-
-        def host(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
-
-        self._x = host(max_tokens, d_model, dtype=torch.float32)
-        self._back = host(max_tokens, d_model, dtype=torch.float32)
-        self._names = host(min(max_tokens, NAMED_TOKENS) * d_ff, dtype=torch.uint8)
+        self._d_model = d_model
+        named = _named(max_tokens, d_ff)
+        nbytes = 4 * max_tokens * d_model + named
+        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=to)
+        self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        self._hot = torch.zeros(named, dtype=torch.uint8, device=to)
+        self._back = torch.zeros((max_tokens, d_model), pin_memory=self._cuda)
         self._came = torch.cuda.Event() if self._cuda else None
-        self._sent: tuple[Floats, NDArray[np.uint8] | None] | None = None
+        self._views: dict[tuple[int, int], tuple[Floats, Bytes | None, Floats]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, which lie in RAM."""
-        return int(self._x.nbytes + self._back.nbytes + self._names.nbytes)
+        """Bytes of the buffers in RAM."""
+        return int(self._here.nbytes + self._back.nbytes)
 
-    def send(self, x: Tensor, names: Tensor | None) -> None:
-        """Let x float32 [T, d_model] and names uint8 [T, n] go out to the CPU."""
-        own = self._x[: len(x)]
-        own.copy_(x, non_blocking=True)
-        named = None
-        if names is not None:
-            place = self._names[: names.numel()].view(names.shape)
-            place.copy_(names, non_blocking=True)
-            named = place.numpy()
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of the buffers on the GPU."""
+        return int(self._there.nbytes + self._hot.nbytes)
+
+    # ---------------------------------------------------------------- on the GPU: the same for every step of a shape
+
+    def read(self, tokens: int) -> Tensor:
+        """Where what the neurons read is to be written, float32 [tokens, d_model]."""
+        import torch
+
+        return self._there[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
+
+    def names(self, tokens: int, hot: int, cold: int) -> tuple[Tensor, Tensor]:
+        """Where the names of so many neurons are to be written, uint8 [tokens, hot] and [tokens, cold]."""
+        begin = 4 * tokens * self._d_model
+        out = self._there[begin : begin + tokens * cold]
+        return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
+
+    def send(self, tokens: int, cold: int) -> None:
+        """Let what was written go out: what is read, and names of so many cold neurons (0: none were written)."""
+        nbytes = tokens * (4 * self._d_model + cold)
+        self._here[:nbytes].copy_(self._there[:nbytes], non_blocking=True)
+
+    def add_back(self, x: Tensor) -> None:
+        """x float32 [tokens, d_model] += what the CPU has written."""
+        back = self._back[: len(x)]
+        x.add_(back.to(x.device, non_blocking=True) if self._cuda else back)
+
+    # ---------------------------------------------------------------- on the CPU
+
+    def mark(self) -> None:
+        """What was sent by now is what `wait` waits for. The host can only wait for events that are not recorded."""
         if self._came is not None:
             self._came.record()
-        self._sent = own.numpy(), named
 
-    def wait(self) -> tuple[Floats, NDArray[np.uint8] | None]:
-        """What was sent, once it is there."""
-        assert self._sent is not None
+    def wait(self) -> None:
+        """Until what was sent is here."""
         if self._came is not None:
             self._came.synchronize()
-        return self._sent
 
-    def back(self, tokens: int) -> Floats:
-        """Where the CPU's sums are to be written, float32 [tokens, d_model]."""
-        sums: Floats = self._back[:tokens].numpy()
-        return sums
-
-    def add_back(self, total: Tensor) -> None:
-        """total += what is there."""
-        back = self._back[: len(total)]
-        total.add_(back.to(self.to, non_blocking=True) if self._cuda else back)
+    def views(self, tokens: int, cold: int) -> tuple[Floats, Bytes | None, Floats]:
+        """What came: what is to be read, float32 [tokens, d_model], and names uint8 [tokens, cold], None where cold is
+        0; and where the sums go, float32 [tokens, d_model]."""
+        key = tokens, cold
+        if key not in self._views:
+            here = self._here.numpy()
+            end = 4 * tokens * self._d_model
+            names = here[end : end + tokens * cold].reshape(tokens, cold) if cold else None
+            x = here[:end].view(np.float32).reshape(tokens, self._d_model)
+            self._views[key] = x, names, self._back[:tokens].numpy()
+        return self._views[key]

@@ -1,7 +1,7 @@
 """A step of layers on a GPU, and the replay of steps of few tokens.
 
 Launching a kernel takes the host longer than a small kernel takes the device. What a step launches hangs on its shape
-alone, but for the neurons of FFNs; so all that lies between these is recorded once for each shape.
+alone; so all that lies between two points at which the host must act is recorded once for each shape.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Norm = Callable[[Tensor], Tensor]
+    Norm = Callable[..., Tensor]
+    """Called with what it normalises and, if it is to write there, where the result goes."""
 
 MOST_SHAPES = 64
-"""Of which recordings are kept; the oldest goes first."""
+"""Of which recordings are kept; the one that was not needed for longest goes first."""
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Step:
     slots: Tensor  # int64 [T] page * 32 + place in the page, where the token's keys and values go
     page_table: Tensor  # int32 [S, P]
     logit_rows: Tensor  # int32 [R]
+    read: Tensor | None = None  # float32 [T, d_model] like x always at the same address: what neurons of a layer read
     attended: Tensor | None = None  # float32 [T, heads * head_dim]
     logits: Tensor | None = None  # float32 [R, vocab]
     normed: tuple[Norm, Tensor] | None = None  # what a norm made of x, until x changes
@@ -47,6 +49,14 @@ class Step:
             self.normed = norm, norm(self.x)
         return self.normed[1]
 
+    def let_read(self, norm: Norm | None) -> None:
+        """read = norm(x)."""
+        assert self.read is not None
+        if norm is None or (self.normed is not None and self.normed[0] is norm):
+            self.read.copy_(self.normalised(norm))
+        else:
+            self.normed = norm, norm(self.x, self.read)
+
     def add(self, more: Tensor) -> None:
         """x += more."""
         self.x.add_(more)
@@ -60,9 +70,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Operator:
-    """A part of a step. kind: "attention", "project", "norm", "ffn", "normalise" or "head"; layer: -1 for the head.
+    """A part of a step. kind: "attention", "project", "ffn", "head" and the like; layer: -1 for the head.
 
-    static: launches the same for every step of a shape, and never waits for the device.
+    static: launches the same for every step of a shape, and the host does nothing else. An operator hands tensors on
+    within its layer only.
     """
 
     kind: str
@@ -86,23 +97,32 @@ class Recordings:
     def __init__(self, operators: Sequence[Operator], recorder: Recorder) -> None:
         self._parts = [(static, list(group)) for static, group in groupby(operators, lambda one: one.static)]
         self._recorder = recorder
-        self._kept: dict[tuple[int, ...], dict[int, Run]] = {}
+        self._kept: dict[tuple[int, ...], dict[int, Run | None]] = {}
 
     def run(self, step: Step) -> None:
         """All operators on the step."""
-        recorded = self._kept.get(step.key)
-        if recorded is None:  # the first of its shape runs as it is: kernels are compiled, memory is found
-            if len(self._kept) == MOST_SHAPES:
-                del self._kept[next(iter(self._kept))]
-            self._kept[step.key] = {}
+        kept = self._kept.pop(step.key, {})
+        if len(self._kept) == MOST_SHAPES:
+            del self._kept[next(iter(self._kept))]
+        self._kept[step.key] = kept
         for number, (static, operators) in enumerate(self._parts):
-            if recorded is None or not static:
+            if not static or number not in kept:
+                if static:  # at first it runs as it is: kernels are compiled, memory is found
+                    kept[number] = None
                 for operator in operators:
                     operator.run(step)
                 continue
-            if number not in recorded:
-                recorded[number] = self._recorder(_runner(operators, replace(step)), _state(step))
-            step.attended, step.logits, step.normed = recorded[number](_state(step))
+            recorded = kept[number]
+            if recorded is None:
+                recorded = kept[number] = self._recorder(_runner(operators, replace(step)), _state(step))
+            step.attended, step.logits, step.normed = recorded(_state(step))
+
+    def forget(self, layer: int) -> None:
+        """What a layer's operators launch is no longer what was recorded."""
+        for number, (_, operators) in enumerate(self._parts):
+            if any(operator.layer == layer for operator in operators):
+                for kept in self._kept.values():
+                    kept.pop(number, None)
 
 
 def _state(step: Step) -> State:

@@ -293,15 +293,19 @@ def _wide(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(x, w, out_dtype=torch.float32) if x.is_cuda else x.float() @ w.float()
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
-    """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32."""
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32.
+
+    into: where the result goes, of x's shape, contiguous.
+    """
     if _triton(x):
-        return _kernels().norm(x, weight, bias, eps, layer)
+        return _kernels().norm(x, weight, bias, eps, layer, into)
     import torch
 
     centred = x - x.mean(dim=-1, keepdim=True) if layer else x
     out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
-    return out if bias is None else out + bias
+    out = out if bias is None else out + bias
+    return out if into is None else into.copy_(out)
 
 
 def activate(activation: str, x: Tensor, up: Tensor | None = None, threshold: float = 0.0) -> Tensor:

@@ -246,10 +246,10 @@ def _norm_kernel(
     tl.store(out + row * width + c, y, mask=here)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None) -> Tensor:
     """`gpu.norm`."""
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if into is None else into
     width = x.shape[-1]
     if out.numel():
         block = triton.next_power_of_2(width)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from powerinfer.devices.link import link_bytes
+from powerinfer.devices.link import link_bytes, link_gpu_bytes
 from powerinfer.errors import RequestError
 from powerinfer.formats.pack import n_groups
 from powerinfer.placement.hardware import Hardware
@@ -147,7 +147,10 @@ def shared_in_ram(model: Model, gpu_layers: int) -> int:
 def _fixed_on_gpu(request: PlanRequest) -> Bytes:
     """What the GPU holds however few layers are there."""
     tokens, requests = max(request.chunk, request.together), request.together
-    return _fixed(request.model, request.hardware, tokens, requests, request.context)
+    fixed = _fixed(request.model, request.hardware, tokens, requests, request.context)
+    config = request.model.config
+    fixed["scratch"] += link_gpu_bytes(tokens, config.d_model, config.d_ff)
+    return fixed
 
 
 def _fixed(model: Model, hardware: Hardware, tokens: int, requests: int, context: int) -> Bytes:

@@ -26,7 +26,7 @@ from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import available_memory
 from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures
-from powerinfer.devices.link import Link
+from powerinfer.devices.step import Operator, Step
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups
@@ -360,29 +360,16 @@ class _Work:
         self._tick()
         shape, layers = self._effort.narrow, self._effort.layers[1]
         _, neurons = self._neurons("F16", shape)
-        link = Link(self._device, 1, *shape)
         most = NormalDist().inv_cdf(1 - _FEW_FIRE)
-
-        def alone(layer: int, n: Tensor, x: Tensor) -> Tensor:
-            return gpu.neuron_sum(neurons, n, None, most)[0]
-
-        def together(layer: int, n: Tensor, x: Tensor) -> Tensor:
-            link.send(n, None)
-            total = alone(layer, n, x)
-            link.wait()
-            link.back(1)
-            link.add_back(total)
-            return total
-
         square = self._matrix("F16", shape[0], shape[0])
         times = []
-        for ffn in (alone, together):
+        for exchange in (False, True):
             made = self._layers(shape, layers)
             for layer in range(layers):
                 made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
                 made.project(made.matrix(square))
                 made.neurons(self._norm(made))
-                made.hang(layer, ffn)
+                made.hang(layer, *_operators(made, layer, neurons, most, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and what fires of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -526,3 +513,23 @@ def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
 
     own = {name: other(getattr(neurons, name)) for name in ("gate", "up", "down")}
     return replace(neurons, **own, shared=None if neurons.shared is None else neurons.shared.clone())
+
+
+def _operators(
+    layers: GpuLayers, layer: int, neurons: gpu.Neurons, most: float, exchange: bool
+) -> tuple[list[Operator], list[Operator]]:
+    """What sums a layer's neurons: alone, or beside a CPU that has nothing to do."""
+    link = layers.link
+    assert link is not None
+
+    def add(step: Step) -> None:
+        assert step.read is not None
+        step.add(gpu.neuron_sum(neurons, step.read, None, most)[0])
+
+    hot = Operator("hot neurons", layer, add)
+    if not exchange:
+        return [], [hot]
+    send = Operator("copy out", layer, lambda step: link.send(len(step.x), 0))
+    mark = Operator("mark", layer, lambda _: link.mark(), static=False)
+    wait = Operator("wait", layer, lambda _: link.wait(), static=False)
+    return [send, mark], [hot, wait, Operator("add", layer, lambda step: link.add_back(step.x))]

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor, Weights
-from powerinfer.devices.link import NAMED_TOKENS, Link
+from powerinfer.devices.link import NAMED_TOKENS
+from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.pack import BundleFile, gather
@@ -55,38 +56,40 @@ class _Guess:
 
 
 class HybridFfn:
-    """The FFN of one layer. Called by `GpuLayers` as the sum of a layer's neurons.
+    """The FFN of one layer of `GpuLayers`, which runs its operators.
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. neurons: the hot ones, None where there are
-    none. cold_bytes: of the cold ones' bundles. trace: takes notes; predicts: whether a predictor is asked.
+    none. cold_bytes: of the cold ones' bundles. trace: takes notes.
     """
 
     def __init__(
         self,
         layer: int,
         cpu: CpuExecutor,
-        link: Link,
+        layers: GpuLayers,
         bundles: BundleFile,
-        biases: Sequence[Floats | None],
         hot: Indices,
         *,
         most: float = 0.0,
         weights: Weights | None = None,
     ) -> None:
-        """biases: float32 [d_ff] of gate and up. PowerInferError when a device has no memory left."""
+        """PowerInferError when a device has no memory left."""
+        assert layers.link is not None
         self.layer = layer
         self.trace: Trace | None = None
-        self.predicts = True
+        self._predicts = True
         self._cpu = cpu
-        self._link = link
+        self._layers = layers
+        self._link = layers.link
         self._bundles = bundles
-        self._biases = biases
+        self._biases = layers.ffn_biases(layer)
         self._most = most
         self._op: int | None = None
         self._guess: _Guess | None = None
         if weights is not None:
             with self._failures():
-                self._guess = _Guess(weights[0], gpu.upload(weights[1], link.to), gpu.upload(weights[2], link.to))
+                inner, outer = (gpu.upload(part, layers.device) for part in weights[1:])
+                self._guess = _Guess(weights[0], inner, outer)
         self.place(hot)
         self.clear()
 
@@ -94,7 +97,7 @@ class HybridFfn:
         """Put these neurons on the GPU, and only there; all others on the CPU."""
         import torch
 
-        layout, to = self._bundles.layout, self._link.to
+        layout, to = self._bundles.layout, self._layers.device
         self._bundles.file.check()
         rows = self._bundles.layers[self.layer]
         self.hot = hot
@@ -117,6 +120,7 @@ class HybridFfn:
             else:
                 self._cpu.replace_neurons(self._op, layout, kept, biases)
             self._cpu.count_fired(self._op)
+        self._layers.hang(self.layer, *self._operators())
         self._bundles.file.release()
 
     def _failures(self) -> AbstractContextManager[None]:
@@ -134,67 +138,99 @@ class HybridFfn:
 
     # ---------------------------------------------------------------- a step
 
-    def __call__(self, layer: int, n: Tensor, x: Tensor) -> Tensor:
-        """n: float32 [T, d_model], what the neurons read; x the same, what a predictor reads. Their sum."""
-        assert layer == self.layer
-        tokens = len(n)
-        small = tokens <= NAMED_TOKENS
-        hot_names, cold_names = self._names(x) if small and self.predicts else (None, None)
+    def _operators(self) -> tuple[list[Operator], list[Operator]]:
+        """(those that send, those that add), see `GpuLayers.hang`.
+
+        All that the GPU does is static, for it launches the same for every step of a shape. Between that the host acts
+        twice where there are cold neurons: it marks what was sent, and sums them while the GPU sums the hot ones.
+        """
+        send, add = [], []
+        if self._guess is not None:
+            send.append(self._operator("predictor", self._name))
         if len(self.cold):
-            with span(self.trace, "gpu", "copy out", self.layer):
-                self._link.send(n, cold_names)
-        total = self._hot_sum(n, hot_names, small)
-        job = len(self.cold) > 0 and self._cold_sum(tokens)
-        if job:
-            with span(self.trace, "gpu", "add", self.layer):
-                self._link.add_back(total)
-        if small:
-            self.recent_tokens += tokens
-            self._sums["tokens"] += tokens
-            self._sums["steps"] += 1
-            self._sums["jobs"] += job
-        return total
+            send.append(self._operator("copy out", self._send))
+            send.append(self._operator("mark", self._mark, static=False))
+        if len(self.hot):
+            add.append(self._operator("hot neurons", self._add_hot))
+        if len(self.cold):
+            add.append(self._operator("cold neurons", self._sum_cold, static=False))
+            add.append(self._operator("add", self._add_cold))
+        return send, add
 
-    def _names(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        guess = self._guess
-        if guess is None:
-            return None, None
-        with span(self.trace, "gpu", "predictor", self.layer):
-            named = gpu.predict(guess.inner, guess.outer, x, guess.about.threshold, guess.about.floor)
-            hot, cold = (named.index_select(1, columns) for columns in self._columns)
-            return hot, cold
+    def _operator(self, kind: str, run: Callable[[Step], None], *, static: bool = True) -> Operator:
+        return Operator(kind, self.layer, run, static)
 
-    def _hot_sum(self, n: Tensor, names: Tensor | None, counted: bool) -> Tensor:
-        if self.neurons is None:
-            return n.new_zeros(n.shape)
-        with span(self.trace, "gpu", "hot neurons", self.layer):
-            total, fired = gpu.neuron_sum(self.neurons, n, names, self._most)
-            if counted and self._fired is not None:
-                self._fired += fired
-            return total
+    def _named(self, tokens: int) -> bool:
+        """Whether the predictor is asked in a step of so many tokens."""
+        return self._guess is not None and self._predicts and tokens <= NAMED_TOKENS
 
-    def _cold_sum(self, tokens: int) -> bool:
-        """The CPU's part into the link's buffer. False where no cold neuron is named: nothing was done."""
-        with span(self.trace, "cpu", "wait", self.layer, "wait"):
-            x, names = self._link.wait()
-        if names is not None and not names.any():
-            return False
+    def _name(self, step: Step) -> None:
+        import torch
+
+        tokens, guess = len(step.x), self._guess
+        if guess is None or not self._named(tokens):
+            return
+        named = gpu.predict(guess.inner, guess.outer, step.x, guess.about.threshold, guess.about.floor)
+        places = self._link.names(tokens, len(self.hot), len(self.cold))
+        for columns, place in zip(self._columns, places, strict=True):
+            if len(columns):
+                torch.index_select(named, 1, columns, out=place)
+
+    def _send(self, step: Step) -> None:
+        self._link.send(len(step.x), self._cold_names(len(step.x)))
+
+    def _cold_names(self, tokens: int) -> int:
+        """How many names of cold neurons go out for each token."""
+        return len(self.cold) if self._named(tokens) else 0
+
+    def _mark(self, step: Step) -> None:
+        self._link.mark()
+
+    def _add_hot(self, step: Step) -> None:
+        assert self.neurons is not None and self._fired is not None and step.read is not None
+        tokens = len(step.x)
+        names = self._link.names(tokens, len(self.hot), 0)[0] if self._named(tokens) else None
+        total, fired = gpu.neuron_sum(self.neurons, step.read, names, self._most)
+        step.add(total)
+        if tokens <= NAMED_TOKENS:
+            self._fired += fired
+
+    def _sum_cold(self, step: Step) -> None:
+        """The CPU's part into the link's buffer; zeros where no cold neuron is named."""
         assert self._op is not None
+        tokens = len(step.x)
+        with span(self.trace, "cpu", "wait", self.layer, "wait"):
+            self._link.wait()
+        x, names, back = self._link.views(tokens, self._cold_names(tokens))
+        if names is not None and not names.any():
+            back.fill(0)
+            return
         with span(self.trace, "cpu", "cold neurons", self.layer):
-            self._cpu.neuron_sum(self._op, x, names, self._link.back(tokens))
-        return True
+            self._cpu.neuron_sum(self._op, x, names, back)
+        self._jobs += tokens <= NAMED_TOKENS
+
+    def _add_cold(self, step: Step) -> None:
+        self._link.add_back(step.x)
+        step.normed = None
 
     # ---------------------------------------------------------------- what was done
 
     def clear(self) -> None:
         """Begin to count anew."""
         self._sums: Counter[str] = Counter()
+        self._jobs = 0
+        self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent = np.zeros(self._cpu.config.d_ff)
         self.recent_tokens = 0.0
         if self._fired is not None:
             self._fired.zero_()
         if self._op is not None:
             self._cpu.count_fired(self._op)
+
+    def predict(self, on: bool) -> None:
+        """Whether a predictor is asked from now on."""
+        self._predicts = on
+        self._layers.forget(self.layer)
 
     def forget_half(self) -> None:
         """Of what is recent."""
@@ -207,6 +243,11 @@ class HybridFfn:
 
         `recent`, float64 [d_ff], has then for each neuron the tokens that it fired for.
         """
+        tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
+        self._since = self._layers.few_tokens, self._layers.few_steps
+        self.recent_tokens += tokens
+        self._sums.update(tokens=tokens, steps=steps, jobs=self._jobs)
+        self._jobs = 0
         if self._fired is not None:
             counts = self._fired.to("cpu", copy=True).numpy()
             self._fired.zero_()
@@ -240,16 +281,11 @@ def hang_neurons(
     the bundles' file are given back as the layers are done, but for those of the CPU's own layers, which are read where
     they lie. PowerInferError when a device has no memory left.
     """
-    config = cpu.config
-    link = Link(layers.device, layers.max_tokens, config.d_model, config.d_ff)
     ffns = []
     for layer in layers.neuron_layers:
         weights = None if predictors is None else predictors(layer)
         hot = placement.parts(layer)[Tier.GPU]
-        biases = layers.ffn_biases(layer)
-        ffn = HybridFfn(layer, cpu, link, bundles, biases, hot, most=most(layer), weights=weights)
-        layers.hang(layer, ffn)
-        ffns.append(ffn)
+        ffns.append(HybridFfn(layer, cpu, layers, bundles, hot, most=most(layer), weights=weights))
         if progress is not None:
             progress("loading neurons", len(ffns), len(layers.neuron_layers))
     for layer in cpu.bundled_layers:
@@ -333,7 +369,7 @@ class HybridSparsity:
 
     def _let_predict(self, on: bool) -> None:
         for ffn in self.ffns:
-            ffn.predicts = on
+            ffn.predict(on)
         self._executor.cpu.predict_bundled(on)
 
     @contextmanager
