@@ -17,9 +17,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+from test_gpu_layers import stand_in_recorder, static_attention  # noqa: E402
 from test_sparse import RELU, case_named, model_of, one_by_one, packed, predictor_weights, side_by_side  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -233,6 +235,64 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
                 parts = placement.parts(ffn.layer)
                 assert (0 if ffn.neurons is None else ffn.neurons.n) == len(ffn.hot) == len(parts[Tier.GPU])
                 assert ffn.cold_bytes == some_bytes(layout, parts[Tier.CPU])
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("name", ["llama-relu", "falcon-7b", "falcon-40b", "opt", "opt-post-norm"])
+def test_replayed_steps_give_the_same_bits(
+    name: str, predicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of changing sizes, neurons that trade places between them, and a predictor that is suspended meanwhile."""
+    monkeypatch.setattr(hybrid.gpu, "attention", static_attention)
+    case = case_named(name)
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens, made, runs = families.prompt(case)[:16], [], []
+    predictors = predictor_of(open_checkpoint(path).config) if predicted else None
+    for recorder in (None, stand_in_recorder(made)):
+        with split(path, 0.5, predictors=predictors) as (executor, ffns):
+            sparsity = HybridSparsity("exact", executor, ffns)
+            executor.gpu.record(recorder)
+            pages = families.scattered_pages(executor, 1)[0]
+            sizes = [1] * 4 + [3, 3, 1, 3, 1, 1]
+
+            def steps(executor: Any = executor, pages: Any = pages, sizes: list[int] = sizes) -> np.ndarray:
+                return families.run_chunks(executor, tokens, sizes, pages)
+
+            answers = [steps(), steps()]
+            for ffn in ffns[1:]:  # as `adjust` does it
+                ffn.place(np.sort(np.concatenate([ffn.hot[1:], ffn.cold[:1]])).astype(np.int32))
+                answers.append(steps())
+            ffns[0].place(ffns[0].hot[:-1])  # fewer than before
+            answers.append(steps())
+            with sparsity.suspended():
+                answers.append(steps())
+            answers.append(steps())
+            runs.append([*answers, sparsity.report()])
+    for launched, replayed in zip(*runs, strict=True):
+        np.testing.assert_equal(launched, replayed)
+    assert made and min(made) > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["llama-relu", "falcon-40b"])
+def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes two replays, a mark and the CPU's work; where all its neurons are on one device, less."""
+    case = case_named(name)
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens, made, done = families.prompt(case)[:4], [], []
+    monkeypatch.setattr(Link, "mark", lambda link: done.append("mark"))
+    monkeypatch.setattr(Link, "wait", lambda link: done.append("wait"))
+    with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, ffns):
+        executor.gpu.record(stand_in_recorder(made))
+        one_by_one(executor, tokens)
+    layers = len(ffns)
+    replays = {0.0: layers + 1, 0.5: 2 * layers + 1, 1.0: 1}[share]
+    if name == "falcon-40b" and share == 0:
+        replays = 2 * layers + 1  # attention, while the CPU is at work
+    assert made == [len(tokens) - 1] * replays
+    assert done == ["mark", "wait"] * (layers * len(tokens) * (share < 1))
 
 
 def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
