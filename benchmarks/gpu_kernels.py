@@ -145,7 +145,8 @@ def attention_cases(device: str, d_model: int) -> Iterator[tuple[str, str, int, 
         shape = (tokens * pages, gpu.PAGE, kv_heads, dim)
         nbytes = 2 * 2 * int(np.prod(shape))
         caches = [
-            [torch.randn(shape, device=device).half() for _ in "kv"] for _ in range(min(copies_of(nbytes, device), 8))
+            [gpu.Cached(torch.randn(shape, device=device).half()) for _ in "kv"]
+            for _ in range(min(copies_of(nbytes, device), 8))
         ]
         table = torch.arange(tokens * pages, dtype=torch.int32, device=device).view(tokens, pages)
         rows = torch.arange(tokens, dtype=torch.int32, device=device)

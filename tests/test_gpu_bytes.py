@@ -157,7 +157,7 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
         assert (executor.cpu.predictor_bytes > 0) == (name == "llama-predictors" and layers is not None)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0"])
 def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str) -> None:
     """As many as fit, and within the budget: with one byte less there is one layer less."""
     path = tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv")

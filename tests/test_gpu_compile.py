@@ -77,9 +77,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.neuron_sum(gpu.Neurons(*plain, "silu", 0.0), x, None, 0.1)
         gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
         gpu.norm(x, x[0], x[0], 1e-5, True)
-    for tokens, kv_type in ((4, torch.float16), (64, torch.float16), (64, torch.float32)):
+    for tokens, kv_type in ((4, "f16"), (64, "f16"), (64, "f32"), (4, "q8_0"), (64, "q8_0")):
         q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
-        cache = torch.empty(64, gpu.PAGE, kv_heads, dim, dtype=kv_type)
+        cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)
         turns = (numbers, torch.empty(dim // 2), 1.0)
         gpu.rotate(q, *turns)

@@ -239,22 +239,37 @@ def test_rotary_embedding(dim: int, pairs: int, kernels: str) -> None:
     np.testing.assert_array_equal(got.cpu().numpy()[..., 2 * pairs :], x[..., 2 * pairs :])
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
-def test_keys_and_values_are_stored(kv_type: str, kernels: str) -> None:
-    dtype = torch.float16 if kv_type == "f16" else torch.float32
-    caches = [torch.full((3, gpu.PAGE, 2, 24), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
-    k, v = floats(8, 4, 2, 24), floats(9, 4, 2, 24)
-    k[0, 0, 0], v[1, 1, 1] = 1e6, -1e6
+def unwritten(kv_type: str, pages: int, kv_heads: int, dim: int) -> gpu.Cached:
+    """A cache in which every value is no number."""
+    cached = gpu.new_cache(kv_type, pages, kv_heads, dim, DEVICE)
+    cached.data.fill_(77)
+    (cached.data if cached.scales is None else cached.scales).fill_(torch.nan)
+    return cached
+
+
+def held(cached: gpu.Cached) -> np.ndarray:
+    """Its values by slot."""
+    return cached.values(torch.arange(len(cached.data), device=DEVICE)).flatten(0, 1).cpu().numpy()
+
+
+@pytest.mark.parametrize(("kv_type", "dim"), [("f16", 24), ("f32", 24), ("q8_0", 24), ("q8_0", 96)])
+def test_keys_and_values_are_stored(kv_type: str, dim: int, kernels: str) -> None:
+    caches = [unwritten(kv_type, 3, 2, dim) for _ in range(2)]
+    k, v = floats(8, 4, 2, dim), floats(9, 4, 2, dim)
+    k[0, 0, 0], v[1, 1, 1] = 1e6, -1e7  # the second has a scale that float16 cannot hold
+    k[1, 0], v[3, 1, :8] = 0, np.array([127, 0.5, 1.5, -2.5, 126.5, 3.5, -0.5, 1e-9])  # halves go to even
+    v[3, 0] *= 1e-9  # so small that the scale is zero
     slots = np.array([70, 3, -1, 64])
     gpu.store_kv(*caches, on_device(k), on_device(v), on_device(slots))
     for cache, new in zip(caches, (k, v), strict=True):
-        flat = cache.view(-1, 2, 24).float().cpu().numpy()
+        flat = held(cache)
         np.testing.assert_array_equal(flat[slots[[0, 1, 3]]], reference.kv_rounded(new, kv_type)[[0, 1, 3]])
         assert np.isnan(np.delete(flat, slots[[0, 1, 3]], axis=0)).all(), "written beside the slots"
+        assert cache.nbytes == 3 * gpu.PAGE * 2 * gpu.kv_bytes(kv_type, dim)
 
 
-@pytest.mark.parametrize("pairs", [4, 8])
-def test_heads_are_turned_and_stored_in_one_go(pairs: int, kernels: str) -> None:
+@pytest.mark.parametrize(("pairs", "kv_type"), [(4, "f32"), (8, "f32"), (4, "q8_0")])
+def test_heads_are_turned_and_stored_in_one_go(pairs: int, kv_type: str, kernels: str) -> None:
     """The heads are parts of one tensor, as a product gives them."""
     heads, kv, dim, tokens = 3, 2, 16, 4
     every = floats(16, tokens, heads + 2 * kv, dim)
@@ -263,15 +278,23 @@ def test_heads_are_turned_and_stored_in_one_go(pairs: int, kernels: str) -> None
     turned = reference.rope(every, *reference.rotations(positions, frequencies, 1.0))
     ours = on_device(every)
     q, k, v = ours[:, :heads], ours[:, heads : heads + kv], ours[:, heads + kv :]
-    caches = [torch.full((3, gpu.PAGE, kv, dim), torch.nan, device=DEVICE) for _ in range(2)]
+    caches = [unwritten(kv_type, 3, kv, dim) for _ in range(2)]
     gpu.rotate_and_store(q, k, v, on_device(positions), on_device(frequencies), 1.0, *caches, on_device(slots))
     bound = 16 * EPS * np.abs(every).max()
     assert_close(q, turned[:, :heads], bound)
     stored = np.array([0, 2, 3])
+    step = np.abs(every).max() * 2**0.5 / 127 if kv_type == "q8_0" else 0  # a pair turns by no more than its length
     for cache, want in zip(caches, (turned[:, heads : heads + kv], every[:, heads + kv :]), strict=True):
-        flat = cache.view(-1, kv, dim)
-        assert_close(flat[on_device(slots[stored])], want[stored], bound)
-        assert int(torch.isnan(flat).all(dim=(1, 2)).sum()) == len(flat) - len(stored)
+        flat = held(cache)
+        assert_close(on_device(flat[slots[stored]]), want[stored], bound + step * (0.5 + 2**-10))
+        assert int(np.isnan(flat).all(axis=(1, 2)).sum()) == len(flat) - len(stored)
+
+
+def cached(kv_type: str, values: torch.Tensor) -> gpu.Cached:
+    """A cache that holds these, which it gives back as they are."""
+    if kv_type == "q8_0":
+        return gpu.Cached(*(part.contiguous() for part in gpu.quantised(values)))
+    return gpu.Cached(values.to(torch.float16 if kv_type == "f16" else torch.float32))
 
 
 @dataclass
@@ -305,7 +328,7 @@ def test_attention(
     several = [Sequence([5, 2, 7], [70]), Sequence([1], [0, 1, 2]), Sequence([3, 6], [*range(31, 31 + many)])]
     heads, kv_heads, dim = sizes
     q = floats(10, 4 + many, heads, dim)
-    for kv_type in ("f32", "f16"):
+    for kv_type in ("f32", "f16", "q8_0"):
         caches = [reference.kv_rounded(floats(seed, 8, gpu.PAGE, kv_heads, dim), kv_type) for seed in (11, 12)]
         table, rows, positions = np.full((3, 3), -1, np.int32), [], []
         want, bound = [], []
@@ -318,17 +341,19 @@ def test_attention(
             want.append(reference.attention(*mine, window=window or 0))
             # A score's error is that of a sum of dim products; weights change by as much, relatively, and the rest
             # rounds once for every position.
-            eps = 2**-10 if many > 8 and kv_type == "f16" else EPS  # prompts meet an F16 cache in F16
+            eps = 2**-10 if many > 8 and kv_type != "f32" else EPS  # prompts meet an F16 cache in F16
             score = np.abs(q[at : at + n]).sum(axis=2).max() * np.abs(caches[0]).max() / np.sqrt(dim)
             longest = max(one.positions) + 1
             bound.append(2 * eps * ((dim + 4) * score + longest + 8) * np.abs(caches[1]).max() * np.ones_like(want[-1]))
-        dtype = torch.float16 if kv_type == "f16" else torch.float32
-        keys, held = (on_device(c).to(dtype) for c in caches)
+        parts = [cached(kv_type, on_device(c)) for c in caches]
+        for part, values in zip(parts, caches, strict=True):
+            np.testing.assert_array_equal(held(part), values.reshape(-1, kv_heads, dim))
         # The last token stands for nothing, as those that fill up a step of fixed size.
         extra = on_device(np.concatenate([q, floats(13, 1, heads, dim)]))
         step = on_device(np.array([*rows, 0], np.int32)), on_device(np.array([*positions, -1], np.int32))
-        keys[0], held[0] = torch.nan, torch.nan  # a page of nobody
-        got = gpu.attention(extra, keys, held, on_device(table), *step, window, 1 / np.sqrt(dim))
+        for part in parts:  # a page of nobody
+            (part.data if part.scales is None else part.scales)[0] = torch.nan
+        got = gpu.attention(extra, *parts, on_device(table), *step, window, 1 / np.sqrt(dim))
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))
         assert (got[-1] == 0).all()
 

@@ -201,9 +201,9 @@ def static_attention(
     q: Any, cache_k: Any, cache_v: Any, table: Any, rows: Any, positions: Any, window: int | None, scale: float
 ) -> Any:
     """`gpu.attention` that launches the same for all data, as Triton's does."""
-    heads, kv_heads, dim = q.shape[1], cache_k.shape[2], q.shape[2]
+    heads, kv_heads, dim = q.shape[1], cache_k.data.shape[2], q.shape[2]
     pages = table.clamp(min=0).long()[rows.long()]
-    keys, values = (cache[pages].flatten(1, 2).float() for cache in (cache_k, cache_v))
+    keys, values = (cache.values(pages).flatten(1, 2) for cache in (cache_k, cache_v))
     place, seen = torch.arange(keys.shape[1]), positions.long()[:, None]
     hidden = (place > seen) | (place <= seen - (window or 1 << 30))
     scores = torch.einsum("tghd,tsgd->tghs", q.view(len(q), kv_heads, heads // kv_heads, dim), keys) * scale
@@ -277,21 +277,25 @@ def test_unused_pages_and_logits_that_nobody_wants(tmp_path: Path) -> None:
             assert none.shape == (0, executor.vocab_size)
 
 
-def test_a_cache_of_float16(tmp_path: Path) -> None:
-    """Keys and values are rounded as the CPU's executor rounds them."""
+@pytest.mark.parametrize(("kv_type", "nbytes"), [("f16", 32), ("q8_0", 18)])
+def test_a_narrow_cache(kv_type: str, nbytes: int, tmp_path: Path) -> None:
+    """Keys and values are rounded as the CPU's executor rounds them; nbytes: of a head's 16 values.
+
+    Where a value lies so near the middle between two codes that float32 decides, the executors choose neighbours. Fewer
+    than one in a hundred does; each is off by a step where the cache's own rounding is off by 1 / sqrt(12) of one.
+    """
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
-    errors = []
-    cpu = load(open_checkpoint(truth.path), engine_of(kv_type="f16"))
-    with opened(truth.path, ALL, kv_type="f16") as split:
+    answers = []
+    cpu = load(open_checkpoint(truth.path), engine_of(kv_type=kv_type))
+    with opened(truth.path, ALL, kv_type=kv_type) as split:
         for executor in (cpu, split):
             pages = families.scattered_pages(executor, 1)[0]
-            ours = families.run_chunks(executor, truth.texts[0], [70, 5], pages)
-            errors.append(families.rms(ours - truth.logits[0]))
-        assert split.gpu.memory()["kv"] == LAYERS * split.n_pages * 32 * 2 * 2 * 16 * 2
+            answers.append(families.run_chunks(executor, truth.texts[0], [70, 5], pages))
+        assert split.gpu.memory()["kv"] == LAYERS * split.n_pages * 32 * 2 * 2 * nbytes
     cpu.close()
-    assert truth.allowed < errors[1] <= families.ROUNDING * errors[0]
-    with pytest.raises(RequestError, match="q8_0 cannot lie on a GPU: choose --kv-type f16 or f32"):
-        load_split(open_checkpoint(truth.path), engine_of(kv_type="q8_0"), ALL)
+    error = families.rms(answers[0] - truth.logits[0])
+    assert truth.allowed < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
+    assert families.rms(answers[1] - answers[0]) <= (12 * 0.01) ** 0.5 * error
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])

@@ -345,7 +345,6 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
         ({"vram": 1 << 49}, r"--vram .* free: give less, or end other programs on it"),
         ({"ram": 1 << 49}, r"--ram .*, but "),
         ({"ram": 60 << 20, "selector": "all"}, r"of RAM beside the 2 layers that --vram holds: give --ram \d"),
-        ({"kv_type": "q8_0", "selector": "all"}, r"choose --kv-type f16 or f32"),
     ):
         with pytest.raises(RequestError, match=match) as caught:
             LLM(model, **options(gpu="cpu", **more))

@@ -328,12 +328,16 @@ def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
     assert sum(sides.values()) > 2 * 16 * 1024, "more than if each scale were in one place"
 
 
-def test_a_cache_that_cannot_lie_on_a_gpu() -> None:
-    request = request_of(small_model(), kv_type="q8_0")
-    made = make_plan(request)
-    assert not made.claims.gpu_layers and not made.helps and "--kv-type f16" in made.reasons[0]
-    with pytest.raises(RequestError, match="--kv-type f16 or f32"):
-        budget.whole_layers(request.model, request.hardware, None, "q8_0", 64, 32)
+def test_the_types_of_a_cache_on_a_gpu() -> None:
+    """8 bits and a scale of 16 for 32 values: 1.0625 bytes, for heads of whole blocks."""
+    config = replace(small_model().config, head_dim=64)
+    model = replace(small_model(), config=config)
+    values = 2 * 64 * config.n_kv_heads * 64  # keys and values of two pages
+    for kv_type, each in (("f16", 2), ("f32", 4), ("q8_0", 1.0625)):
+        assert model.gpu_kv_bytes(kv_type, 33, 1) == values * each
+    made = make_plan(request_of(small_model(), kv_type="q8_0"))
+    assert made.claims.gpu_layers == small_model().config.n_layers
+    assert made.claims.gpu["kv"] == made.claims.gpu_layers * small_model().gpu_kv_bytes("q8_0", 64, 1)
 
 
 def test_insisting_on_a_gpu_that_is_slow() -> None:

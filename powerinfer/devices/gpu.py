@@ -203,14 +203,9 @@ class GpuLayers:
         frequencies: Floats,
         rope_factor: float,
     ) -> None:
-        """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine.
-
-        RequestError for a type of cache that there is not on a GPU.
-        """
+        """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine."""
         torch = _torch()
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
-        if kv_type not in ("f16", "f32"):
-            raise RequestError(f"a KV cache of type {kv_type} cannot lie on a GPU: choose --kv-type f16 or f32")
         self.layers = layers
         self.page_size = cpu.PAGE
         self.n_pages = pages
@@ -229,10 +224,8 @@ class GpuLayers:
         self._ffns: dict[int, _Ffn] = {}
         self._frequencies = self._vector(frequencies) if len(frequencies) else None
         self._rope_factor = rope_factor
-        # Zeros: attention multiplies what it masks by zero, which must not be NaN.
-        shape = (pages, cpu.PAGE, config.n_kv_heads, config.head_dim)
-        kind = torch.float16 if kv_type == "f16" else torch.float32
-        self._cache = [tuple(torch.zeros(shape, dtype=kind, device=device) for _ in "kv") for _ in range(layers)]
+        shape = (kv_type, pages, config.n_kv_heads, config.head_dim, device)
+        self._cache = [(gpu.new_cache(*shape), gpu.new_cache(*shape)) for _ in range(layers)]
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._x = torch.zeros((max_tokens, config.d_model), device=device)
         self._host_x = torch.zeros(self._x.shape, pin_memory=True) if self._cuda else self._x

@@ -40,6 +40,9 @@ GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 HALF_MOST = 65504.0
 """The largest float16."""
 
+Q8_STEP = float(np.float32(1) / np.float32(127))
+"""Of the largest of 32 values in 8 bits, the share that is one step."""
+
 _PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
 
@@ -335,21 +338,78 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
     return x
 
 
-def store_kv(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def kv_bytes(kv_type: str, head_dim: int) -> int:
+    """Bytes of a head's key or value in a cache of type f16, f32 or q8_0."""
+    return {"f16": 2 * head_dim, "f32": 4 * head_dim, "q8_0": head_dim + 2 * -(-head_dim // 32)}[kv_type]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cached:
+    """The keys, or the values, of a layer: float16, float32 or int8 [pages, PAGE, kv_heads, head_dim].
+
+    scales: of int8, float16 [pages, PAGE, kv_heads, ceil(head_dim / 32)]; 32 values of a head share one.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return _nbytes(self.data) + _nbytes(self.scales)
+
+    def values(self, pages: Tensor) -> Tensor:
+        """What lies in some pages, float32 [pages, PAGE, kv_heads, head_dim]."""
+        wide = self.data[pages].float()
+        if self.scales is None:
+            return wide
+        return wide.mul_(self.scales[pages].float().repeat_interleave(32, dim=-1)[..., : wide.shape[-1]])
+
+
+def new_cache(kv_type: str, pages: int, kv_heads: int, head_dim: int, device: Any) -> Cached:
+    """An empty one. Zeros: attention multiplies what it masks by zero, which must not be NaN."""
+    import torch
+
+    kind = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}[kv_type]
+    shape = (pages, PAGE, kv_heads)
+    data = torch.zeros((*shape, head_dim), dtype=kind, device=device)
+    if kv_type != "q8_0":
+        return Cached(data)
+    return Cached(data, torch.zeros((*shape, -(-head_dim // 32)), dtype=torch.float16, device=device))
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., n] in 8 bits as the CPU's cache has them: (int8 [..., n], scales float16 [..., ceil(n / 32)]).
+
+    Each 32 share the scale of their largest, rounded to float16, by which they are divided and rounded to even.
+    """
+    import torch
+
+    n = x.shape[-1]
+    blocks = torch.nn.functional.pad(x, (0, -n % 32)).unflatten(-1, (-1, 32))
+    scales = (blocks.abs().amax(dim=-1) * Q8_STEP).clamp_max_(HALF_MOST).half()
+    wide = scales.float()[..., None]
+    codes = (blocks * torch.where(wide > 0, 1 / wide, 0.0)).round_().clamp_(-128, 127)
+    return codes.to(torch.int8).flatten(-2)[..., :n], scales
+
+
+def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Keys and values of T tokens go to their slots of a layer's cache.
 
-    cache_k, cache_v: float16 or float32 [pages, PAGE, kv_heads, head_dim]; k, v: float32 [T, kv_heads, head_dim];
-    slots: int64 [T], page * PAGE + place, no two alike; a token whose slot is negative is not stored. What float16
-    cannot hold becomes the largest value it can.
+    k, v: float32 [T, kv_heads, head_dim]; slots: int64 [T], page * PAGE + place, no two alike; a token whose slot is
+    negative is not stored. What float16 cannot hold becomes the largest value it can; int8 is as in `quantised`.
     """
     if _triton(k):
         _kernels().store_kv(cache_k, cache_v, k, v, slots)
         return
     kept = slots >= 0
-    for cache_, new in ((cache_k, k), (cache_v, v)):
-        if cache_.dtype != new.dtype:
-            new = new.clamp(-HALF_MOST, HALF_MOST).to(cache_.dtype)
-        cache_.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
+    for cached, new in ((cache_k, k), (cache_v, v)):
+        if cached.scales is not None:
+            new, scales = quantised(new)
+            cached.scales.view(-1, *scales.shape[1:])[slots[kept]] = scales[kept]
+        elif cached.data.dtype != new.dtype:
+            new = new.clamp(-HALF_MOST, HALF_MOST).to(cached.data.dtype)
+        cached.data.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
 
 
 def rotate_and_store(
@@ -359,8 +419,8 @@ def rotate_and_store(
     positions: Tensor,
     frequencies: Tensor,
     factor: float,
-    cache_k: Tensor,
-    cache_v: Tensor,
+    cache_k: Cached,
+    cache_v: Cached,
     slots: Tensor,
 ) -> None:
     """`rotate` of q in place and of k, then `store_kv`; what k holds afterwards is not said."""
@@ -373,8 +433,8 @@ def rotate_and_store(
 
 def attention(
     q: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
+    cache_k: Cached,
+    cache_v: Cached,
     page_table: Tensor,
     rows: Tensor,
     positions: Tensor,
@@ -392,14 +452,14 @@ def attention(
     import torch
 
     out = torch.zeros_like(q)
-    heads, kv_heads = q.shape[1], cache_k.shape[2]
+    heads, kv_heads = q.shape[1], cache_k.data.shape[2]
     for row in torch.unique(rows).tolist():
         tokens = ((rows == row) & (positions >= 0)).nonzero()[:, 0]
         if not len(tokens):
             continue
         last = int(positions[tokens].max()) + 1
         pages = page_table[row, : -(-last // PAGE)].long()
-        keys, held = (c[pages].flatten(0, 1)[:last].float() for c in (cache_k, cache_v))  # [last, kv_heads, dim]
+        keys, held = (c.values(pages).flatten(0, 1)[:last] for c in (cache_k, cache_v))  # [last, kv_heads, dim]
         grouped = q[tokens].view(len(tokens), kv_heads, heads // kv_heads, -1)
         scores = torch.einsum("tghd,sgd->tghs", grouped, keys) * scale
         place, seen = torch.arange(last, device=q.device), positions[tokens].long()[:, None]

@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.gpu import FEW
+from powerinfer.kernels.gpu import Q8_STEP as Q8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu import Weight
+    from powerinfer.kernels.gpu import Cached, Weight
 
 
 class Tile(NamedTuple):
@@ -45,6 +46,8 @@ ONE = {
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
 
+Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
+ROUNDS = tl.constexpr(1.5 * 2**23)  # added and taken away again, it leaves a whole number, to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
 ATTENTION_PROGRAMS = 264  # a context is split until there are so many programs,
@@ -302,41 +305,76 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
 
 
 @triton.jit
-def _stored(cache, slot, head, heads, dims, dim, y, HALF: tl.constexpr):
-    if HALF:
-        y = tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
+def _half(y):
+    """What float16 can hold of it."""
+    return tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
+
+
+@triton.jit
+def _stored(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A head's key or value goes to its slot; y [BLOCK] is zero from `dims` on."""
+    row = slot * heads + head
     there = tl.where(slot >= 0, dims, 0)
-    tl.store(cache + (slot * heads + head) * dims + dim, y.to(cache.dtype.element_ty), mask=dim < there)
+    if KIND == "Q8_0":  # as `gpu.quantised`
+        b = tl.arange(0, BLOCK // 32)
+        each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        y = tl.reshape(y, (BLOCK // 32, 32))
+        scale = _half(tl.max(tl.abs(y), 1) * Q8_STEP).to(tl.float16)
+        step = scale.to(tl.float32)
+        by = tl.where(step > 0, tl.div_rn(tl.full((BLOCK // 32,), 1.0, tl.float32), tl.where(step > 0, step, 1.0)), 0.0)
+        codes = (y * by[:, None] + ROUNDS) - ROUNDS
+        codes = tl.where(codes > 127.0, 127.0, tl.where(codes < -128.0, -128.0, codes))
+        tl.store(cache + row * dims + each, codes.to(tl.int8), mask=each < there)
+        tl.store(scales + row * tl.cdiv(dims, 32) + b, scale, mask=b * 32 < there)
+    else:
+        if KIND == "F16":
+            y = _half(y)
+        tl.store(cache + row * dims + dim, y.to(cache.dtype.element_ty), mask=dim < there)
+
+
+def _kind(cache: Cached) -> str:
+    return "Q8_0" if cache.scales is not None else "F16" if cache.data.dtype == torch.float16 else "F32"
+
+
+def _block(dims: int, cache: Cached) -> int:
+    """Of a head's elements: a power of two, whole blocks of 8 bits."""
+    return max(int(triton.next_power_of_2(dims)), 1 if cache.scales is None else 32)
+
+
+def _parts(cache_k: Cached, cache_v: Cached) -> tuple[Tensor, ...]:
+    k, v = cache_k, cache_v
+    return k.data, either(k.scales, k.data), v.data, either(v.scales, v.data)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store_kernel(
-    k, v, cache_k, cache_v, slots, dims, k_token, k_head, v_token, v_head, HALF: tl.constexpr, BLOCK: tl.constexpr
+    k, v, cache_k, scales_k, cache_v, scales_v, slots, dims, k_token, k_head, v_token, v_head,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     slot, heads = tl.load(slots + t), tl.num_programs(1)
     key = tl.load(k + t * k_token + head * k_head + dim, mask=dim < dims, other=0)
     value = tl.load(v + t * v_token + head * v_head + dim, mask=dim < dims, other=0)
-    _stored(cache_k, slot, head, heads, dims, dim, key, HALF)
-    _stored(cache_v, slot, head, heads, dims, dim, value, HALF)
+    _stored(cache_k, scales_k, slot, head, heads, dims, dim, key, KIND, BLOCK)
+    _stored(cache_v, scales_v, slot, head, heads, dims, dim, value, KIND, BLOCK)
 
 
-def store_kv(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """`gpu.store_kv`; k and v may be parts of a larger tensor."""
     tokens, heads, dims = k.shape
     assert k.stride(2) == v.stride(2) == 1
     if k.numel():
-        block = triton.next_power_of_2(dims)
+        block, kind = _block(dims, cache_k), _kind(cache_k)
         _store_kernel[(tokens, heads)](
-            k, v, cache_k, cache_v, slots, dims, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            HALF=cache_k.dtype == torch.float16, BLOCK=block, num_warps=_warps(block, 2),
+            k, v, *_parts(cache_k, cache_v), slots, dims, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            KIND=kind, BLOCK=block, num_warps=_warps(block, 2), enable_fp_fusion=kind != "Q8_0",
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_store_kernel(
-    q, k, v, positions, frequencies, factor, pairs, cache_k, cache_v, slots, heads, kv_heads, dims,
-    q_token, q_head, k_token, k_head, v_token, v_head, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, positions, frequencies, factor, pairs, cache_k, scales_k, cache_v, scales_v, slots, heads, kv_heads, dims,
+    q_token, q_head, k_token, k_head, v_token, v_head, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     slot, position = tl.load(slots + t), tl.load(positions + t)
@@ -348,26 +386,27 @@ def _rotate_and_store_kernel(
     elif head < heads + kv_heads:
         head -= heads
         y = _turned(k + t * k_token + head * k_head, dim, position, frequencies, factor, pairs, dims)
-        _stored(cache_k, slot, head, kv_heads, dims, dim, y, HALF)
+        _stored(cache_k, scales_k, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
     else:
         head -= heads + kv_heads
         y = tl.load(v + t * v_token + head * v_head + dim, mask=dim < dims, other=0)
-        _stored(cache_v, slot, head, kv_heads, dims, dim, y, HALF)
+        _stored(cache_v, scales_v, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
 
 
 def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, frequencies: Tensor, factor: float,
-    cache_k: Tensor, cache_v: Tensor, slots: Tensor,
+    cache_k: Cached, cache_v: Cached, slots: Tensor,
 ) -> None:  # fmt: skip
     """`gpu.rotate_and_store` in one launch."""
     (tokens, heads, dims), kv_heads = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     if tokens:
-        block = triton.next_power_of_2(dims)
+        block, kind = _block(dims, cache_k), _kind(cache_k)
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         _rotate_and_store_kernel[(tokens, heads + 2 * kv_heads)](
-            q, k, v, positions, frequencies, factor, frequencies.shape[0], cache_k, cache_v, slots, heads, kv_heads,
-            dims, *strides, HALF=cache_k.dtype == torch.float16, BLOCK=block, num_warps=_warps(block, 2),
+            q, k, v, positions, frequencies, factor, frequencies.shape[0], *_parts(cache_k, cache_v), slots, heads,
+            kv_heads, dims, *strides, KIND=kind, BLOCK=block, num_warps=_warps(block, 2),
+            enable_fp_fusion=kind != "Q8_0",
         )  # fmt: skip
 
 
@@ -375,12 +414,28 @@ def rotate_and_store(
 # Attention
 
 
+@triton.jit
+def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys or values [32, BLOCK] of a page: those of rows that live, zeros for the others."""
+    if KIND == "Q8_0":
+        b = tl.arange(0, BLOCK // 32)
+        each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        here = live[:, None, None] & (each < dims)[None]
+        codes = tl.load(cache + row[:, None, None] * dims + each[None], mask=here, other=0).to(tl.float32)
+        here = live[:, None] & (b * 32 < dims)[None, :]
+        d = tl.load(scales + row[:, None] * tl.cdiv(dims, 32) + b[None, :], mask=here, other=0).to(tl.float32)
+        y = tl.reshape(codes * d[:, :, None], (32, BLOCK))
+        return _half(y).to(tl.float16) if HALF else y
+    y = tl.load(cache + row[:, None] * dims + dim[None, :], mask=live[:, None] & (dim < dims)[None, :], other=0)
+    return y.to(tl.float16 if HALF else tl.float32)
+
+
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
-    q, cache_k, cache_v, table, rows, positions, out, peaks, sums, tokens, heads, kv_heads, dims, pages, per, window,
-    scale, q_token, q_head,
+    q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, tokens, heads, kv_heads, dims,
+    pages, per, window, scale, q_token, q_head,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
@@ -410,10 +465,9 @@ def _attention_kernel(
         end = tl.minimum(last // 32 + 1, split * per + per)
         for page in range(begin, end):
             slot = page * 32 + place
-            there = ((slot >= first) & (slot <= last))[:, None] & real
-            base = tl.load(table + one * pages + page).to(tl.int64) * 32 * kv_heads * dims + g * dims
-            from_ = base + place[:, None] * (kv_heads * dims) + dim[None, :]
-            keys = tl.load(cache_k + from_, mask=there, other=0).to(NARROW)
+            there = (slot >= first) & (slot <= last)
+            from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + place) * kv_heads + g
+            keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF, BLOCK)
             seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] > position[:, None] - window)
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
             scores = tl.where(seen, scores, float("-inf"))
@@ -421,7 +475,7 @@ def _attention_kernel(
             level = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp(peak - level)
             weights = tl.exp(scores - level[:, None])
-            values = tl.load(cache_v + from_, mask=there, other=0).to(NARROW)
+            values = _loaded(cache_v, scales_v, from_, there, dims, dim, KIND, HALF, BLOCK)
             acc = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             peak = higher
@@ -455,34 +509,35 @@ def _join_kernel(parts, peaks, sums, out, dims, splits, PAD: tl.constexpr, BLOCK
 
 
 def attention(
-    q: Tensor, cache_k: Tensor, cache_v: Tensor, page_table: Tensor, rows: Tensor, positions: Tensor,
+    q: Tensor, cache_k: Cached, cache_v: Cached, page_table: Tensor, rows: Tensor, positions: Tensor,
     window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """`gpu.attention`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
-    kv_heads, pages = cache_k.shape[2], page_table.shape[1]
+    kv_heads, pages = cache_k.data.shape[2], page_table.shape[1]
     assert q.stride(2) == 1
     out = torch.empty((tokens, heads, dims), dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
-    half = tokens > FEW and cache_k.dtype == torch.float16
+    kind = _kind(cache_k)
+    half = tokens > FEW and kind != "F32"
     tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
     tiles = triton.cdiv(tokens, tile)
     splits = max(1, min(pages // ATTENTION_SPLIT_PAGES, triton.cdiv(ATTENTION_PROGRAMS, tiles * kv_heads)))
     per = triton.cdiv(pages, splits)
     splits = triton.cdiv(pages, per)
-    block = max(16, triton.next_power_of_2(dims))
+    block = max(16, _block(dims, cache_k))
     parts, peaks, sums = out, out, out
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _attention_kernel[(tiles, kv_heads, splits)](
-        q, cache_k, cache_v, page_table, rows, positions, parts, peaks, sums, tokens, heads, kv_heads, dims, pages, per,
-        window or 1 << 30, scale, q.stride(0), q.stride(1),
+        q, *_parts(cache_k, cache_v), page_table, rows, positions, parts, peaks, sums, tokens, heads, kv_heads, dims,
+        pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1),
         GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1,
-        HALF=half, PRECISION=precision(q), num_warps=4,
+        KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)

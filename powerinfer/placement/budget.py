@@ -18,7 +18,7 @@ from powerinfer.devices.link import link_bytes, link_gpu_bytes
 from powerinfer.errors import RequestError
 from powerinfer.formats.pack import n_groups
 from powerinfer.placement.hardware import Hardware
-from powerinfer.placement.shapes import GPU_KV_TYPES, Matrix, Model
+from powerinfer.placement.shapes import Matrix, Model
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import PlanRequest
@@ -181,7 +181,7 @@ def _head_on_gpu(model: Model) -> Bytes:
 
 def _on_gpu(request: PlanRequest, vram: int) -> tuple[int, bool, Bytes]:
     """(layers, head, bytes by part) that fit; nothing where not even one layer does."""
-    if request.hardware.gpu is None or not vram or request.kv_type not in GPU_KV_TYPES:
+    if request.hardware.gpu is None or not vram:
         return 0, False, {}
     return _fitting(_fixed_on_gpu(request), _layers_on_gpu(request), _head_on_gpu(request.model), vram)
 
@@ -219,10 +219,8 @@ def whole_layers(
     """How many layers of a dense model, from the first on, fit on the GPU as a whole, and whether the head does too.
 
     With attention, norms, FFN, and the KV cache of one context, which `requests` share; everything counts. chunk: the
-    most tokens of a step. RequestError for a type of cache that cannot lie on a GPU, and for more VRAM than there is.
+    most tokens of a step. RequestError for more VRAM than there is.
     """
-    if kv_type not in GPU_KV_TYPES:
-        raise RequestError(f"a KV cache of type {kv_type} cannot lie on a GPU: choose --kv-type f16 or f32")
     vram, _ = budgets(hardware, vram, None)
     if hardware.gpu is None:
         return 0, False

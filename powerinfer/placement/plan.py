@@ -32,7 +32,7 @@ from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib, shared_in_ram, shared_on_gpu
 from powerinfer.placement.hardware import Device, Hardware
-from powerinfer.placement.shapes import GPU_KV_TYPES, Model
+from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
 FORMAT = 1
@@ -500,15 +500,11 @@ def _explain(
     """Why things are where they are, and the budgets at which more fits."""
     hardware, config = request.hardware, request.model.config
     vram, _ = budgets(hardware, request.vram, request.ram)
-    if request.kv_type not in GPU_KV_TYPES:
-        vram = 0
     reasons: list[str] = []
     wanted: list[tuple[str, str, int]] = []
     if not vram:
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
         why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
-        if hardware.gpu is not None and request.vram != 0:
-            why = f"a KV cache of type {request.kv_type} cannot lie on one, --kv-type f16 can"
         reasons.append(f"no GPU is used: {why}")
     elif not claims.gpu_layers:
         reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")

@@ -41,9 +41,6 @@ have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
 """Of a model that can be planned for; OPT-175B has 4.7 million."""
 
-GPU_KV_TYPES = {"f16": 2, "f32": 4}
-"""Types of a KV cache that can lie on a GPU, with the bytes of a value."""
-
 _PREDICTOR_TYPE = "Q8_0"
 _LEAST_DESCRIPTION = 1 << 12  # bytes of the numbers of a step
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
@@ -101,9 +98,9 @@ class Model:
         return batch * -(-context // cpu.PAGE) * page
 
     def gpu_kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
-        """The same on a GPU, where heads are not padded. kv_type: of `GPU_KV_TYPES`."""
+        """The same on a GPU, where heads are not padded."""
         config = self.config
-        token = 2 * config.n_kv_heads * config.head_dim * GPU_KV_TYPES[kv_type]
+        token = 2 * config.n_kv_heads * gpu.kv_bytes(kv_type, config.head_dim)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     @property
