@@ -99,18 +99,19 @@ class CpuExecutor:
         *,
         first_layer: int = 0,
         pages: int | None = None,
+        room: int | None = None,
     ) -> None:
         """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine.
 
-        first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here.
-        RequestError for options that cannot be met.
+        first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
+        and room: the most bytes that they may take then. RequestError for options that cannot be met.
         """
         isa, isa_reason = cpu.choose_isa(engine.isa)
         threads, threads_reason = cpu.choose_threads(engine.threads)
         context = engine.context or config.context_length
         layers = config.n_layers - first_layer
         if pages is None:
-            pages, pages_reason = choose_pages(config, engine, context, layers)
+            pages, pages_reason = choose_pages(config, engine, context, layers, room)
         else:
             pages_reason = "given"
         self.page_size = cpu.PAGE
@@ -562,10 +563,13 @@ def available_memory() -> int:
         return 0
 
 
-def choose_pages(config: ModelConfig, engine: EngineConfig, context: int, layers: int) -> tuple[int, str]:
+def choose_pages(
+    config: ModelConfig, engine: EngineConfig, context: int, layers: int, room: int | None = None
+) -> tuple[int, str]:
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
-    layers: how many of the model's have their cache here. RequestError when not even one context fits the memory.
+    layers: how many of the model's have their cache here; room: bytes that it must not exceed, enough for one context.
+    RequestError when not even one context fits the memory.
     """
     page = layers * _native.kv_page_bytes(engine.kv_type, 1, config.n_kv_heads, config.head_dim)
     one = -(-context // cpu.PAGE)
@@ -577,6 +581,8 @@ def choose_pages(config: ModelConfig, engine: EngineConfig, context: int, layers
         )
     wanted = one * max(1, engine.max_batch)
     most = max(one, memory // 4 // page) if page else wanted
+    if room is not None and page and room // page < min(wanted, most):
+        return max(one, room // page), "what --ram leaves"
     if wanted <= most:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return most, "a quarter of the free memory" if most > one else "one context"

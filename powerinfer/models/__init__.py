@@ -44,13 +44,16 @@ class GpuShare:
     predictors: Callable[[int], Weights] | None = None
 
 
-def load(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> CpuExecutor:
+def load(
+    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None, room: int | None = None
+) -> CpuExecutor:
     """Pack the weights and wire the model. Memory beyond the packed weights stays within one layer's file pages.
 
-    progress: called with ("loading weights", layers done, layers). ModelError for a checkpoint with tensors missing or
-    left over, RequestError for options that cannot be met.
+    progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
+    enough for one context. ModelError for a checkpoint with tensors missing or left over, RequestError for options that
+    cannot be met.
     """
-    executor = CpuExecutor(checkpoint.config, engine, *_rotation(checkpoint))
+    executor = CpuExecutor(checkpoint.config, engine, *_rotation(checkpoint), room=room)
     wire(executor, checkpoint, progress)
     checkpoint.finish()
     checkpoint.release()

@@ -85,7 +85,8 @@ def claim(request: PlanRequest) -> Claims:
     layers = config.n_layers
     gpu_layers, gpu_head, gpu = _on_gpu(request, vram)
     kv = model.kv_bytes(request.kv_type, request.context, request.batch)
-    cpu = _in_ram(model, request.hardware, gpu_layers, gpu_head, kv, request.chunk, request.together)
+    host = request.hardware.host_bytes if gpu_layers else 0
+    cpu = _in_ram(model, host, gpu_layers, gpu_head, kv, request.chunk, request.together)
     cpu["norms"] = model.vectors + (model.rotation_bytes if gpu_layers else 0) - gpu.get("norms", 0)
     cpu["predictor"] = sum(_panels(pair) for pair in _predictors(request)[gpu_layers:])
     left = ram - sum(cpu.values())
@@ -116,14 +117,14 @@ def claim(request: PlanRequest) -> Claims:
 
 
 def _in_ram(
-    model: Model, hardware: Hardware, gpu_layers: int, gpu_head: bool, kv: int, chunk: int, requests: int
+    model: Model, host_bytes: int, gpu_layers: int, gpu_head: bool, kv: int, chunk: int, requests: int
 ) -> Bytes:
-    """What RAM holds beside norms, predictors and FFNs. kv: of one layer."""
+    """What RAM holds beside norms, predictors and FFNs. host_bytes: of a GPU's libraries; kv: of one layer."""
     config, tokens = model.config, max(chunk, requests)
     between = link_bytes(tokens, config.d_model, config.d_ff) + 4 * tokens * config.d_model  # and x in and out
     between += gpu_layers * 2 * 8 * config.d_ff  # counters of neurons
     return {
-        "runtime": RUNTIME_BYTES + (hardware.host_bytes if gpu_layers else 0),
+        "runtime": RUNTIME_BYTES + host_bytes,
         "scratch": model.scratch_bytes(chunk, requests) + (between if gpu_layers else 0),
         "embedding": model.tables,
         "norms": 0,
@@ -239,9 +240,22 @@ def ram_beside(
 ) -> int:
     """Bytes of RAM that a dense model takes whose first layers, and with `head` the head too, are on the GPU."""
     kv = model.kv_bytes(kv_type, context, 1)
-    held = _in_ram(model, hardware, layers, head, kv, chunk, requests)
+    held = _in_ram(model, hardware.host_bytes if layers else 0, layers, head, kv, chunk, requests)
     norms = model.vectors - layers * model.layer_vectors(dense=True)
     return sum(held.values()) + norms + sum(map(_panels, model.ffn[layers:]))
+
+
+def ram_alone(model: Model, kv_type: str, context: int, chunk: int, requests: int, selector: str) -> int:
+    """Bytes of RAM that a model takes without a GPU, with the KV cache of one context.
+
+    chunk: the most tokens of a step; selector: with bundles beside the dense matrices unless it is `all`, and with
+    predictors where it is `predicted`.
+    """
+    held = _in_ram(model, 0, 0, False, model.kv_bytes(kv_type, context, 1), max(chunk, requests), requests)
+    total = sum(held.values()) + model.vectors + sum(map(_panels, model.ffn))
+    if selector != "all":
+        total += model.config.n_layers * n_groups(model.config.d_ff) * model.bundles.group_bytes
+    return total + (sum(map(_panels, model.predictors)) if selector == "predicted" else 0)
 
 
 def dense_on_gpu(request: PlanRequest) -> list[tuple[str, int]]:

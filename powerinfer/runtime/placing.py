@@ -7,6 +7,7 @@ them layers go to the GPU as a whole, as many as fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan import Plan
+    from powerinfer.placement.shapes import Model
     from powerinfer.runtime.hybrid import HybridSparsity
     from powerinfer.sparsity.attach import Prepared
+
+_SHORT = 256  # tokens: a shorter context is no help
 
 
 def load_executor(
@@ -50,10 +54,62 @@ def load_executor(
         if not isinstance(placing, str):
             return _load_placed(checkpoint, engine, placing, progress)
         reason = placing
-    executor = load(checkpoint, engine, progress)
-    unused = "" if engine.ram is None else "; without one --ram is not held to"
-    executor.choices["gpu"] = f"none ({reason}){unused}"
-    return executor, attach(executor, checkpoint, engine, sample, progress)
+    room, unfit = None, False
+    if engine.ram is not None:
+        room, unfit = _within_ram(checkpoint, engine, engine.ram)
+        engine = replace(engine, selector="all") if unfit else engine
+    executor = load(checkpoint, engine, progress, room)
+    executor.choices["gpu"] = f"none ({reason})"
+    sparsity = attach(executor, checkpoint, engine, sample, progress)
+    if unfit:
+        executor.choices["selector"] = "all (--ram does not hold bundles beside the dense weights)"
+    return executor, sparsity
+
+
+def _within_ram(checkpoint: Checkpoint, engine: EngineConfig, ram: int) -> tuple[int, bool]:
+    """Without a GPU: (bytes that --ram leaves for the KV cache, whether `auto` must do without bundles).
+
+    RequestError, with what would do, where one context does not fit.
+    """
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.placement.budget import gib, ram_alone
+    from powerinfer.placement.shapes import checkpoint_model
+
+    prepared, _ = prepared_for(checkpoint, engine)
+    selector = "all" if prepared is None else prepared.selector.name
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=prepared is None)
+    context = engine.context or model.config.context_length
+
+    def needed(model: Model, selector: str, kv_type: str = engine.kv_type) -> int:
+        return ram_alone(model, kv_type, context, engine.prefill_chunk, engine.max_batch, selector)
+
+    kv = model.config.n_layers * model.kv_bytes(engine.kv_type, context, 1)
+    total, unfit = needed(model, selector), False
+    if total > ram and engine.selector == "auto" and selector != "all":
+        selector, total, unfit = "all", needed(model, "all"), True
+    if total <= ram:
+        return ram - total + kv, unfit
+    helps = [f"give --ram {gib(total)}"]
+    page = model.config.n_layers * model.kv_bytes(engine.kv_type, 1, 1)
+    tokens = (ram - total + kv) // page * cpu.PAGE
+    if tokens >= min(context // 2, _SHORT):
+        helps.append(f"--context {tokens}")
+    if needed(model, selector, "q8_0") <= ram:
+        helps.append("--kv-type q8_0")
+    if needed(model, "all") <= ram:
+        helps.append("--selector all")
+    for kind in ("q8_0", "q4_0") if engine.quantize is None else ():
+        with suppress(PowerInferError):  # there is nothing to quantise
+            smaller = checkpoint_model(open_checkpoint(checkpoint.path, quantize=kind), engine.prepared, fresh=True)
+            if needed(smaller, "all") <= ram:
+                helps.append(f"--quantize {kind}")
+                break
+    if len(helps) == 1:
+        helps.append("a smaller model, or one in fewer bits")
+    raise RequestError(
+        f"{model.name} needs {gib(total)} of RAM, {gib(kv)} of it for a context of {context} tokens, and --ram is "
+        f"{gib(ram)}: {', or '.join(helps)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +150,7 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
             raise RequestError(f"which neurons are hot is not known: `{place.command}` finds out, or leave --selector")
         prepared, reason = None, f"no profile says which neurons are hot; {place.command} makes it"
     hardware = measured(engine, progress, gpu=name)
-    model = checkpoint_model(checkpoint, engine.prepared)
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=prepared is None)
     if prepared is None:
         given = engine.vram, engine.kv_type, context, engine.prefill_chunk, engine.max_batch
         layers, head = whole_layers(model, hardware, *given)

@@ -1,0 +1,49 @@
+"""--ram without a GPU: what is loaded, and what is refused, with what would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparse_models import TEXT, give_bundles, tiny_llama
+
+from powerinfer import LLM, RequestError, SamplingParams
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.kernels import cpu
+from powerinfer.placement.budget import ram_alone
+from powerinfer.placement.shapes import checkpoint_model
+
+OPTIONS: dict[str, Any] = {"threads": 1, "prefill_chunk": 32, "max_batch": 3, "gpu": "none", "trial": False}
+
+
+def test_what_ram_holds(tmp_path: Path) -> None:
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
+    model = checkpoint_model(open_checkpoint(path))
+    context = model.config.context_length
+    one, page = -(-context // cpu.PAGE), model.config.n_layers * model.kv_bytes("f16", 1, 1)
+
+    def needed(selector: str, context: int = context) -> int:
+        return ram_alone(model, "f16", context, 32, 3, selector)
+
+    def answer(ram: int, kv: str, selector: str) -> str:
+        with LLM(path, ram=ram, **OPTIONS) as llm:
+            assert llm.choices["kv_cache"].startswith(kv) and llm.choices["selector"].startswith(selector)
+            return llm.generate(TEXT[:40], SamplingParams(max_tokens=5, temperature=0.0)).text
+
+    all_of_it = answer(needed("exact") + 2 * one * page, f"{3 * one} pages", "exact")
+    assert answer(needed("exact") + 2 * page, f"{one + 2} pages", "exact") == all_of_it
+    assert answer(needed("exact"), f"{one} pages", "exact") == all_of_it
+    left = (needed("exact") - needed("all") - 1) // page
+    answer(needed("exact") - 1, f"{min(3 * one, one + left)} pages", "all (--ram does not hold bundles")
+    answer(needed("all"), f"{one} pages", "all (--ram")
+    for ram, more, words in (
+        (needed("exact") - 1, {"selector": "exact"}, ("--selector all",)),
+        (needed("all") - 1, {}, (f"--context {context - cpu.PAGE}", "--kv-type q8_0", "give --ram ")),
+        (needed("all", 1) - 1, {"kv_type": "q8_0"}, ("--quantize q8_0",)),
+        (1 << 20, {}, ("a smaller model, or one in fewer bits",)),
+    ):
+        with pytest.raises(RequestError, match=r"needs .* of RAM, .* and --ram is ") as caught:
+            LLM(path, ram=ram, **OPTIONS, **more)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert "\n" not in str(caught.value)
