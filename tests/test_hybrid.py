@@ -398,6 +398,26 @@ def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:
         assert sparsity.traded - traded < 0.2 * traded
 
 
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")])
+def test_who_comes_takes_the_memory_of_who_leaves(types: tuple[str, str], tmp_path: Path) -> None:
+    case = case_named("llama-relu")
+    config = case.config(intermediate_size=96)
+    path = families.save(case, config, families.random_model(case, config, 11), "folder", tmp_path)
+    checkpoint = open_checkpoint(path)
+    pack(checkpoint, None, choose_types(checkpoint, *types))
+    tokens = families.prompt(case)
+    with split(path, 0.5, 2, False) as (executor, ffns):
+        first, before = one_by_one(executor, tokens), [ffn.hot for ffn in ffns]
+        for ffn in ffns:  # the CPU has none of the first group then, and so not the scales that it shares
+            memory = ffn._memory.ctypes.data
+            ffn.place(np.arange(len(ffn.hot), dtype=np.int32))
+            assert ffn._memory.ctypes.data == memory and ffn.cold[0] >= 32
+        assert families.rms(one_by_one(executor, tokens) - first) < 0.05 * families.rms(first)
+        for ffn, hot in zip(ffns, before, strict=True):
+            ffn.place(hot)
+        np.testing.assert_array_equal(one_by_one(executor, tokens), first)
+
+
 def test_trades_are_clear_ones() -> None:
     fired = np.array([100.0, 0, 50, 49, 3, 90, 200, 52])
     hot, cold = np.array([1, 2, 4], np.int32), np.array([0, 3, 5, 6, 7], np.int32)

@@ -92,23 +92,26 @@ class MappedFile:
             self._view = np.frombuffer(mapping, np.uint8)
         return self._view
 
-    def release(self) -> None:
-        """Give back the memory of the pages read so far; they are read again from the file when touched."""
+    def release(self, part: NDArray[np.uint8] | None = None) -> None:
+        """Give back the memory of the pages read so far, or of those under a part of the view.
+
+        They are read again from the file when touched.
+        """
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._mapping.madvise(mmap.MADV_DONTNEED, *self._pages(part))
 
     def populate(self, part: NDArray[np.uint8] | None = None) -> None:
         """Read the mapped file, or a part of its view, into memory now, so that no page has to be fetched later.
 
         A wish, not a promise.
         """
-        if self._mapping is None or self._view is None:
-            return
-        begin, size = 0, self.size
-        if part is not None:
-            begin = part.ctypes.data - self._view.ctypes.data
-            end = begin + part.nbytes
-            begin -= begin % mmap.PAGESIZE
-            size = end - begin
-        with contextlib.suppress(OSError, ValueError):
-            self._mapping.madvise(_POPULATE_READ, begin, size)
+        if self._mapping is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._mapping.madvise(_POPULATE_READ, *self._pages(part))
+
+    def _pages(self, part: NDArray[np.uint8] | None) -> tuple[int, int]:
+        """(offset, bytes) of the pages that a part of the view touches, None: of the whole."""
+        if part is None or self._view is None:
+            return 0, self.size
+        begin = part.ctypes.data - self._view.ctypes.data
+        return begin - begin % mmap.PAGESIZE, part.nbytes + begin % mmap.PAGESIZE

@@ -136,12 +136,20 @@ def some_bytes(layout: BundleLayout, index: Indices) -> int:
     return len(index) * layout.pitch + len(np.unique(index // BUNDLE_GROUP)) * layout.shared_bytes
 
 
-def gather(layout: BundleLayout, groups: Bytes, index: Indices) -> SomeBundles:
-    """The bundles of some neurons, copied. groups: uint8 [groups, layout.group_bytes]; index: ascending, not empty."""
-    memory = mmap.mmap(-1, some_bytes(layout, index))
+def own_pages(nbytes: int) -> Bytes:
+    """Memory that takes room as it is written: uint8 [nbytes]."""
+    memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # rows that lie anywhere touch many pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    out = np.frombuffer(memory, np.uint8)
+    return np.frombuffer(memory, np.uint8)
+
+
+def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | None = None) -> SomeBundles:
+    """The bundles of some neurons, copied. groups: uint8 [groups, layout.group_bytes]; index: ascending, not empty.
+
+    memory: uint8 [bytes] where they are to lie, None: in pages of their own.
+    """
+    out = own_pages(some_bytes(layout, index)) if memory is None else memory[: some_bytes(layout, index)]
     counts = np.bincount(index // BUNDLE_GROUP, minlength=len(groups)).astype(np.int32)
     bundles, first, at = BUNDLE_GROUP * layout.pitch, 0, 0
     for group, count in zip(groups[counts > 0], counts[counts > 0].tolist(), strict=True):

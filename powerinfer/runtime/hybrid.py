@@ -27,8 +27,7 @@ from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.devices.link import NAMED_TOKENS
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.trace import Trace, span
-from powerinfer.errors import PowerInferError
-from powerinfer.formats.pack import BundleFile, gather
+from powerinfer.formats.pack import BundleFile, gather, own_pages
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
 from powerinfer.runtime.adjust import trades
@@ -85,6 +84,7 @@ class HybridFfn:
         self._biases = layers.ffn_biases(layer)
         self._most = most
         self._op: int | None = None
+        self._memory: NDArray[np.uint8] | None = None
         self._guess: _Guess | None = None
         if weights is not None:
             with self._failures():
@@ -94,7 +94,11 @@ class HybridFfn:
         self.clear()
 
     def place(self, hot: Indices) -> None:
-        """Put these neurons on the GPU, and only there; all others on the CPU."""
+        """Put these neurons on the GPU, and only there; all others on the CPU.
+
+        As many as before take their places: their bundles are read from the file, in the order of their index, into the
+        memory of those that were there. Where this is broken off, nothing may run before it was done again.
+        """
         import torch
 
         layout, to = self._bundles.layout, self._layers.device
@@ -112,7 +116,10 @@ class HybridFfn:
             self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in parts]
         self.cold_bytes = 0
         if len(self.cold):
-            kept = gather(layout, rows, self.cold)
+            most = len(self.cold) * layout.pitch + min(len(self.cold), len(rows)) * layout.shared_bytes
+            if self._memory is None or len(self._memory) < most:
+                self._memory = own_pages(most)
+            kept = gather(layout, rows, self.cold, self._memory)
             self.cold_bytes = kept.rows.nbytes
             biases = (*self._biases, None)
             if self._op is None:
@@ -121,7 +128,7 @@ class HybridFfn:
                 self._cpu.replace_neurons(self._op, layout, kept, biases)
             self._cpu.count_fired(self._op)
         self._layers.hang(self.layer, *self._operators())
-        self._bundles.file.release()
+        self._bundles.file.release(rows)
 
     def _failures(self) -> AbstractContextManager[None]:
         from powerinfer.devices.gpu import gpu_failures
@@ -351,7 +358,7 @@ class HybridSparsity:
                 before = ffn.hot
                 try:
                     ffn.place(np.union1d(np.setdiff1d(before, leave), come).astype(np.int32))
-                except PowerInferError:
+                except BaseException:
                     ffn.place(before)
                     raise
                 self.traded += len(come)
