@@ -161,9 +161,9 @@ def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
 
-    several = 2 if selector is None else rng.choice([1, 2, 3, 8])
+    several = 2 if selector is None else rng.choice([1, 2, 8, 9, 32])
     engine = EngineConfig(
-        threads=rng.choice([1, 2]), context=64, prefill_chunk=several * TOKENS, max_batch=8, isa=isa,
+        threads=rng.choice([1, 2]), context=64, prefill_chunk=several * TOKENS, max_batch=32, isa=isa,
         kv_type=rng.choice(["f16", "q8_0", "f32"]), selector=selector or "all", trial=False, recall_every=2,
         threshold=0.1 if selector == "threshold" else None,
     )  # fmt: skip

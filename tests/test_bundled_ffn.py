@@ -16,7 +16,7 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout, Predictor
 
-K, NEURONS, TOKENS = 128, 160, 21
+K, NEURONS, TOKENS = 128, 160, 33
 
 
 def layout_of(layer: Layer) -> BundleLayout:
@@ -31,7 +31,7 @@ def executor_of(layer: Layer, threads: int) -> CpuExecutor:
         "sample", 1, K, 1, 1, 16, NEURONS, K, 64, 1e-5, RopeConfig(dim=16),
         activation=layer.activation, activation_threshold=THRESHOLD, gated=layer.gate is not None, ffn_bias=True,
     )  # fmt: skip
-    engine = EngineConfig(threads=threads, context=64, prefill_chunk=32)
+    engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)
     return CpuExecutor(config, engine, np.ones(8, np.float32), 1.0)
 
 
@@ -60,7 +60,7 @@ KINDS = [(t, t) for t in TYPES] + [("Q4_0", ACROSS), ("F16", "Q8_0")]
 def test_some_neurons_give_their_sum(types: tuple[str, str], share: float) -> None:
     layer = make_layer(K, NEURONS, types)
     index = some(share)
-    for n in (1, 3, 8, TOKENS):
+    for n in (1, 7, 9, 32, TOKENS):
         x = tokens(n)
         want, bound = expected(layer, x, index)
         assert (np.abs(sum_of(layer, index, x) - want) <= bound).all()
@@ -76,7 +76,7 @@ def test_every_kind_of_ffn(activation: str, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
-@pytest.mark.parametrize("n", [1, 8, TOKENS])
+@pytest.mark.parametrize("n", [1, 8, 31, TOKENS])
 def test_a_token_gets_the_neurons_that_it_names(types: tuple[str, str], n: int) -> None:
     layer, index, x = make_layer(K, NEURONS, types), some(0.6, 2), tokens(n)
     names = np.random.default_rng(3).integers(0, 2, (n, len(index))).astype(np.uint8) * 255
@@ -86,6 +86,22 @@ def test_a_token_gets_the_neurons_that_it_names(types: tuple[str, str], n: int) 
         # another token's neurons of a group do not change how this token's are rounded: their products are zero
         assert (np.abs(out[i] - want[0]) <= bound[0]).all()
     assert not sum_of(layer, index, x, np.zeros_like(names)).any()
+
+
+@pytest.mark.parametrize("types", KINDS)
+@pytest.mark.parametrize("share", [0.05, 0.9])
+def test_a_token_beside_others_has_the_bits_that_it_has_alone(types: tuple[str, str], share: float) -> None:
+    """With one thread, whose list is not cut; `share` of the neurons are named, by few tokens each or by most."""
+    layer, index, x = make_layer(K, NEURONS, types), some(0.8, 9), tokens(TOKENS)
+    names = (np.random.default_rng(10).random((TOKENS, len(index))) < share).astype(np.uint8)
+    for wanted in (names, None):
+        alone = [
+            sum_of(layer, index, x[i : i + 1], names[i : i + 1] if wanted is not None else None, 1)
+            for i in range(TOKENS)
+        ]
+        for n in (2, 9, 32, TOKENS):
+            together = sum_of(layer, index, x[:n], None if wanted is None else names[:n], 1)
+            np.testing.assert_array_equal(together.view(np.uint32), np.concatenate(alone[:n]).view(np.uint32))
 
 
 def test_the_parts_of_a_cut_add_up_whatever_the_cut() -> None:

@@ -358,7 +358,7 @@ def test_attention(
         assert (got[-1] == 0).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("tokens", [1, 32, 33])
 @pytest.mark.parametrize("type_name", ["F16", "Q8_0"])
 def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> None:
     inner, outer = raw(type_name, 32, 64), raw(type_name, 200, 32)
@@ -519,7 +519,7 @@ def check(bundles: Bundles, index: np.ndarray, tokens: int, share: float | None,
     np.testing.assert_array_equal(fired[sure], (h != 0).sum(axis=0)[sure])
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 20, 33])
+@pytest.mark.parametrize("tokens", [1, 3, 32, 33])
 @pytest.mark.parametrize("types", PART_TYPES)
 def test_neurons_of_every_type(types: tuple[str, str], tokens: int, kernels: str) -> None:
     index = np.array([0, 3, 17, 31, 32, 40, 63, 64, 65, 69], np.int32)

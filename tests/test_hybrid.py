@@ -149,6 +149,11 @@ def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) 
             answers[share] = one_by_one(executor, tokens)
             together = side_by_side(executor, [tokens, tokens[::-1].copy()])
             assert families.rms(together[0] - answers[share]) <= 2 * allowed
+            pages = families.scattered_pages(executor, 1)[0]
+            pieces = families.run_chunks(executor, tokens, [32, 9, 31, 3], pages)
+            assert families.rms(pieces - answers[share]) <= 2 * allowed, "the names of many tokens"
+            more = families.run_chunks(executor, tokens, [33, 42], pages)
+            assert families.rms(more - truth) <= allowed, "of more tokens every gate is computed"
     assert families.rms(answers[0.0] - truth) > 100 * allowed, "the predictor leaves nothing out"
     for share in SPLITS[1:]:
         assert families.rms(answers[share] - answers[0.0]) <= 2 * allowed, share
@@ -157,16 +162,19 @@ def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) 
         assert families.rms(one_by_one(executor, tokens) - answers[0.0]) <= 2 * allowed
         together = side_by_side(executor, [tokens, tokens[::-1].copy()])
         assert families.rms(together[0] - answers[0.0]) <= 2 * allowed
+        pages = families.scattered_pages(executor, 1)[0]
+        pieces = families.run_chunks(executor, tokens, [32, 9, 31, 3], pages)
+        assert families.rms(pieces - answers[0.0]) <= 2 * allowed
         sparsity = HybridSparsity("predicted", executor, ffns)
         counts = executor.cpu.bundled_counts(1)
-        assert counts["tokens"] == 3 * len(tokens)
+        assert counts["tokens"] == 4 * len(tokens)
         assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.d_ff
         executor.cpu.clear_bundled_counts()
         with sparsity.suspended():
             assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
         counts = executor.cpu.bundled_counts(1)
         assert counts["candidates"] == counts["tokens"] * executor.cpu.d_ff
-        whole = families.run_chunks(executor, tokens, [len(tokens)], families.scattered_pages(executor, 1)[0])
+        whole = families.run_chunks(executor, tokens, [len(tokens)], pages)
         assert families.rms(whole - truth) <= allowed and executor.cpu.bundled_counts(1) == counts  # a prompt
 
 

@@ -224,15 +224,16 @@ def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: flo
     assert others["greedy"].mass_on_gpu > share
 
 
-def test_the_times_of_both_devices_are_kept_apart() -> None:
+@pytest.mark.parametrize(("batch", "goes"), [(1, "predicted"), (32, "predicted"), (33, "exact")])
+def test_the_times_of_both_devices_are_kept_apart(batch: int, goes: str) -> None:
     """Of each layer those of one way: the GPU's, the CPU's and the wait between them, worked out without the tables."""
     model = small_model(layers=4, d_ff=1024)
     for groups in (20, 64):
-        made = make_plan(with_groups(request_of(model), groups))
+        made = make_plan(with_groups(request_of(model, batch=batch), groups))
         request = made.request
         orders = [request.profile.order(layer) for layer in range(4)]
-        wanted = cost.expected(request.profile, orders, model.config, model.named, 1, GROUP)
-        hardware, ways = request.hardware, cost.WAYS["predicted"]
+        wanted = cost.expected(request.profile, orders, model.config, model.named, batch, GROUP)
+        hardware, ways = request.hardware, cost.WAYS[goes][:1]
         split = [
             cost.split_time(hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us) for way in ways
         ]

@@ -219,7 +219,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
 void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints index, OutFloats2 out, float most) {
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
-  require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 8 tokens");
+  require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k, "x and out must be [tokens, d_model]");
   std::vector<bool> listed((size_t)b.neurons, true);  // places that are empty count as listed
   for (const int32_t i : b.members) listed[(size_t)i] = false;
@@ -233,7 +233,7 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
   NeuronBlock block;
   NeuronCounts counts = {};
   nb::gil_scoped_release release;
-  add_neurons(kernels, b, &own.acts, tokens, index.data(), n, {nullptr, nullptr, 0, 0.0f, most}, block, out.data(), k, counts);
+  add_neurons(kernels, b, &own.acts, tokens, index.data(), n, {nullptr, 0, nullptr, most}, block, out.data(), k, counts);
 }
 
 const char* const WAYS[N_WAYS] = {"dense", "exact", "predicted"};

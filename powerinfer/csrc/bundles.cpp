@@ -30,7 +30,7 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
 
 bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0; }
 
-// One block on its way: `n` neurons are left of it.
+// One block on its way: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as `count` pairs.
 struct Work {
   const PiKernels* kernels;
   const Bundles& b;
@@ -38,6 +38,7 @@ struct Work {
   int64_t tokens;
   NeuronBlock& block;
   int64_t n;
+  int64_t count = 0;
 
   float* h(int64_t t) const { return block.h + t * NeuronBlock::NEURONS; }
   float* more(int64_t t) const { return block.more + t * NeuronBlock::NEURONS; }
@@ -55,7 +56,7 @@ struct Work {
       float* a = h(t);
       if (f.known) for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
       else kernels->activate(b.act == PI_DRELU ? PI_RELU : b.act, b.threshold, a, nullptr, pi_round_up(n, PI_LANES));
-      if (f.guess) for (int64_t j = 0; j < n; j++) if (f.guess[t * f.ld + block.index[j]] <= f.above) a[j] = 0.0f;
+      if (f.wanted) for (int64_t j = 0; j < n; j++) if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
       if (f.most > 0.0f) for (int64_t j = 0; j < n; j++) if (fabsf(a[j]) <= f.most) a[j] = 0.0f;
     }
   }
@@ -82,6 +83,72 @@ struct Work {
     return sum;
   }
 
+  // Whether so many cells of the table are better multiplied one by one.
+  bool few(int64_t cells) const { return tokens > 1 && 2 * cells <= n * tokens; }
+
+  // Makes pairs of the cells in `meet`, those of a neuron together.
+  void list_pairs() {
+    count = 0;
+    for (int64_t j = 0; j < n; j++) for (uint32_t left = block.meet[j]; left; left &= left - 1) block.pairs[count++] = {block.index[j], __builtin_ctz(left)};
+  }
+
+  // Pairs of what is wanted, if that is few.
+  bool take_wanted(const Firing& f) {
+    int64_t cells = 0;
+    for (int64_t j = 0; j < n; j++) cells += __builtin_popcount(block.meet[j] = f.wanted[block.index[j]]);
+    if (!few(cells)) return false;
+    list_pairs();
+    return true;
+  }
+
+  // Pairs of what is not zero, from the table.
+  void take_active() {
+    std::fill(block.meet, block.meet + n, 0u);
+    for (int64_t t = 0; t < tokens; t++) {
+      int64_t own = 0;
+      kernels->neurons->keep(h(t), 0, 1, n, 1, 0.0f, 0, block.position, &own);
+      for (int64_t i = 0; i < own; i++) block.meet[block.position[i]] |= 1u << t;
+    }
+    for (int64_t j = 0, i = 0; j < n; j++) for (uint32_t left = block.meet[j]; left; left &= left - 1) block.more[i++] = h(__builtin_ctz(left))[j];
+    list_pairs();
+    memcpy(block.h, block.more, (size_t)count * sizeof(float));
+  }
+
+  void dot_pairs(const PiPart& part, const std::vector<float>& bias, float* out) const {
+    kernels->neurons->dot_pairs(&part, block.pairs, count, x, out);
+    if (!bias.empty()) for (int64_t i = 0; i < count; i++) out[i] += bias[(size_t)block.pairs[i].neuron];
+  }
+
+  void activate_pairs(const Firing& f) {
+    float* a = block.h;
+    if (f.known) {
+      for (int64_t i = 0; i < count; i++) a[i] = f.known[block.pairs[i].token * f.ld + block.pairs[i].neuron];
+    } else {
+      dot_pairs(b.first(), b.first_bias(), a);
+      kernels->activate(b.act == PI_DRELU ? PI_RELU : b.act, b.threshold, a, nullptr, pi_round_up(count, PI_LANES));
+    }
+    if (f.most > 0.0f) for (int64_t i = 0; i < count; i++) if (fabsf(a[i]) <= f.most) a[i] = 0.0f;
+  }
+
+  void multiply_up_pairs() {
+    dot_pairs(b.up, b.up_bias, block.more);
+    if (b.act == PI_DRELU) kernels->activate(PI_RELU, 0.0f, block.more, nullptr, pi_round_up(count, PI_LANES));
+    for (int64_t i = 0; i < count; i++) block.h[i] *= block.more[i];
+  }
+
+  // Pairs that are zero leave; returns how many are not.
+  int64_t drop_zero_pairs() {
+    int64_t left = 0;
+    n = 0;
+    for (int64_t i = 0; i < count; i++) {
+      if (block.h[i] == 0.0f) continue;
+      n += left == 0 || block.pairs[left - 1].neuron != block.pairs[i].neuron;
+      block.pairs[left] = block.pairs[i];
+      block.h[left++] = block.h[i];
+    }
+    return count = left;
+  }
+
   // Adds the neurons of each group at once, h in 8 bits as the dense path has it. Returns the number of groups.
   int64_t add_groups(float* out, int64_t ldo) const {
     int64_t groups = 0;
@@ -97,6 +164,28 @@ struct Work {
       }
     }
     kernels->neurons->add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS, tokens, out, ldo, block.sums.data());
+    return groups;
+  }
+
+  // The same of pairs: group by group, of each token its neurons.
+  int64_t add_groups_of_pairs(float* out, int64_t ldo) const {
+    float* const all = block.more;
+    memcpy(all, block.h, (size_t)count * sizeof(float));
+    int64_t groups = 0;
+    for (int64_t i = 0, end; i < count; i = end, groups++) {
+      uint32_t left = 0;
+      for (end = i; end < count && block.pairs[end].neuron / PI_GROUP == block.pairs[i].neuron / PI_GROUP; end++) left |= 1u << block.pairs[end].token;
+      for (; left; left &= left - 1) {
+        const int32_t t = __builtin_ctz(left);
+        Work one{kernels, b, x, 1, block, 0};
+        for (int64_t j = i; j < end; j++) {
+          if (block.pairs[j].token != t) continue;
+          block.index[one.n] = block.pairs[j].neuron;
+          block.h[one.n++] = all[j];
+        }
+        one.add_groups(out + t * ldo, ldo);
+      }
+    }
     return groups;
   }
 };
@@ -192,17 +281,30 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     Work w{kernels, b, &acts, tokens, block, take};
     memcpy(block.index, index + j, (size_t)w.n * sizeof *index);
     if (!firing.known) counts.first += w.n;
-    w.activate(firing);
-    int64_t active = w.drop_zeros();
+    int64_t active;
+    bool pairs = firing.wanted && w.take_wanted(firing);
+    const auto drop = [&] {
+      if (pairs) return w.drop_zero_pairs();
+      const int64_t cells = w.drop_zeros();
+      pairs = w.few(cells);
+      if (pairs) w.take_active();
+      return cells;
+    };
+    if (pairs) w.activate_pairs(firing);
+    else w.activate(firing);
+    active = drop();
     if (b.gated()) {
       counts.up += w.n;
-      w.multiply_up();
-      active = w.drop_zeros();
+      if (pairs) w.multiply_up_pairs();
+      else w.multiply_up();
+      active = drop();
     }
     counts.active += active;
     counts.down += w.n;
-    if (fired) for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
-    if (b.down.type == PI_Q4_0X32) counts.shared += w.add_groups(out, ldo);
+    if (fired && pairs) for (int64_t i = 0; i < w.count; i++) fired[block.pairs[i].neuron]++;
+    else if (fired) for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
+    if (b.down.type == PI_Q4_0X32) counts.shared += pairs ? w.add_groups_of_pairs(out, ldo) : w.add_groups(out, ldo);
+    else if (pairs) kernels->neurons->add_pairs(&b.down, block.pairs, w.count, block.h, out, ldo);
     else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
   }
 }

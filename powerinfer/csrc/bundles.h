@@ -36,10 +36,13 @@ struct NeuronBlock {
   enum { NEURONS = 64 };  // they stay in the L2 cache from their gates to their rows of down
   std::vector<uint8_t> lanes;
   std::vector<int32_t> sums;
-  int8_t q[PI_NEURON_TOKENS * NEURONS];
-  float d[PI_NEURON_TOKENS * NEURONS];
+  enum { CELLS = PI_NEURON_TOKENS * NEURONS };
+  int8_t q[CELLS];
+  float d[CELLS];
   int32_t index[NEURONS + PI_LANES], position[NEURONS + PI_LANES];
-  float h[PI_NEURON_TOKENS * NEURONS], more[PI_NEURON_TOKENS * NEURONS];
+  float h[CELLS], more[CELLS];
+  uint32_t meet[NEURONS];  // the tokens that count for each neuron, a bit each
+  PiPair pairs[CELLS];     // neurons with tokens, where few are left; then h has a value of each
 };
 
 struct NeuronCounts {  // rows of bundles that were read, scales that rows share, and neurons that were not zero, of all tokens
@@ -48,13 +51,14 @@ struct NeuronCounts {  // rows of bundles that were read, scales that rows share
 
 // How the neurons of a list become active.
 struct Firing {
-  const float* known;   // activations of the first product that are there already: [t * ld + neuron]; null: from the bundles
-  const float* guess;   // where not null, a neuron counts for token t only if guess[t * ld + neuron] > above
+  const float* known;      // activations of the first product that are there already: [t * ld + neuron]; null: from the bundles
   int64_t ld;
-  float above, most;    // activations up to `most` in magnitude count as zero
+  const uint32_t* wanted;  // where not null, a neuron counts for token t only if bit t of its word is set
+  float most;              // activations up to `most` in magnitude count as zero
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a gate fired, then
-// down where h is not zero, in one pass over the list. fired: by place, to which the tokens that a neuron fired for are added.
+// down where h is not zero, in one pass over the list. A row meets the tokens that need it, or, where those are most of them, all.
+// tokens: at most PI_NEURON_TOKENS. fired: by place, to which the tokens that a neuron fired for are added.
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
                  float* out, int64_t ldo, NeuronCounts& counts, int64_t* fired = nullptr);

@@ -13,13 +13,16 @@ enum { ROWS = 8, SHARED_ROWS = 4, SHARED_TOKENS = 4 };
 enum { ROWS = 4, SHARED_ROWS = 4, SHARED_TOKENS = 1 };
 #endif
 
-// R rows of a list, and those whose turn is next.
+PI_INLINE int32_t neuron_of(int32_t neuron) { return neuron; }
+PI_INLINE int32_t neuron_of(const PiPair& pair) { return pair.neuron; }
+
+// R rows of a list, and those whose turn is `ahead` rows later.
 template <int R> struct Rows {
   const uint8_t *now[R], *next[R];
-  PI_INLINE_MEMBER Rows(const PiPart* part, const int32_t* index, int64_t left) {
+  template <class I> PI_INLINE_MEMBER Rows(const PiPart* part, const I* list, int64_t left, int64_t ahead = R) {
     for (int r = 0; r < R; r++) {
-      now[r] = pi_row(part, index[r]);
-      next[r] = r + R < left ? pi_row(part, index[r + R]) : now[r];
+      now[r] = pi_row(part, neuron_of(list[r]));
+      next[r] = r + ahead < left ? pi_row(part, neuron_of(list[r + ahead])) : now[r];
     }
   }
   PI_INLINE_MEMBER void ask(int64_t at) const {
@@ -29,6 +32,20 @@ template <int R> struct Rows {
 };
 
 // ---- A row's part against the activations -------------------------------------------------------------------------
+
+// The tokens that R rows meet: the same T from t on, or each row its own.
+template <int R, int N> struct Same {
+  enum { T = N, TOKENS = N };
+  int64_t token[TOKENS];
+  PI_INLINE_MEMBER explicit Same(int64_t t) { for (int i = 0; i < N; i++) token[i] = t + i; }
+  static PI_INLINE_MEMBER int of(int, int t) { return t; }
+};
+template <int R> struct Own {
+  enum { T = 1, TOKENS = R };
+  int64_t token[TOKENS];
+  PI_INLINE_MEMBER explicit Own(const PiPair* pairs) { for (int r = 0; r < R; r++) token[r] = pairs[r].token; }
+  static PI_INLINE_MEMBER int of(int r, int) { return r; }
+};
 
 template <int R, int T> struct Sums {
   f32x16 v[R][T];
@@ -46,22 +63,23 @@ template <int R, int T> struct Sums {
 
 struct DotF16 {
   enum { TOKENS = SHARED_TOKENS };
-  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  template <int R, class M> static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+    enum { T = M::T };
     Sums<R, T> sum;
     const int64_t k = x->k;
     for (int64_t i = 0; i < k; i += 16) {
       if (i % 32 == 0) w.ask(2 * i);
-      f32x16 a[T];
+      f32x16 a[M::TOKENS];
 #pragma GCC unroll 8
-      for (int t = 0; t < T; t++) {
-        const float* f = x->f + (t0 + t) * x->ldf + i;
-        a[t] = i + 16 <= k ? f_load(f) : f_load_n(f, (int)(k - i));
+      for (int m = 0; m < M::TOKENS; m++) {
+        const float* f = x->f + meet.token[m] * x->ldf + i;
+        a[m] = i + 16 <= k ? f_load(f) : f_load_n(f, (int)(k - i));
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const f32x16 c = f_load_f16(w.now[r] + 2 * i);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(c, a[t], sum.v[r][t]);
+        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(c, a[meet.of(r, t)], sum.v[r][t]);
       }
     }
     sum.put(out, ldo);
@@ -70,7 +88,8 @@ struct DotF16 {
 
 struct DotBF16 {
   enum { TOKENS = SHARED_TOKENS };
-  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  template <int R, class M> static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+    enum { T = M::T };
     Sums<R, T> sum;
     for (int64_t i = 0; i < x->k; i += 32) {
       w.ask(2 * i);
@@ -78,7 +97,7 @@ struct DotBF16 {
       for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
-          const uint16_t* b = x->b + (t0 + t) * x->ldb + i;
+          const uint16_t* b = x->b + meet.token[meet.of(r, t)] * x->ldb + i;
 #if defined(PI_BF16_UNIT)
           sum.v[r][t] = dot_vbf16(sum.v[r][t], w.now[r] + 2 * i, b);
 #else
@@ -111,18 +130,22 @@ struct CodesQ4_0 {
 
 template <class C> struct DotQ {
   enum { TOKENS = SHARED_TOKENS > 2 ? 2 : SHARED_TOKENS };
-  template <int R, int T> static void rows(const Rows<R>& w, const PiActs* x, int64_t t0, float* out, int64_t ldo) {
+  template <int R, class M> static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+    enum { T = M::T };
     Sums<R, T> sum;
     const int64_t nb = x->k / 32, codes = pi_part_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
-    const uint8_t* a = x->lanes + t0 * ld;
-    for (int64_t b = 0; b < nb; b += 16, a += PI_LANES_STEP) {
+    const uint8_t* a[M::TOKENS];
+#pragma GCC unroll 8
+    for (int m = 0; m < M::TOKENS; m++) a[m] = x->lanes + meet.token[m] * ld;
+    for (int64_t b = 0, at_lanes = 0; b < nb; b += 16, at_lanes += PI_LANES_STEP) {
       const int64_t step = nb - b < 16 ? 4 * (nb - b) : 64;
-      i32x16 s[R][T];
+      i32x16 start[M::TOKENS], s[R][T];
 #pragma GCC unroll 8
-      for (int t = 0; t < T; t++) {
-        const i32x16 start = C::start(i_load(a + t * ld + PI_LANES_SUM));
+      for (int m = 0; m < M::TOKENS; m++) start[m] = C::start(i_load(a[m] + at_lanes + PI_LANES_SUM));
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) s[r][t] = start;
+      for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) s[r][t] = start[meet.of(r, t)];
       }
 #pragma GCC unroll 8
       for (int v = 0; v < C::VECTORS; v++) {
@@ -132,7 +155,7 @@ template <class C> struct DotQ {
         for (int r = 0; r < R; r++) {
           const u8x64 raw = b_load(w.now[r] + at);
 #pragma GCC unroll 8
-          for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a + t * ld, v);
+          for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a[meet.of(r, t)] + at_lanes, v);
         }
       }
       if (b % 32 == 0) w.ask(codes + 2 * b);
@@ -140,7 +163,7 @@ template <class C> struct DotQ {
       for (int r = 0; r < R; r++) {
         const f32x16 d = f_load_f16(w.now[r] + codes + 2 * b);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(i_float(s[r][t]), f_mul(d, f_load((const float*)(a + t * ld + PI_LANES_D))), sum.v[r][t]);
+        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(i_float(s[r][t]), f_mul(d, f_load((const float*)(a[meet.of(r, t)] + at_lanes + PI_LANES_D))), sum.v[r][t]);
       }
     }
     sum.put(out, ldo);
@@ -148,7 +171,7 @@ template <class C> struct DotQ {
 };
 
 template <class D, int R, int T> PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
-  for (; t + T <= tokens; t += T) D::template rows<R, T>(w, x, t, out + t * ldo, ldo);
+  for (; t + T <= tokens; t += T) D::rows(w, x, Same<R, T>(t), out + t * ldo, ldo);
   if constexpr (T > 1) dot_tokens<D, R, T / 2>(w, x, t, tokens, out, ldo);
 }
 
@@ -168,11 +191,32 @@ void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, 
   }
 }
 
+template <class D, int R> int64_t some_pairs(const PiPart* part, const PiPair* pairs, int64_t j, int64_t n, const PiActs* x, float* out) {
+  for (; j + R <= n; j += R) D::rows(Rows<R>(part, pairs + j, n - j), x, Own<R>(pairs + j), out + j, 1);
+  return j;
+}
+
+template <class D> void dot_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
+  int64_t j = some_pairs<D, ROWS>(part, pairs, 0, n, x, out);
+  if constexpr (ROWS > SHARED_ROWS) j = some_pairs<D, SHARED_ROWS>(part, pairs, j, n, x, out);
+  some_pairs<D, 1>(part, pairs, j, n, x, out);
+}
+
+void dot_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
+  switch (part->type) {
+    case PI_F16: return dot_pairs_of<DotF16>(part, pairs, n, x, out);
+    case PI_BF16: return dot_pairs_of<DotBF16>(part, pairs, n, x, out);
+    case PI_Q8_0: return dot_pairs_of<DotQ<CodesQ8_0>>(part, pairs, n, x, out);
+    case PI_Q4_0: return dot_pairs_of<DotQ<CodesQ4_0>>(part, pairs, n, x, out);
+  }
+}
+
 // ---- Rows added up ------------------------------------------------------------------------------------------------
 // Columns run inside, so that the sums stay in the L1 cache. The sum of a column is a plain chain over the rows: leaving
 // out a row whose factor is zero does not change a bit.
 
 enum { PIECE = 512 };  // columns whose scales are multiplied in one go
+constexpr int64_t ADDED_TOKENS = 8;  // to which rows are added in one go
 
 struct AddF16 {
   static PI_INLINE_MEMBER f32x16 load(const uint8_t* row, int64_t c) { return f_load_f16(row + 2 * c); }
@@ -200,7 +244,7 @@ template <class A, int R> PI_INLINE void add_float(const Rows<R>& w, int64_t k, 
 
 // h * d of every token and row, for the sixteen blocks from column c on, which is a multiple of 512.
 template <int R> struct Factors {
-  alignas(64) float v[PI_NEURON_TOKENS][R][16];
+  alignas(64) float v[ADDED_TOKENS][R][16];
   PI_INLINE_MEMBER Factors(const Rows<R>& w, int64_t codes, int64_t c, const float* h, int64_t ldh, int64_t tokens) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -285,7 +329,7 @@ template <class A> struct Float {
 };
 
 template <class A, int R> void add_rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-  A::rows(w, k, h, ldh, tokens, out, ldo);
+  for (int64_t t = 0; t < tokens; t += ADDED_TOKENS) A::rows(w, k, h + t * ldh, ldh, tokens - t < ADDED_TOKENS ? tokens - t : ADDED_TOKENS, out + t * ldo, ldo);
 }
 
 template <class A> void add_of(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
@@ -301,6 +345,19 @@ void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, in
     case PI_BF16: return add_of<Float<AddBF16>>(part, index, n, h, ldh, tokens, out, ldo);
     case PI_Q8_0: return add_of<AddQ8_0>(part, index, n, h, ldh, tokens, out, ldo);
     case PI_Q4_0: return add_of<AddQ4_0>(part, index, n, h, ldh, tokens, out, ldo);
+  }
+}
+
+template <class A> void add_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
+  for (int64_t j = 0; j < n; j++) A::rows(Rows<1>(part, pairs + j, n - j, ROWS), part->k, h + j, 0, 1, out + pairs[j].token * ldo, 0);
+}
+
+void add_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
+  switch (part->type) {
+    case PI_F16: return add_pairs_of<Float<AddF16>>(part, pairs, n, h, out, ldo);
+    case PI_BF16: return add_pairs_of<Float<AddBF16>>(part, pairs, n, h, out, ldo);
+    case PI_Q8_0: return add_pairs_of<AddQ8_0>(part, pairs, n, h, out, ldo);
+    case PI_Q4_0: return add_pairs_of<AddQ4_0>(part, pairs, n, h, out, ldo);
   }
 }
 
@@ -438,5 +495,5 @@ int fires(const float* x, int64_t n, float most, uint16_t* bits) {
 
 extern "C" {
 extern const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL);
-const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL) = {dots, add, add_groups, keep, fires};
+const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL) = {dots, dot_pairs, add, add_pairs, add_groups, keep, fires};
 }

@@ -23,7 +23,7 @@ void columns(const Thread& t, const Matrix& w, int64_t* p0, int64_t* p1, int64_t
 }  // namespace
 
 NeuronScratch::NeuronScratch(int threads, int64_t d_ff, int64_t d_model, int64_t rank)
-    : ldz(pi_round_up(d_ff, PI_GROUP)), ldr(pi_round_up(rank, PI_LANES)), z((size_t)(ldz * PI_NEURON_TOKENS)), hidden((size_t)(ldr * PI_NEURON_TOKENS)),
+    : ldz(pi_round_up(d_ff, PI_GROUP)), ldr(pi_round_up(rank, PI_LANES)), wanted((size_t)ldz), z((size_t)(ldz * PI_NEURON_TOKENS)), hidden((size_t)(ldr * PI_NEURON_TOKENS)),
       shares((size_t)threads) {
   for (Share& s : shares) {
     s.listed.resize((size_t)(ldz + PI_LANES));
@@ -61,11 +61,12 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
     p.pool->barrier();
     return;
   }
-  const int64_t n = take_part(t), ld = predicted || named ? s.ldz : p.ldh;
-  const float* guess = predicted || (named && p.names && step.tokens > 1) ? s.z.data() : nullptr;
+  const int64_t n = take_part(t);
+  const bool several = step.tokens > 1 && (predicted || (named && p.names));  // of one, all that are listed are wanted
+  if (several && predicted) mark_candidates(t, step, n);
   std::fill(own.sums.begin(), own.sums.begin() + step.tokens * p.ldx, 0.0f);
   own.done = {};
-  add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n, {predicted || named ? nullptr : p.gate, guess, ld, above_, most_}, own.block,
+  add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n, {predicted || named ? nullptr : p.gate, p.ldh, several ? s.wanted.data() : nullptr, most_}, own.block,
               own.sums.data(), p.ldx, own.done, fired.empty() || !step.counted ? nullptr : fired.data());
   p.pool->barrier();
   add_sums(t, step, in);
@@ -115,26 +116,34 @@ void SparseFfn::finish_densely(Thread& t, const Step& step, const FfnInput& in, 
   p.multiply_down(t, in, step.tokens, c0, c1);
 }
 
-// Of this thread's part of all neurons, those that some token names; z tells which token does.
+// Of this thread's part of all neurons, those that some token names, and which do.
 void SparseFfn::take_named(Thread& t, const Step& step) {
+  enum { SOME = 256 };
   Program& p = *t.program;
   NeuronScratch& s = *p.neurons;
   Share& own = s.shares[(size_t)t.id];
   const int64_t all = (int64_t)bundles->members.size();
-  const uint8_t* names = p.names ? p.names + step.first * all : nullptr;
   int64_t begin, end;
   share(all, 1, p.pool->threads(), t.id, &begin, &end);
   own.n = 0;
-  for (int64_t j = begin; j < end; j++) {
-    const int32_t place = bundles->members[(size_t)j];
-    bool wanted = !names;
+  for (int64_t j = begin, some; j < end; j += some) {
+    some = std::min(end - j, (int64_t)SOME);
+    uint32_t wanted[SOME] = {0};
     for (int64_t i = 0; i < step.tokens; i++) {
-      const bool one = !names || names[i * all + j];
-      wanted |= one;
-      own.counts[i] += one;
-      if (names) s.z[(size_t)(i * s.ldz + place)] = one ? INFINITY : -INFINITY;
+      uint32_t sum = 0;
+      for (int64_t c = 0; c < some; c++) {
+        const uint32_t one = !p.names || p.names[(step.first + i) * all + j + c];
+        wanted[c] |= one << i;
+        sum += one;
+      }
+      own.counts[i] += sum;
     }
-    if (wanted) own.listed[(size_t)own.n++] = place;
+    for (int64_t c = 0; c < some; c++) {
+      if (!wanted[c]) continue;
+      const int32_t place = bundles->members[(size_t)(j + c)];
+      s.wanted[(size_t)place] = wanted[c];
+      own.listed[(size_t)own.n++] = place;
+    }
   }
 }
 
@@ -164,6 +173,17 @@ void SparseFfn::list(Thread& t, const Step& step) {
   columns(t, *predictor->out, &p0, &p1, &c0, &c1);
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
   own.n = p.kernels->neurons->keep(s.z.data() + c0, s.ldz, step.tokens, c1 - c0, 0, above_, (int32_t)c0, own.listed.data(), own.counts);
+}
+
+// Which tokens each neuron of this thread's part is a candidate of.
+void SparseFfn::mark_candidates(Thread& t, const Step& step, int64_t n) {
+  NeuronScratch& s = *t.program->neurons;
+  const std::vector<int32_t>& part = s.shares[(size_t)t.id].part;
+  for (int64_t j = 0; j < n; j++) s.wanted[(size_t)part[(size_t)j]] = 0;
+  for (int64_t i = 0; i < step.tokens; i++) {
+    const float* z = s.z.data() + i * s.ldz;
+    for (int64_t j = 0; j < n; j++) s.wanted[(size_t)part[(size_t)j]] |= (uint32_t)!(z[part[(size_t)j]] <= above_) << i;
+  }
 }
 
 // Where a token has fewer candidates than the floor, its largest are made candidates. All threads come to the same decision.

@@ -38,6 +38,7 @@ class NeuronScratch {
     Vector sums;                // what its neurons add, [tokens, d_model]
   };
   const int64_t ldz, ldr;
+  std::vector<uint32_t> wanted;  // by place, of what is listed: the tokens that want it, a bit each
   Vector z, hidden;  // [tokens, d_ff], [tokens, rank]
   std::vector<Share> shares;
 };
@@ -65,6 +66,7 @@ class SparseFfn {
   bool many(const NeuronScratch& s) const;
   void finish_densely(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts);
   void list(Thread& t, const Step& step);
+  void mark_candidates(Thread& t, const Step& step, int64_t n);
   void reach_floor(Thread& t, const Step& step);
   void sample(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts);
   int64_t take_part(Thread& t);

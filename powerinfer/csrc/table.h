@@ -116,8 +116,11 @@ enum { PI_Q4_0X32 = PI_N_TYPES };
 // Neurons that lie together: the length of a block across them.
 enum { PI_GROUP = 32 };
 
-// Most tokens that the neurons' kernels take at once.
-enum { PI_NEURON_TOKENS = 8 };
+// Most tokens of a step whose neurons are read once: a bit for each in a word of 32.
+enum { PI_NEURON_TOKENS = 32 };
+
+// A neuron, and a token that it meets.
+struct PiPair { int32_t neuron, token; };
 
 static inline int pi_part_type(int type) { return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_0X32; }
 
@@ -160,8 +163,12 @@ static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 5
 struct PiNeuronKernels {
   // out[t * ldo + j] = neuron index[j] . token t. Quantised parts want `lanes`.
   void (*dots)(const PiPart*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
+  // out[j] = neuron of pair j . its token.
+  void (*dot_pairs)(const PiPart*, const PiPair*, int64_t n, const PiActs*, float* out);
   // out[t * ldo + c] += sum over j, in their order, of h[t * ldh + j] * neuron index[j][c].
   void (*add)(const PiPart*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo);
+  // The same of pairs: h[j] * neuron of pair j to the row of its token.
+  void (*add_pairs)(const PiPart*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
   // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the groups that
   // the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
   void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d, int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.kernels.cpu import NEURON_TOKENS
+
 if TYPE_CHECKING:
     from torch import Tensor, device
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-NAMED_TOKENS = 8
-"""Most tokens of a step that a predictor names neurons for: for more nearly every neuron is named by some token."""
+NAMED_TOKENS = NEURON_TOKENS
+"""Most tokens of a step that a predictor names neurons for: the CPU reads a neuron's rows once for so many, and
+multiplies them with the tokens that name it. For more, nearly every neuron is named by some token."""
 
 
 def link_bytes(max_tokens: int, d_model: int, d_ff: int) -> int:

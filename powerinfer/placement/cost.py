@@ -25,7 +25,7 @@ the CPU computes them, so they count in T_cpu too.
 
 What is left out: the mean of a maximum is not less than the maximum of the means used here; neurons are taken to fire
 independently of each other (this matters for batches, and for the chance that the CPU has nothing to do); what was
-read from disk for the last token counts as gone.
+read from disk for the last token counts as gone; a row costs its bytes, however many tokens it is multiplied with.
 """
 
 from __future__ import annotations

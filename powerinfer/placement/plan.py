@@ -28,6 +28,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.pack import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.formats.safetensors_file import parse_json
+from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib, shared_in_ram, shared_on_gpu
@@ -96,6 +97,11 @@ class PlanRequest:
     def together(self) -> int:
         """Requests that decode together."""
         return max(self.requests, self.batch)
+
+    @property
+    def goes(self) -> str:
+        """The selector that a step goes by: for too many tokens predictors are not asked."""
+        return "exact" if self.selector == "predicted" and self.batch > NEURON_TOKENS else self.selector
 
     @property
     def past(self) -> int:
@@ -349,7 +355,7 @@ def _orders(request: PlanRequest, policy: str) -> list[Indices]:
 
 
 def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> _Tables:
-    model, hardware, selector = request.model, request.hardware, request.selector
+    model, hardware, selector = request.model, request.hardware, request.goes
     config, cpu, gpu = model.config, hardware.cpu, hardware.gpu
     expected = cost.expected(request.profile, orders, config, model.named, request.batch, GROUP)
     if not claims.gpu_layers:
@@ -410,11 +416,11 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
     model = request.model
     dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
     kv = model.config.n_layers * model.kv_bytes(request.kv_type, request.past, request.batch)
-    if request.selector == "predicted":
+    if request.goes == "predicted":
         dense += sum(one.panels for pair in model.predictors for one in pair)
-    if request.selector == "all" and claims.panels:
+    if request.goes == "all" and claims.panels:
         return float(dense + kv + sum(one.panels for layer in model.ffn for one in layer))
-    return float(dense + kv + (expected.all @ cost.neuron_bytes(model.bundles, cost.WAYS[request.selector][0])).sum())
+    return float(dense + kv + (expected.all @ cost.neuron_bytes(model.bundles, cost.WAYS[request.goes][0])).sum())
 
 
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:

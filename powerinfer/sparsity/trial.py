@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.formats.checkpoint import Progress
 
-BATCHES = (1, 2, 4, 8)
+BATCHES = (1, 2, 4, 8, 16, 32)
 ROUNDS = 4  # the first warms up
 PROMPT = 16  # tokens before those that are timed
 GAIN = 0.98  # a sparse way must take less than this share of the dense time

@@ -6,6 +6,8 @@
 #include "checks.h"
 #include "sparse.h"
 
+#include <numeric>
+
 namespace {
 
 const int PART_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
@@ -18,6 +20,8 @@ const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 6
 const std::vector<int64_t>& widths(int type) { return is_quantised(type) ? BLOCK_WIDTHS : FLOAT_WIDTHS; }
 
 using List = std::vector<int32_t>;
+
+const int64_t STEPS[] = {1, 2, 3, 5, 8, 9, 31, PI_NEURON_TOKENS};  // tokens
 
 // Empty, whole, single, odd, every other, and in no order.
 std::vector<List> lists(int32_t n) {
@@ -191,6 +195,13 @@ double dot_chain(int type, int64_t k) {
   }
 }
 
+// Pairs in any order, some of them twice.
+Exact<PiPair> random_pairs(Random& r, int64_t n, int64_t neurons, int64_t tokens) {
+  Exact<PiPair> pairs((size_t)n);
+  for (PiPair& one : pairs) one = {(int32_t)(r.next() % (unsigned)neurons), (int32_t)(r.next() % (unsigned)tokens)};
+  return pairs;
+}
+
 void test_dots(const PiKernels* kernels) {
   for (int type : PART_TYPES) {
     for (int64_t k : widths(type)) {
@@ -216,7 +227,7 @@ void test_dots(const PiKernels* kernels) {
           values.near(alone[(size_t)(t * rows + i)], sum, gamma_of(dot_chain(type, k)) * size, t * rows + i);
         }
       }
-      for (int64_t tokens = 1; tokens <= most; tokens++) {
+      for (int64_t tokens : STEPS) {
         const Lanes x(acts.from(most - tokens), type, tokens);
         for (const List& list : lists((int32_t)rows)) {
           const Exact<int32_t> index(list.begin(), list.end());
@@ -228,6 +239,13 @@ void test_dots(const PiKernels* kernels) {
             else outside.yes(isnan(out[(size_t)i]), i);
           }
         }
+      }
+      const Lanes x(acts.from(0), type, most);
+      for (int64_t n : {0, 1, 3, 8, 13, 100}) {
+        const Exact<PiPair> pairs = random_pairs(r, n, rows, most);
+        Exact<float> out((size_t)n, NOT);
+        kernels->neurons->dot_pairs(&part.part, pairs.data(), n, &x.acts, out.data());
+        for (int64_t i = 0; i < n; i++) bits.same(out[(size_t)i], alone[(size_t)(pairs[(size_t)i].token * rows + pairs[(size_t)i].neuron)], i);
       }
     }
   }
@@ -242,7 +260,7 @@ void test_add(const PiKernels* kernels) {
       const Part part(r, type, PI_ADD, rows, k);
       const std::vector<float> before = r.normals(most * k), factors = r.normals(most * rows);
       Check values(name), bits(name + " bits for any tokens, in two parts, without zeros"), outside(name + " writes its part only");
-      for (int64_t tokens = 1; tokens <= most; tokens++) {
+      for (int64_t tokens : STEPS) {
         for (const List& list : lists((int32_t)rows)) {
           const Exact<int32_t> index(list.begin(), list.end());
           const int64_t n = (int64_t)index.size(), ldh = n + tokens % 2, ldo = k + tokens % 3, size = (tokens - 1) * ldo + k;
@@ -296,6 +314,18 @@ void test_add(const PiKernels* kernels) {
         }
       }
       if (outside.all == 0) outside.yes(true, 0);
+      for (int64_t n : {0, 1, 9, 100}) {
+        const Exact<PiPair> pairs = random_pairs(r, n, rows, most);
+        const std::vector<float> by = r.normals(n);
+        const Exact<float> h(by.begin(), by.end());
+        const int64_t ldo = k + 3;
+        Exact<float> out((size_t)((most - 1) * ldo + k), NOT);
+        for (int64_t t = 0; t < most; t++) std::copy_n(&before[(size_t)(t * k)], k, &out[(size_t)(t * ldo)]);
+        Exact<float> wanted = out;
+        kernels->neurons->add_pairs(&part.part, pairs.data(), n, h.data(), out.data(), ldo);
+        for (int64_t i = 0; i < n; i++) kernels->neurons->add(&part.part, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1, &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
+        for (int64_t i = 0; i < (int64_t)out.size(); i++) if (i % ldo < k) bits.same(out[(size_t)i], wanted[(size_t)i], i); else outside.yes(isnan(out[(size_t)i]), i);
+      }
     }
   }
 }
@@ -352,7 +382,7 @@ void test_keep(const PiKernels* kernels) {
   Check check(std::string(kernels->name) + " keep");
   const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 0.5f, -0.5f, 1e-45f, -1e-45f, 0.50000006f, -0.50000006f};
   Random r(5);
-  for (int64_t tokens = 1; tokens <= PI_NEURON_TOKENS; tokens++) {
+  for (int64_t tokens : STEPS) {
     for (int64_t n : {0, 1, 7, 15, 16, 17, 31, 32, 33, 64, 100}) {
       for (int absolute : {0, 1}) {
         for (float most : {0.0f, 0.5f, -0.5f, INFINITY}) {
@@ -582,46 +612,51 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
   const Acts acts(kernels, layer.bundles->forms(), most_tokens, k, r.normals(most_tokens * k));
   const Activity activity(layer, acts, dot_chain(type, k));
   const std::vector<float> before = r.normals(most_tokens * k);
-  // Activations and guesses of the last tokens; of other neurons nothing may be read.
-  std::vector<float> known = r.normals(most_tokens * neurons), guess = r.normals(most_tokens * neurons);
+  // Activations of the last tokens; of other neurons nothing may be read.
+  std::vector<float> known = r.normals(most_tokens * neurons);
   for (float& a : known) if (r.next() % 2) a = 0;
   Check sums(name), counted(name + " counts"), bits(name + " bits of a token alone");
   const auto block = std::make_unique<NeuronBlock>();
-  enum { PLAIN, KNOWN, GUESS, KNOWN_GUESS, MOST, N_VARIANTS };
+  enum { PLAIN, KNOWN, FEW, MANY, KNOWN_FEW, MOST, N_VARIANTS };
   for (int variant = 0; variant < N_VARIANTS; variant++) {
-    const bool is_known = variant == KNOWN || variant == KNOWN_GUESS, guessed = variant == GUESS || variant == KNOWN_GUESS;
-    const float most = variant == MOST ? 0.3f : 0.0f, limit = 0.25f;
-    for (int64_t tokens : {1, 2, 3, 5, 8}) {
+    const bool is_known = variant == KNOWN || variant == KNOWN_FEW, few = variant == FEW || variant == KNOWN_FEW, named = few || variant == MANY;
+    const float most = variant == MOST ? 0.3f : 0.0f;
+    std::vector<uint32_t> names((size_t)neurons);  // by token
+    for (uint32_t& word : names) for (int t = 0; t < most_tokens; t++) word |= (uint32_t)(r.next() % 8 < (few ? 1u : 6u)) << t;
+    for (int64_t tokens : STEPS) {
       const int64_t first = most_tokens - tokens, ld = neurons + 2;
       const PiActs x = acts.from(first);
-      Exact<float> given((size_t)((tokens - 1) * ld + neurons), NOT), guesses = given;
-      for (int64_t t = 0; t < tokens; t++) {
-        std::copy_n(&known[(size_t)((first + t) * neurons)], neurons, &given[(size_t)(t * ld)]);
-        std::copy_n(&guess[(size_t)((first + t) * neurons)], neurons, &guesses[(size_t)(t * ld)]);
-      }
+      Exact<float> given((size_t)((tokens - 1) * ld + neurons), NOT);
+      for (int64_t t = 0; t < tokens; t++) std::copy_n(&known[(size_t)((first + t) * neurons)], neurons, &given[(size_t)(t * ld)]);
       const auto of = [&](int64_t t, int64_t i) {
-        const size_t at = (size_t)(t * ld + i);
-        const Sure counts = !guessed || guesses[at] > limit ? YES : NO;
-        return is_known ? activity.neuron_of(first + t, i, given[at], counts, most) : activity.neuron(first + t, i, counts, most);
+        const Sure counts = !named || names[(size_t)i] >> (first + t) & 1 ? YES : NO;
+        return is_known ? activity.neuron_of(first + t, i, given[(size_t)(t * ld + i)], counts, most) : activity.neuron(first + t, i, counts, most);
       };
-      const Firing firing{is_known ? given.data() : nullptr, guessed ? guesses.data() : nullptr, ld, limit, most};
+      // From token t on, so many.
+      Exact<uint32_t> wanted_by((size_t)neurons);
+      const auto firing = [&](int64_t t, int64_t n) {
+        for (size_t i = 0; i < wanted_by.size(); i++) wanted_by[i] = (uint32_t)(names[i] >> (first + t) & ((uint64_t{1} << n) - 1));
+        return Firing{is_known ? given.data() + t * ld : nullptr, ld, named ? wanted_by.data() : nullptr, most};
+      };
       for (const List& list : lists((int32_t)neurons)) {
         const Exact<int32_t> index(list.begin(), list.end());
         const Wanted wanted(layer, tokens, list, of);
         const std::vector<float> was(before.begin() + first * k, before.end());
         Exact<float> out(was.begin(), was.end());
         NeuronCounts counts = {5, 6, 7, 9, 8};
-        add_neurons(kernels, *layer.bundles, &x, tokens, index.data(), (int64_t)index.size(), firing, *block, out.data(), k, counts);
+        std::vector<int64_t> fired((size_t)neurons);
+        add_neurons(kernels, *layer.bundles, &x, tokens, index.data(), (int64_t)index.size(), firing(0, tokens), *block, out.data(), k, counts, fired.data());
         wanted.check(sums, out.data(), k, k, was, {}, 2.0 * (double)list.size() + 1);
         counted.yes(counts.first == 5 + (is_known ? 0 : (int64_t)list.size()), 1);
         counted.yes(wanted.up.holds(counts.up - 6), 2);
         counted.yes(wanted.down.holds(counts.down - 7), 3);
         counted.yes(wanted.active.holds(counts.active - 8), 4);
-        if (variant != PLAIN || tokens == 1) continue;
+        counted.yes(std::accumulate(fired.begin(), fired.end(), int64_t{8}) == counts.active, 5);
+        if (tokens == 1) continue;
         for (int64_t t = 0; t < tokens; t++) {
           const PiActs one = acts.from(first + t);
           Exact<float> alone(was.begin() + t * k, was.begin() + (t + 1) * k);
-          add_neurons(kernels, *layer.bundles, &one, 1, index.data(), (int64_t)index.size(), firing, *block, alone.data(), k, counts);
+          add_neurons(kernels, *layer.bundles, &one, 1, index.data(), (int64_t)index.size(), firing(t, 1), *block, alone.data(), k, counts);
           for (int64_t c = 0; c < k; c++) bits.same(alone[(size_t)c], out[(size_t)(t * k + c)], t * k + c);
         }
       }
@@ -659,11 +694,11 @@ void test_hostile(const PiKernels* kernels) {
       NeuronCounts counts = {};
       Exact<float> out((size_t)(tokens * k), 1.0f);
       const PiActs all = acts.from(0);
-      add_neurons(kernels, *layer.bundles, &all, tokens, index.data(), neurons, {nullptr, nullptr, 0, 0, 0}, *block, out.data(), k, counts);
+      add_neurons(kernels, *layer.bundles, &all, tokens, index.data(), neurons, {nullptr, 0, nullptr, 0}, *block, out.data(), k, counts);
       for (int64_t t = 0; t < tokens; t++) {
         const PiActs one = acts.from(t);
         Exact<float> alone((size_t)k, 1.0f);
-        add_neurons(kernels, *layer.bundles, &one, 1, index.data(), neurons, {nullptr, nullptr, 0, 0, 0}, *block, alone.data(), k, counts);
+        add_neurons(kernels, *layer.bundles, &one, 1, index.data(), neurons, {nullptr, 0, nullptr, 0}, *block, alone.data(), k, counts);
         for (int64_t c = 0; c < k; c++) {
           // Beside a token whose number is none, rows of zeros are no longer left out: zero times infinity.
           const float a = alone[(size_t)c], b = out[(size_t)(t * k + c)];
@@ -827,14 +862,14 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
   // A sum over the neurons in parts, then those of the threads, the bias and x.
   const double roundings = 2.0 * (double)c.neurons + 6;
   Check dense(name + " dense"), exact(name + " exact"), predicted(name + " predicted"), counted(name + " counts"), again(name + " bits again, sampled or not"), clear(name + " floor is clear");
-  const Predictor plans[] = {{nullptr, nullptr, median, 0}, {nullptr, nullptr, 1e6f, 7}, {nullptr, nullptr, median, c.neurons * 9 / 16}, {nullptr, nullptr, 1e6f, c.neurons}, {nullptr, nullptr, 1e6f, 0}};
+  const Predictor plans[] = {{nullptr, nullptr, median, 0}, {nullptr, nullptr, 1e6f, 7}, {nullptr, nullptr, median, c.neurons * 19 / 32}, {nullptr, nullptr, 1e6f, c.neurons}, {nullptr, nullptr, 1e6f, 0}};
   for (int plan = 0; plan < 5; plan++) {
     if (c.act == PI_SILU && plan) break;  // no predictor names what is never silent
     const std::vector<Sure> named = candidates(z, c.neurons, plans[plan], clear);
     for (int threads : {1, 2, 3}) {
       const auto program = model.program(kernels, threads, &plans[plan], 2);
-      for (int64_t tokens = 1; tokens <= PI_NEURON_TOKENS; tokens++) {
-        if (plan && tokens != 1 && tokens != 2 && tokens != 8) continue;
+      for (int64_t tokens : STEPS) {
+        if (plan && tokens != 1 && tokens != 2 && tokens != 9) continue;
         const int64_t first = PI_NEURON_TOKENS - tokens;
         const std::vector<float> was(model.x.begin() + first * c.k, model.x.end());
         NeuronStats& stats = program->sparse(0).stats;
