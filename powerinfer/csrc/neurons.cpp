@@ -371,9 +371,11 @@ struct Ahead {
   bool scales = false;
   PI_INLINE_MEMBER Ahead(const PiPart* p, const int32_t* list, int64_t count) : part(p), index(list), n(count), lines(pi_part_bytes(p->type, p->k) / 64), at(pi_row(p, list[0])) {}
   PI_INLINE_MEMBER void ask(int64_t count) {
-    for (; count > 0 && at; count--) {
-      __builtin_prefetch(at + 64 * line);
-      if (++line == lines) next();
+    while (count > 0 && at) {
+      const int64_t end = line + count < lines ? line + count : lines;
+      count -= end - line;
+      for (; line < end; line++) __builtin_prefetch(at + 64 * line);
+      if (line == lines) next();
     }
   }
   void next() {
@@ -391,8 +393,52 @@ struct Ahead {
   }
 };
 
+// Q * 4 rows of a group, of which the last `n` count (zeros stand in for the others' factors), added to a token's output, or,
+// where more rows of the group are to come, to `sums`.
+struct GroupStep {
+  const uint8_t* row[8];
+  int32_t by[2], start;
+  bool first, last;
+};
+
 // Four rows side by side meet four factors as the words that an integer product wants, so a column's sum over the group is
 // a whole number, and the scales that its rows share are read and multiplied once.
+template <int Q> PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead, float* out, int32_t* sums) {
+  for (int64_t c = 0; c < k; c += 128) {
+    ahead.ask(lines);
+    i32x16 s[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) s[i] = g.first ? i_set(g.start) : i_load(sums + c + 16 * i);
+#pragma GCC unroll 2
+    for (int r = 0; r < Q; r++) {
+      const uint8_t* const* row = g.row + 4 * r;
+      u8x64 z[4];
+      b_quads(b_load(row[0] + c / 2), b_load(row[1] + c / 2), b_load(row[2] + c / 2), b_load(row[3] + c / 2), z);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        s[2 * i] = dot_u(s[2 * i], b_low4(z[i]), g.by[r]);
+        s[2 * i + 1] = dot_u(s[2 * i + 1], b_high4(z[i]), g.by[r]);
+      }
+    }
+    if (!g.last) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) i_store(sums + c + 16 * i, s[i]);
+      continue;
+    }
+    const f32x16 by = f_set(d);
+    const auto finish = [&](int i) {
+      float* o = out + c + 16 * i;
+      f_store(o, f_fma(i_float(s[i]), f_mul(f_load_f16(scales + 2 * (c + 16 * i)), by), f_load(o)));
+    };
+    if (k - c >= 128) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) finish(i);
+    } else {
+      for (int i = 0; 16 * i < k - c; i++) finish(i);
+    }
+  }
+}
+
 void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d, int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums) {
   enum { DISTANCE = 4 };  // rows
   if (n == 0) return;
@@ -405,42 +451,18 @@ void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_
     const uint8_t* scales = pi_shared(part, index[begin]);
     for (int64_t t = 0; t < tokens; t++) {
       const int8_t* factors = q + t * ldq;
-      int32_t start = 0;
-      for (int64_t j = begin; j < end; j++) start -= 8 * factors[j];
-      for (int64_t j = begin; j < end; j += 4) {
-        const int rows = end - j < 4 ? (int)(end - j) : 4;
-        const uint8_t* row[4];
-        int32_t by = 0;
-        memcpy(&by, factors + j, (size_t)rows);
-        for (int r = 0; r < 4; r++) row[r] = pi_row(part, index[r < rows ? j + r : j]);
-        const bool first = j == begin, last = j + 4 >= end;
-        const int64_t lines = t ? 0 : last ? rows + 4 : rows;
-        for (int64_t c = 0; c < k; c += 128) {
-          ahead.ask(lines);
-          i32x16 s[8];
-#pragma GCC unroll 8
-          for (int i = 0; i < 8; i++) s[i] = first ? i_set(start) : i_load(sums + c + 16 * i);
-          u8x64 z[4];
-          b_quads(b_load(row[0] + c / 2), b_load(row[1] + c / 2), b_load(row[2] + c / 2), b_load(row[3] + c / 2), z);
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; i++) {
-            s[2 * i] = dot_u(s[2 * i], b_low4(z[i]), by);
-            s[2 * i + 1] = dot_u(s[2 * i + 1], b_high4(z[i]), by);
-          }
-          if (!last) {
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) i_store(sums + c + 16 * i, s[i]);
-            continue;
-          }
-          float* o = out + t * ldo + c;
-          const int blocks = k - c >= 128 ? 8 : (int)(k - c) / 16;
-#pragma GCC unroll 8
-          for (int i = 0; i < 8; i++) {
-            if (i >= blocks) break;
-            const f32x16 w = f_mul(f_load_f16(scales + 2 * (c + 16 * i)), f_set(d[t * ldd]));
-            f_store(o + 16 * i, f_fma(i_float(s[i]), w, f_load(o + 16 * i)));
-          }
-        }
+      GroupStep g{};
+      for (int64_t j = begin; j < end; j++) g.start -= 8 * factors[j];
+      for (int64_t j = begin; j < end; j += 8) {
+        const int rows = end - j < 8 ? (int)(end - j) : 8;
+        g.by[0] = g.by[1] = 0;
+        memcpy(g.by, factors + j, (size_t)rows);
+        for (int r = 0; r < 8; r++) g.row[r] = pi_row(part, index[r < rows ? j + r : j]);
+        g.first = j == begin;
+        g.last = j + 8 >= end;
+        const int64_t lines = t ? 0 : g.last ? rows + 4 : rows;
+        if (rows > 4) add_some<2>(g, scales, d[t * ldd], k, lines, ahead, out + t * ldo, sums);
+        else add_some<1>(g, scales, d[t * ldd], k, lines, ahead, out + t * ldo, sums);
       }
     }
   }
