@@ -88,8 +88,8 @@ def request_of(path: Path, quantize: str | None, groups: int, layers: int | None
     everything = model.config.n_layers
     vram = dense_on_gpu(request)[-1][1] + shared_on_gpu(model, everything) + groups * GROUP * model.gpu_neuron
     if layers is not None:
-        each = [claim(replace(request, vram=vram - back)).gpu_layers for back in range(0, vram, 64)]
-        vram -= 64 * each.index(layers)
+        fewer = range(vram, 0, -64)
+        vram = next(some for some in fewer if claim(replace(request, vram=some)).gpu_layers == layers)
     return replace(request, vram=vram)
 
 

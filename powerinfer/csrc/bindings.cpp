@@ -260,7 +260,7 @@ void neurons_ffn(Program& p, const Norm* norm, std::shared_ptr<Bundles> bundles,
 }
 
 // out = what an FFN that has bundles alone makes of x.
-void neuron_sum(Program& p, size_t op, Floats2 x, std::optional<Bytes2> names, OutFloats2 out) {
+bool neuron_sum(Program& p, size_t op, Floats2 x, std::optional<Bytes2> names, OutFloats2 out) {
   const Bundles& b = *p.sparse(op).bundles;
   const int64_t k = p.sizes.d_model;
   Step step;
@@ -269,11 +269,20 @@ void neuron_sum(Program& p, size_t op, Floats2 x, std::optional<Bytes2> names, O
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k, "x and out must be [tokens, d_model]");
   require(!names || (names->shape(0) == x.shape(0) && names->shape(1) == b.members.size()), "names must be [tokens, neurons]");
   nb::gil_scoped_release release;
+  if (names) {
+    uint8_t any = 0;
+    for (size_t i = 0; i < names->size(); i++) any |= names->data()[i];
+    if (!any) {
+      memset(out.data(), 0, out.size() * sizeof(float));
+      return false;
+    }
+  }
   for (int64_t i = 0; i < step.tokens; i++) memcpy(p.x + i * p.ldx, x.data() + i * k, (size_t)k * sizeof(float));
   p.names = names ? names->data() : nullptr;
   p.run_alone(step, op);
   p.names = nullptr;
   for (int64_t i = 0; i < step.tokens; i++) memcpy(out.data() + i * k, p.x + i * p.ldx, (size_t)k * sizeof(float));
+  return true;
 }
 
 void set_ways(Program& p, size_t op, const std::vector<std::string>& names) {

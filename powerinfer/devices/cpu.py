@@ -306,12 +306,13 @@ class CpuExecutor:
         for op in self._bundled.values():
             self._program.set_predicts(op, on)
 
-    def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> None:
+    def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> bool:
         """out = what the neurons of a `bundled_ffn` that replaces make of x, both float32 [tokens, d_model].
 
         names: uint8 [tokens, neurons], not zero where a token wants a neuron, in the order of their index; None: all.
+        False where none is named: out is zero, and nothing was computed.
         """
-        self._program.neuron_sum(op, x, names, out)
+        return self._program.neuron_sum(op, x, names, out)
 
     def replace_neurons(
         self, op: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]

@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.link import NAMED_TOKENS, Link
-from powerinfer.devices.step import Operator, Recorder, Recordings, Step, cuda_graphs
+from powerinfer.devices.step import (
+    MOST_SHAPES,
+    RECORDED_BYTES,
+    Operator,
+    Recorder,
+    Recordings,
+    Step,
+    cuda_graphs,
+)
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor
@@ -229,13 +237,15 @@ class GpuLayers:
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._x = torch.zeros((max_tokens, config.d_model), device=device)
         self._host_x = torch.zeros(self._x.shape, pin_memory=True) if self._cuda else self._x
-        self._host_logits = self._host(0)
+        self._host_logits = self._host(1)
         self._description = _Description(device)
         self._uploaded = torch.cuda.Event() if self._cuda else None
+        self._done = torch.cuda.Event() if self._cuda else None
         self._recorder = cuda_graphs() if self._cuda and gpu.which(self._x) == "triton" else None
         self._recordings: Recordings | None = None
         self._recorded_at = 0
-        self._passed = 0
+        self._shapes = MOST_SHAPES
+        self._passed = self._recorded_bytes = 0
 
     # ---------------------------------------------------------------- weights
 
@@ -389,7 +399,8 @@ class GpuLayers:
                 return
             x = step.x.index_select(0, step.logit_rows)
             x = x if norm is None else norm(x)
-            step.logits = out(x if inner is None else inner(x))
+            logits = out(x if inner is None else inner(x))
+            self._answer(len(logits)).copy_(logits, non_blocking=True)
 
         self._add("head", -1, run)
 
@@ -489,7 +500,7 @@ class GpuLayers:
 
     def _recorded(self, recorder: Recorder) -> Recordings:
         if self._recordings is None or self._recorded_at != self._description.address:
-            self._recordings = Recordings(self.operators, recorder)
+            self._recordings = Recordings(self.operators, recorder, self._shapes)
             self._recorded_at = self._description.address
         return self._recordings
 
@@ -509,22 +520,23 @@ class GpuLayers:
 
     def end(self, step: Step) -> Floats:
         """What a step comes to, once the device is done with it."""
-        torch = _torch()
         if self.has_head:
-            if step.logits is None:
-                return np.empty((0, self.vocab_size), np.float32)
-            if len(step.logits) > len(self._host_logits):
-                self._host_logits = self._host(len(step.logits))
-            out, source = self._host_logits[: len(step.logits)], step.logits
+            out = self._answer(len(step.logit_rows))
         else:
-            out, source = self._host_x[: len(step.x)], step.x
-        if not self._cuda:
-            return _array(source)
-        out.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        done.synchronize()
+            out = self._host_x[: len(step.x)]
+            if self._cuda:
+                out.copy_(step.x, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
         return _array(out)
+
+    def _answer(self, rows: int) -> Tensor:
+        """Where so many rows of logits go. Once there is room for more of them it lies elsewhere, so record anew."""
+        if rows > len(self._host_logits):
+            self._host_logits = self._host(1 << (rows - 1).bit_length())
+            self.forget()
+        return self._host_logits[:rows]
 
     def _host(self, rows: int) -> Tensor:
         """Room for rows of logits in memory that the device writes to."""
@@ -533,14 +545,17 @@ class GpuLayers:
     def memory(self) -> dict[str, int]:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch.
 
-        scratch: what is kept from step to step and, once steps were rehearsed, what operators pass to each other.
+        scratch: what is kept from step to step and, once steps were rehearsed, what operators pass to each other and
+        what recordings may come to.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = 0 if self.link is None else self.link.gpu_bytes
-        return parts | {"scratch": self._x.nbytes + self._description.nbytes + link + self._passed}
+        kept = self._x.nbytes + self._description.nbytes + link
+        return parts | {"scratch": kept + self._passed + self._recorded_bytes}
 
     def rehearse(self, logit_rows: int) -> int:
-        """Run the largest step, with so many rows of logits, and one of a single token; the cache must be empty yet.
+        """Run the largest step, with so many rows of logits, and the largest and smallest that are recorded; the cache
+        must be empty yet.
 
         Kernels are compiled, and there is memory for what steps need, or PowerInferError is raised now. Returns the
         most bytes that operators held to pass them to each other; 0 on the stand-in, where nobody counts them.
@@ -549,14 +564,41 @@ class GpuLayers:
         if self._cuda:
             held = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        for tokens in (min(self.max_tokens, self.n_pages * self.page_size), 1, 1):  # the second is recorded
-            places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
-            pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)[None]
-            batch = Batch(rows, places, rows, pages, places[:logit_rows])
-            self.run(batch, np.zeros((tokens, self.d_model), np.float32))
+        largest = min(self.max_tokens, self.n_pages * self.page_size)
+        few = sorted({min(gpu.FEW, logit_rows, largest), 1}, reverse=True)
+        for tokens in (largest, *few):
+            self._rehearse(tokens, logit_rows)
         if self._cuda:
             self._passed = torch.cuda.max_memory_allocated(self.device) - held
+            torch.cuda.empty_cache()
+        if self._recorder is None:
+            return self._passed
+        before, each = self._taken(), 0
+        for tokens in few:  # now they are recorded, which takes memory of torch's, for all shapes, and of the driver's
+            self._rehearse(tokens, logit_rows)
+            after = self._taken()
+            self._passed += max(0, after[0] - before[0])
+            before, each = after, max(each, after[1] - before[1])
+        if each:
+            self._shapes = max(1, min(MOST_SHAPES, RECORDED_BYTES // each))
+            self._recorded_bytes = self._shapes * each
+            self.forget()
         return self._passed
+
+    def _rehearse(self, tokens: int, logit_rows: int) -> None:
+        places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
+        pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)[None]
+        batch = Batch(rows, places, rows, pages, places[:logit_rows])
+        self.run(batch, np.zeros((tokens, self.d_model), np.float32))
+
+    def _taken(self) -> tuple[int, int]:
+        """Bytes of the device that torch has taken, and all others."""
+        if not self._cuda:
+            return 0, 0
+        cuda = _torch().cuda
+        free, total = cuda.mem_get_info(self.device)
+        reserved = int(cuda.memory_reserved(self.device))
+        return reserved, int(total) - int(free) - reserved
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""

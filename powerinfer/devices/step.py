@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     Norm = Callable[..., Tensor]
     """Called with what it normalises and, if it is to write there, where the result goes."""
 
-MOST_SHAPES = 64
+MOST_SHAPES = 16
 """Of which recordings are kept; the one that was not needed for longest goes first."""
+
+RECORDED_BYTES = 256 << 20
+"""Of a GPU's memory for recordings, which a driver keeps there: fewer shapes where it does not hold so many."""
 
 
 @dataclass(slots=True)
@@ -33,7 +36,6 @@ class Step:
     logit_rows: Tensor  # int32 [R]
     read: Tensor | None = None  # float32 [T, d_model] like x always at the same address: what neurons of a layer read
     attended: Tensor | None = None  # float32 [T, heads * head_dim]
-    logits: Tensor | None = None  # float32 [R, vocab]
     normed: tuple[Norm, Tensor] | None = None  # what a norm made of x, until x changes
 
     @property
@@ -82,8 +84,8 @@ class Operator:
     static: bool = True
 
 
-State = tuple["Tensor | None", "Tensor | None", "tuple[Norm, Tensor] | None"]
-"""What operators hand on beside x: attended, logits and normed of a step."""
+State = tuple["Tensor | None", "tuple[Norm, Tensor] | None"]
+"""What operators hand on beside x and read: attended and normed of a step."""
 
 Run = Callable[[State], State]
 
@@ -94,15 +96,16 @@ Recorder = Callable[[Run, State], Run]
 class Recordings:
     """Runs steps. Of a shape that comes again it records the static operators, and from then on replays them."""
 
-    def __init__(self, operators: Sequence[Operator], recorder: Recorder) -> None:
+    def __init__(self, operators: Sequence[Operator], recorder: Recorder, shapes: int = MOST_SHAPES) -> None:
         self._parts = [(static, list(group)) for static, group in groupby(operators, lambda one: one.static)]
         self._recorder = recorder
+        self._shapes = shapes
         self._kept: dict[tuple[int, ...], dict[int, Run | None]] = {}
 
     def run(self, step: Step) -> None:
         """All operators on the step."""
         kept = self._kept.pop(step.key, {})
-        if len(self._kept) == MOST_SHAPES:
+        if len(self._kept) == self._shapes:
             del self._kept[next(iter(self._kept))]
         self._kept[step.key] = kept
         for number, (static, operators) in enumerate(self._parts):
@@ -115,7 +118,7 @@ class Recordings:
             recorded = kept[number]
             if recorded is None:
                 recorded = kept[number] = self._recorder(_runner(operators, replace(step)), _state(step))
-            step.attended, step.logits, step.normed = recorded(_state(step))
+            step.attended, step.normed = recorded(_state(step))
 
     def forget(self, layer: int) -> None:
         """What a layer's operators launch is no longer what was recorded."""
@@ -126,12 +129,12 @@ class Recordings:
 
 
 def _state(step: Step) -> State:
-    return step.attended, step.logits, step.normed
+    return step.attended, step.normed
 
 
 def _runner(operators: Sequence[Operator], step: Step) -> Run:
     def run(state: State) -> State:
-        step.attended, step.logits, step.normed = state
+        step.attended, step.normed = state
         for operator in operators:
             operator.run(step)
         return _state(step)
@@ -140,15 +143,24 @@ def _runner(operators: Sequence[Operator], step: Step) -> Run:
 
 
 def cuda_graphs() -> Recorder:
-    """A recorder that makes CUDA graphs, all of which share their memory: one is replayed at a time."""
+    """A recorder that makes CUDA graphs, all of which share their memory.
+
+    What a graph frees while it is recorded, others may use that are recorded later. That is right for graphs that are
+    replayed one behind the other in one stream, as parts of whole steps: nothing but what operators hand on must
+    outlive its graph, and that is kept from others for as long as the recording is (it is in `after`). The next graph
+    in the step reads it before any other is replayed: recorded later, it cannot have it for its own; recorded earlier,
+    it wrote to it before, as part of this step, or will again in the next one.
+    """
     import torch
 
     pool = torch.cuda.graph_pool_handle()
+    first: list[torch.cuda.CUDAGraph] = []  # kept, for with the last of its graphs a pool ends
 
     def record(run: Run, state: State) -> Run:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             after = run(state)  # is recorded, not done
+        first.append(graph) if not first else None
 
         def replay(_: State) -> State:
             graph.replay()

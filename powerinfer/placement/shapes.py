@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.devices.step import RECORDED_BYTES
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
@@ -152,7 +153,8 @@ class Model:
 
         Normalised rows and the sum that comes back; q, k, v and what attention gives, or gate, up and what becomes of
         them until down has them in half the bits; logits; and of products with many tokens a piece of the matrix, where
-        that is quantised, with what it gives (kernels/gpu.py). plain: the context, where all is done in torch's own
+        that is quantised, with what it gives (kernels/gpu.py); beside that the same of steps of few tokens, which are
+        recorded apart, and the recordings. plain: the context, where nothing is recorded and all is done in torch's own
         arithmetic, as on a stand-in, which spreads out pieces of any type, and attention's keys, values and scores.
         """
         config = self.config
@@ -171,7 +173,10 @@ class Model:
         hidden = 9 * config.d_ff // 2 if config.gated else 7 * config.d_ff // 2
         passed = 2 * config.d_model + max(qkv + 5 * attended // 2, hidden) + 2 * (piece // config.d_model)
         logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
-        return 4 * (tokens * passed + logits + spread) + of_piece * piece
+        recorded = 0
+        if plain is None:
+            recorded = RECORDED_BYTES + 4 * (min(tokens, gpu.FEW) * passed + logits + spread)
+        return 4 * (tokens * passed + logits + spread) + of_piece * piece + recorded
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).

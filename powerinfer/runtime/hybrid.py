@@ -208,13 +208,9 @@ class HybridFfn:
         tokens = len(step.x)
         with span(self.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
-        x, names, back = self._link.views(tokens, self._cold_names(tokens))
-        if names is not None and not names.any():
-            back.fill(0)
-            return
         with span(self.trace, "cpu", "cold neurons", self.layer):
-            self._cpu.neuron_sum(self._op, x, names, back)
-        self._jobs += tokens <= NAMED_TOKENS
+            job = self._cpu.neuron_sum(self._op, *self._link.views(tokens, self._cold_names(tokens)))
+        self._jobs += job and tokens <= NAMED_TOKENS
 
     def _add_cold(self, step: Step) -> None:
         self._link.add_back(step.x)
