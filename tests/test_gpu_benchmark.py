@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import gpu_kernels
+import launches
 import pytest
 import torch
+from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from powerinfer.kernels import gpu
 
@@ -41,6 +43,18 @@ def test_other_tiles_are_tried_and_put_back() -> None:
         seen = {(*chosen,) for chosen in choices}
     assert len(seen) > 40 and (before[0]["Q4_0"], before[1]["Q4_0X32"]) in seen
     assert before == (triton_neurons.DOT_ONE, triton_neurons.ADD_ONE)
+
+
+def test_what_is_launched_is_counted(tmp_path: Path) -> None:
+    path = give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+    for selector, asked in (("exact", ()), ("predicted", ("predictor",))):
+        made = launches.main([str(path), "--gpu", "cpu", "--selector", selector, "--steps", "6", "--threads", "1"])
+        layers = made["layers"]
+        between = {"mark": layers, "cold neurons": layers}
+        assert made["replayed"]["operators"] == {"replays": 2 * layers + 1, **between}
+        each = ("attention", "project", "norm", *asked, "copy out", "mark", "hot neurons", "cold neurons", "add")
+        assert made["one by one"]["operators"] == {"replays": 0, "head": 1, **dict.fromkeys(each, layers)}
+        assert 0 < made["replayed"]["python_us_per_layer"] < 1e4
 
 
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ class HybridFfn:
 
     def _add_hot(self, step: Step) -> None:
         assert self.neurons is not None and self._fired is not None and step.read is not None
-        tokens = len(step.x)
+        tokens = step.x.shape[0]
         names = self._link.names(tokens, len(self.hot), 0)[0] if self._named(tokens) else None
         total, fired = gpu.neuron_sum(self.neurons, step.read, names, self._most)
         step.add(total)
@@ -205,7 +205,7 @@ class HybridFfn:
     def _sum_cold(self, step: Step) -> None:
         """The CPU's part into the link's buffer; zeros where no cold neuron is named."""
         assert self._op is not None
-        tokens = len(step.x)
+        tokens = step.x.shape[0]
         with span(self.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
         with span(self.trace, "cpu", "cold neurons", self.layer):
