@@ -26,7 +26,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from powerinfer.kernels import gpu, triton_kernels
+    from powerinfer.kernels import cpu, gpu, triton_kernels
+    from powerinfer.neurons import BundleLayout
 
     class Device:
         """What the launcher asks of one."""
@@ -77,6 +78,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.neuron_sum(gpu.Neurons(*plain, "silu", 0.0), x, None, 0.1)
         gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
         gpu.norm(x, x[0], x[0], 1e-5, True)
+    for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
+        gate_bytes, (down_bytes, shared_bytes) = cpu.part_bytes(kind, d_model)[0], cpu.part_bytes(down, d_model)
+        layout = BundleLayout(d_model, True, kind, down, gate_bytes, down_bytes, shared_bytes)
+        shared = torch.empty(1, d_model, dtype=torch.float16) if shared_bytes else None
+        weights = (weight(kind, 32), weight(kind, 32), weight(down, 32))
+        room = gpu.Neurons(*weights, shared, None, None, None, "relu", 0.0)
+        rows, at = torch.empty(layout.group_bytes, dtype=torch.uint8), torch.empty(32, dtype=torch.int32)
+        gpu.unpack(layout, rows, at, at[:1], room)
     for tokens, kv_type in ((4, "f16"), (64, "f16"), (64, "f32"), (4, "q8_0"), (64, "q8_0")):
         q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
         cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")
@@ -100,7 +109,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    assert len({kernel["name"] for kernel in made}) == 14 and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == 15 and all(kernel["ptx"] for kernel in made)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
 

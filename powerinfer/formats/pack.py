@@ -155,10 +155,68 @@ def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | 
     for group, count in zip(groups[counts > 0], counts[counts > 0].tolist(), strict=True):
         size = count * layout.pitch
         own = index[first : first + count] % BUNDLE_GROUP
-        out[at : at + size].reshape(count, -1)[:] = group[:bundles].reshape(BUNDLE_GROUP, -1)[own]
+        here = out[at : at + size].view(np.int64).reshape(count, -1)
+        np.take(group[:bundles].view(np.int64).reshape(BUNDLE_GROUP, -1), own, axis=0, out=here, mode="clip")
         out[at + size : at + size + layout.shared_bytes] = group[bundles : bundles + layout.shared_bytes]
         first, at = first + count, at + size + layout.shared_bytes
     return SomeBundles(index, counts, out.reshape(1, -1))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole groups of `SomeBundles`.
+
+    first, last: which of its neurons, from `first` up to `last`; rows: uint8 [bytes], their bytes where they lie; at:
+    int32 [n], the cache line of `rows` at which each bundle begins; group: int32 [n], the number of its group among
+    those that are there; shared: int32 [those], the line at which what a group shares begins.
+    """
+
+    first: int
+    last: int
+    rows: Bytes
+    at: Indices
+    group: Indices
+    shared: Indices
+
+
+def cuts(layout: BundleLayout, counts: NDArray[np.int32], most: int, beside: int = 0) -> Iterator[tuple[int, int]]:
+    """Groups that lie together, from .. up to, so that none exceeds `most` bytes, but at least one at a time.
+
+    counts: int32 [groups], neurons of each that are there; beside: bytes of each neuron beside its bundle's.
+    """
+    ends = np.cumsum(counts * (layout.pitch + beside) + (counts > 0) * layout.shared_bytes, dtype=np.int64)
+    begin, groups = 0, len(counts)
+    while begin < groups:
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield begin, end
+        begin = end
+
+
+def whole(layout: BundleLayout, some: SomeBundles) -> Piece:
+    """All of it as one piece."""
+    (piece,) = pieces(layout, some, some.rows.nbytes)
+    return piece
+
+
+def pieces(layout: BundleLayout, some: SomeBundles, most: int, beside: int = 0) -> Iterator[Piece]:
+    """Its groups, in pieces of at most so many bytes where a group has no more; see `cuts`."""
+    rows, at, first = some.rows[0], 0, 0
+    for begin, end in cuts(layout, some.counts, most, beside):
+        counts = some.counts[begin:end]
+        counts = counts[counts > 0]
+        if not len(counts):
+            continue
+        ends = np.cumsum(counts * layout.pitch + layout.shared_bytes, dtype=np.int64)
+        group = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        behind = np.cumsum(counts) - counts  # neurons of the groups before
+        places = (ends - layout.shared_bytes - counts * layout.pitch)[group]
+        places += (np.arange(len(group)) - behind[group]) * layout.pitch
+        shared = (ends - layout.shared_bytes) // LINE
+        size, n = int(ends[-1]), len(group)
+        own = rows[at : at + size]
+        yield Piece(first, first + n, own, (places // LINE).astype(np.int32), group, shared.astype(np.int32))
+        at, first = at + size, first + n
 
 
 @contextmanager

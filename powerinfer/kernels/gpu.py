@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
+from powerinfer.formats.pack import cuts, gather, some_bytes, whole
+from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import usable_cores
@@ -45,6 +47,8 @@ Q8_STEP = float(np.float32(1) / np.float32(127))
 
 _PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
+
+_LOADED = 1 << 24  # bytes of bundles that are brought to a device at a time
 
 _SIGNS = np.uint8(0x88)  # turns two codes that lie 8 above their values into two's complement, and back
 
@@ -540,70 +544,124 @@ def resident(
     import torch
 
     assert groups.ndim == 2 and groups.shape[1] == layout.group_bytes
-    bundles = groups[:, : BUNDLE_GROUP * layout.pitch].reshape(len(groups), BUNDLE_GROUP, layout.pitch)
 
-    def part(type_name: str, kind: str, at: int, nbytes: int) -> Weight:
-        weight = _empty(type_name, len(index), layout.d_model, device)
+    def own(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        def slab(begin: int, end: int) -> None:
-            some = index[begin:end]
-            raw = bundles[some // BUNDLE_GROUP, some % BUNDLE_GROUP, at : at + nbytes]
-            codes, scales = _from_part(type_name, kind, layout.d_model, raw)
-            _put(weight.data, begin, codes)
-            _put(weight.scales, begin, scales)
+    counts = np.bincount(index // BUNDLE_GROUP, minlength=len(groups)).astype(np.int32)
+    present = counts[counts > 0]
+    group = own(np.repeat(np.arange(len(present), dtype=np.int32), present)) if layout.shared_bytes else None
+    of_index = [None if values is None else own(values[index].astype(np.float32)) for values in biases[:2]]
+    neurons = empty_neurons(layout, len(index), len(present), device, config, group, *of_index)
+    memory = np.empty(min(some_bytes(layout, index), max(_LOADED, layout.group_bytes)), np.uint8)
+    row = first = 0
+    for begin, end in cuts(layout, counts, _LOADED):
+        some = index[row : row + int(counts[begin:end].sum())]
+        if len(some):
+            piece = whole(layout, gather(layout, groups, some, memory))
+            unpack(layout, own(piece.rows), own(piece.at), own(piece.shared), neurons, row, first)
+            row, first = row + len(some), first + len(piece.shared)
+    return neurons
 
-        _by_slabs(len(index), layout.d_model, slab)
-        return weight
 
-    def bias(values: Floats | None) -> Tensor | None:
-        return None if values is None else torch.from_numpy(values[index].astype(np.float32)).to(device)
+def empty_neurons(
+    layout: BundleLayout,
+    n: int,
+    groups: int,
+    device: Any,
+    config: ModelConfig,
+    group: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+) -> Neurons:
+    """Room for n neurons of so many groups, for `unpack`; the others: as `Neurons` has them."""
+    import torch
 
-    shared = group = None
+    gate = _empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
+    up, down = (_empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
+    shared = None
     if layout.shared_bytes:
-        own, where = np.unique(index // BUNDLE_GROUP, return_inverse=True)
-        shared = torch.empty((len(own), layout.d_model), dtype=torch.float16, device=device)
-        at = BUNDLE_GROUP * layout.pitch
-        _put(shared, 0, groups[own, at : at + 2 * layout.d_model])
-        group = torch.from_numpy(where.reshape(-1).astype(np.int32)).to(device)
-    gate = part(layout.gate_type, "dot", layout.gate_at, layout.gate_bytes) if layout.gated else None
-    up = part(layout.gate_type, "dot", layout.up_at, layout.gate_bytes)
-    down = part(layout.down_type, "add", layout.down_at, layout.down_bytes)
-    own_biases = (bias(biases[0]), bias(biases[1]))
-    return Neurons(gate, up, down, shared, group, *own_biases, config.activation, config.activation_threshold)
+        shared = torch.empty((groups, layout.d_model), dtype=torch.float16, device=device)
+    return Neurons(gate, up, down, shared, group, gate_bias, up_bias, config.activation, config.activation_threshold)
 
 
-def _from_part(type_name: str, kind: str, k: int, raw: Bytes) -> tuple[Bytes, Bytes | None]:
-    """Rows of a part of bundles (csrc/table.h), uint8 [n, bytes], as the bytes of a Weight's codes and scales."""
-    n = len(raw)
-    if type_name in FLOAT_TYPES:
-        return raw[:, : 2 * k], None
-    if type_name == "Q8_0":
-        codes = raw[:, :k] if kind == "add" else _blocks(raw, k, 8)
-        return codes, _scales(raw, -(-k // 64) * 64, k)
-    lines = -(-k // 128) * 64  # bytes of codes
-    if kind == "dot":
-        codes = _blocks(raw, k, 4)
-    elif type_name == "Q4_0":  # of 128 elements byte 4 l + z -> 16 z + l
-        codes = raw[:, :lines].reshape(n, -1, 16, 4).swapaxes(-1, -2).reshape(n, -1)[:, : k // 2]
-    else:  # of 128 elements word 4 a + z -> 4 z + a
-        words = np.ascontiguousarray(raw[:, :lines]).view(np.uint32).reshape(n, -1, 4, 4)
-        codes = words.swapaxes(-1, -2).reshape(n, -1).view(np.uint8)[:, : k // 2]
-    return codes ^ _SIGNS, None if type_name == "Q4_0X32" else _scales(raw, lines, k)
+def unpack(
+    layout: BundleLayout, rows: Tensor, at: Tensor, shared: Tensor, neurons: Neurons, row: int = 0, group: int = 0
+) -> None:
+    """Rows of weights from bundles on the device, which are in the CPU's order (csrc/table.h).
+
+    rows: uint8 [bytes], a multiple of a line's; at: int32 [n], the line at which each bundle begins; shared: int32 [g],
+    the line at which what their groups share begins. They become the rows of `neurons` from `row` on, what is shared
+    that from `group` on.
+    """
+    parts = [(neurons.up, "dot", layout.up_at), (neurons.down, "add", layout.down_at)]
+    if neurons.gate is not None:
+        parts.append((neurons.gate, "dot", layout.gate_at))
+    for weight, use, part in parts:
+        data, k = weight.data[row : row + len(at)], weight.k
+        order, unit = _order(weight.type, use)
+        _take(rows, at, part, data, order, unit)
+        if weight.scales is not None:
+            codes = -(-k // 64) * 64 if weight.type == "Q8_0" else -(-k // 128) * 64
+            _take(rows, at, part + codes, weight.scales[row : row + len(at)], "as it is", 2)
+    if neurons.shared is not None:
+        _take(rows, shared, 0, neurons.shared[group : group + len(shared)], "as it is", 2)
 
 
-def _blocks(raw: Bytes, k: int, each: int) -> Bytes:
-    """Blocks of so many words that lie word by word, sixteen of them or those that are left, one after the other."""
-    n, whole, left = len(raw), k // 512, k % 512 // 32
-    words = np.ascontiguousarray(raw[:, : k // 8 * each]).view(np.uint32)
-    out = np.empty_like(words)
-    end = whole * 16 * each
-    out[:, :end].reshape(n, whole, 16, each)[...] = words[:, :end].reshape(n, whole, each, 16).swapaxes(-1, -2)
-    out[:, end:].reshape(n, left, each)[...] = words[:, end:].reshape(n, each, left).swapaxes(-1, -2)
-    return out.view(np.uint8)
+def _order(kind: str, use: str) -> tuple[str, int]:
+    """How the codes of a part lie, and the bytes that stay together."""
+    if kind in FLOAT_TYPES:
+        return "as it is", 2
+    if use == "dot":
+        return "blocks", 4
+    return {"Q8_0": ("as it is", 4), "Q4_0": ("bytes", 1), "Q4_0X32": ("words", 4)}[kind]
 
 
-def _scales(raw: Bytes, at: int, k: int) -> Bytes:
-    return raw[:, at : at + k // 16]
+def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: int) -> None:
+    """out[i, j] = the unit of which `_place` says that it is number j, of the part that begins `part` bytes behind line
+    at[i] of `rows`. unit: its bytes. Codes of 4 bits become two's complement.
+    """
+    import torch
+
+    if not len(out):
+        return
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[unit]
+    each = 8 if out.dtype == torch.int8 else 4  # units of a block of 32
+    flip = 0 if out.dtype != torch.uint8 else int(_SIGNS) if unit == 1 else int(np.full(4, _SIGNS).view(np.int32)[0])
+    own = out.view(dtype)
+    if _triton(rows):
+        from powerinfer.kernels import triton_bundles
+
+        triton_bundles.take(rows.view(dtype), at, part // unit, own, order, each, flip)
+        return
+    width = own.shape[1]
+    places = _places(width, order, each).to(out.device)
+    lines = torch.arange(part // LINE, -(-(part + width * unit) // LINE), device=out.device)
+    for begin, end in _pieces(len(out), width):
+        wanted = (at[begin:end, None] + lines).view(-1)
+        taken = rows.view(-1, LINE).index_select(0, wanted).view(end - begin, -1).view(dtype)
+        taken = taken[:, :width] if order == "as it is" else taken.index_select(1, places)
+        own[begin:end] = taken ^ flip if flip else taken
+
+
+def _places(width: int, order: str, each: int) -> Tensor:
+    """Where the units of a row lie in its part, int64 [width]; each: units of a block of 32 elements.
+
+    blocks: word by word of sixteen blocks, or of those that are left. Of 128 elements: bytes: byte 4 l + z is to be
+    16 z + l; words: word 4 a + z is to be 4 z + a.
+    """
+    import torch
+
+    j = torch.arange(width)
+    if order == "blocks":
+        block = j // each
+        first = block // 16 * 16
+        return first * each + j % each * (width // each - first).clamp(max=16) + block % 16
+    if order == "bytes":
+        return j // 64 * 64 + j % 16 * 4 + j // 16 % 4
+    if order == "words":
+        return j // 16 * 16 + j % 4 * 4 + j // 4 % 4
+    return j
 
 
 def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None = None, most: float = 0.0) -> tuple[Tensor, Tensor]:
