@@ -13,6 +13,7 @@ It makes the models (hybrid_models.py), one at a time, and measures section by s
     ablation   what each idea brings: `dense`, whole layers on either side; `layers`, only the neurons that fire, both
                sides in turns; `random`, both sides at a time with any neurons; and `time`, the plan's, from `decode`;
                `exact` is the plan without a predictor
+    prefill    tokens per second of a prompt: cold neurons streamed to the GPU, or by the CPU; llama.cpp
     budget     tokens per second by the budget
     kernel     bandwidth of the sum over a layer's neurons, a tenth of which fires
 
@@ -50,7 +51,7 @@ import machine
 
 from powerinfer.errors import PowerInferError
 
-SECTIONS = ("make", "peer", "decode", "ablation", "budget", "kernel")
+SECTIONS = ("make", "peer", "decode", "ablation", "prefill", "budget", "kernel")
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the budget
 STEPS = ("dense", "layers", "random")  # of the ablation, before the plan
 KERNEL_TOKENS = (1, 8, 32)
@@ -132,6 +133,12 @@ class Peer:
         with Vram(self.gpu) as vram:
             text = compare.output([*command, "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"])
         return float(json.loads(text)[0]["avg_ts"]), vram.peak
+
+    def prompt(self, model: Path, limit: Result, tokens: int) -> Result:
+        """As `hybrid_run.prefill`, with the flags that were found to fit."""
+        command = self._command("llama-bench", model, limit["threads"], limit["flags"])
+        text = compare.output([*command, "-p", str(tokens), "-n", "0", "-r", "2", "-o", "json"])
+        return {"prefill_tok_s": {"llama.cpp": float(json.loads(text)[0]["avg_ts"])}}
 
     def together(self, model: Path, threads: int, flags: list[str], batches: list[int], tokens: int) -> Result:
         """Tokens per second by the number of requests, each behind a prompt of one token."""
@@ -255,7 +262,7 @@ def said(result: Result) -> str:
     """A result in a few words."""
     if "error" in result:
         return str(result["error"])
-    rates = result.get("decode_tok_s", {})
+    rates = result.get("decode_tok_s") or result.get("prefill_tok_s", {})
     return ", ".join(f"{batch}: {rate:.1f} tok/s" for batch, rate in rates.items()) or "done"
 
 
@@ -275,11 +282,17 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
             result = run(task | {"trace": None if trace is None else str(trace)})
         return result | {"vram_used": used.peak}
 
-    def theirs(way: str) -> Result:
+    def theirs(way: str, prompt: bool = False) -> Result:
         found = measurement.jobs.get(f"peer/{name}/{way}", {})
         if peer is None or "flags" not in found:
             raise RuntimeError(f"no flags are known to fit: section peer, job peer/{name}/{way}")
+        if prompt:
+            return peer.prompt(model, found, arguments.prompt)
         return peer.measure(model, found, arguments.batches, arguments.tokens)
+
+    def our_prompt() -> Result:
+        task = {"what": "prefill", "model": str(model), "gpu": arguments.gpu, "vram": vram, "policy": "time"}
+        return run(task | {"selector": "predicted", "prompt": arguments.prompt, "threads": arguments.threads})
 
     def found_limit(way: str) -> Result:
         assert peer is not None
@@ -301,6 +314,9 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
             steps = [(step, lambda step=step: ours(step, "predicted", vram, [1])) for step in STEPS]
             steps.append(("exact", lambda: ours("time", "exact", vram, [1])))
             each += [(f"ablation/{name}/{number}/{step}", work) for step, work in steps]
+        if "prefill" in sections:
+            each.append((f"prefill/{name}/{number}/powerinfer", our_prompt))
+            each += [(f"prefill/{name}/{number}/llama.cpp-{way}", lambda way=way: theirs(way, True)) for way in ways]
         shift = number % max(1, len(each))
         yield from each[shift:] + each[:shift]
     if "budget" in sections:
@@ -375,6 +391,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="requests together")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone; several: 31 at most")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ablation-rounds", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the budget; default: %(default)s")
@@ -397,7 +414,7 @@ def main() -> int:
     arguments = parse()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # models are made by threads of their own
     settings = {"scale": arguments.scale, "gpu": arguments.gpu, "device": gpu_name(arguments.gpu)}
-    settings |= {name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "peer_flags")}
+    settings |= {name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "prompt", "peer_flags")}
     document = opened(arguments.out, settings)
     models = document.setdefault("models", {})
     for name in arguments.names:

@@ -2,7 +2,8 @@
 
     python benchmarks/hybrid_run.py '{"what": "decode", "model": "m.gguf", "gpu": "cuda", "vram": 6442450944, ...}'
 
-what: "decode" loads a model as `run` does, under a budget and a policy, and decodes; "kernel" times the sum of a
+what: "decode" loads a model as `run` does, under a budget and a policy, and decodes; "prefill" computes a prompt, cold
+neurons streaming to the GPU or computed by the CPU; "kernel" times the sum of a
 layer's neurons of which a tenth fires; "hardware" measures the machine; "make" makes a model.
 
 On torch's CPU device, which stands in for a GPU, the machine is not measured: plans are made for one on which splitting
@@ -32,6 +33,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.pack import open_bundles
 from powerinfer.kernels import cpu
+from powerinfer.placement import budget
 from powerinfer.placement.budget import dense_on_gpu
 from powerinfer.placement.hardware import Hardware, load
 from powerinfer.placement.plan import Plan, make_plan
@@ -54,15 +56,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
     (a path or None).
     """
     batches, tokens = task["batches"], task["tokens"]
-    engine = EngineConfig(
-        threads=task["threads"],
-        context=_context(task["most"], tokens),
-        max_batch=task["most"],
-        prefix_cache=False,
-        selector="all" if task["policy"] == "dense" else task["selector"],
-        gpu=task["gpu"],
-    )
-    engine = replace(engine, vram=_vram(Path(task["model"]), engine, task["vram"]))
+    engine = _engine(task, _context(task["most"], tokens), task["most"])
     begin = time.perf_counter()
     llm, plan = _load(Path(task["model"]), engine, task["policy"])
     result: dict[str, Any] = {"vram": engine.vram, "load_s": time.perf_counter() - begin, "decode_tok_s": {}}
@@ -81,6 +75,43 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
         told = plan.document()
         result["plan"] = {name: told[name] for name in ("mass_on_gpu", "work_on_gpu", "gpu_layers", "bytes")}
         result["plan"] |= {name: told["predicted"][name] for name in ("ms_per_token", "at_position")}
+    return result
+
+
+def _engine(task: dict[str, Any], context: int, batch: int) -> EngineConfig:
+    engine = EngineConfig(
+        threads=task["threads"],
+        context=context,
+        max_batch=batch,
+        prefix_cache=False,
+        selector="all" if task["policy"] == "dense" else task["selector"],
+        gpu=task["gpu"],
+    )
+    return replace(engine, vram=_vram(Path(task["model"]), engine, task["vram"]))
+
+
+def prefill(task: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second of a prompt, with the cold neurons streamed and by the CPU, and when the engine streams.
+
+    task: as of `decode`, with prompt (tokens) in place of batches, most, tokens and trace.
+    """
+    tokens = task["prompt"]
+    engine = _engine(task, cpu.PAGE * (1 + -(-tokens // cpu.PAGE)), 1)
+    llm, plan = _load(Path(task["model"]), engine, task["policy"])
+    with llm:
+        prompt = [1 + (7919 * number) % (llm.config.vocab_size - 1) for number in range(tokens)]
+        once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        stage = getattr(llm._sparsity, "stage", None)
+        result: dict[str, Any] = {"vram": engine.vram, "choice": llm.choices.get("prefill"), "prefill_tok_s": {}}
+        result["streams_from"] = None if stage is None else stage.least
+        for way, least in (("streamed", 1), ("cpu", None)):
+            if stage is not None:
+                stage.least = least
+            if stage is not None or way == "cpu":
+                result["prefill_tok_s"][way] = [llm.generate([prompt], once)[0].timings.prefill_tok_s for _ in "12"][-1]
+        result["memory"] = _memory(task["gpu"])
+    if plan is not None:
+        result["bytes"] = plan.bytes
     return result
 
 
@@ -116,7 +147,7 @@ def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | N
         plan = whole_layers(plan)
     elif plan is not None and policy != "time":
         plan = make_plan(replace(plan.request, policy=policy))
-    executor, sparsity = placing._load_placed(checkpoint, engine, replace(placed, plan=plan), None)
+    executor, sparsity = placing._load_placed(checkpoint, engine, replace(placed, plan=plan), lambda: [1], None)
     llm = LLM.from_parts(executor, checkpoint.tokenizer(), checkpoint.config, engine)
     llm._sparsity = sparsity
     return llm, None if policy == "layers" else plan  # what would be predicted is not what is run
@@ -280,7 +311,7 @@ def stand_in() -> Hardware:
 
 def perform(task: dict[str, Any]) -> dict[str, Any]:
     """The result of a task."""
-    work = {"decode": decode, "kernel": kernel, "hardware": hardware, "make": make}[task["what"]]
+    work = {"decode": decode, "prefill": prefill, "kernel": kernel, "hardware": hardware, "make": make}[task["what"]]
     if task.get("gpu") != "cpu":
         return work(task)
     import torch
@@ -288,7 +319,8 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
     from powerinfer.placement import measure
 
     torch.set_num_threads(1)  # two pools of threads on the same cores wait for each other
-    with mock.patch.object(measure, "measured", lambda *_, **__: stand_in()):
+    small = mock.patch.object(budget, "STAGED", 2)  # of tiny models a sixteenth holds nothing
+    with small, mock.patch.object(measure, "measured", lambda *_, **__: stand_in()):
         return work(task)
 
 

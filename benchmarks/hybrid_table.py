@@ -130,6 +130,32 @@ def ablation_rows(document: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def prefill_rows(document: dict[str, Any]) -> list[str]:
+    """Of a prompt: this engine both ways, the best of the peer."""
+    heads = ("cold neurons streamed", "by the CPU", "streamed from", "llama.cpp", "streamed by llama.cpp")
+    lines = header(f"prompt of {document['settings'].get('prompt')} tokens, tokens a second", *heads)
+    for name in document["models"]:
+        engines = of(document, "prefill", name)
+        ours = engines.pop(OURS, [])
+        ways = {
+            way: [run["prefill_tok_s"][way] for run in ours if way in run["prefill_tok_s"]]
+            for way in ("streamed", "cpu")
+        }
+        rates = {way: median(values) for way, values in ways.items() if values}
+        peer = max(
+            (median([run["prefill_tok_s"]["llama.cpp"] for run in runs]) for runs in engines.values()), default=None
+        )
+        if not rates:
+            continue
+        least = ours[0]["streams_from"]
+        by = f"{rates['streamed'] / peer:.2f}" if peer and "streamed" in rates else ""
+        shown = [number(rates[way]) if way in rates else "" for way in ("streamed", "cpu")]
+        lines.append(
+            row(name, *shown, f"{least} tokens" if least else "never", "" if peer is None else number(peer), by)
+        )
+    return [*lines, ""]
+
+
 def share_rows(document: dict[str, Any]) -> list[str]:
     heads = ("GPU's share of the firing neurons", "overlap", "predicted, ms", "measured, ms", "off")
     lines = header("one request", *heads)
@@ -170,7 +196,7 @@ def failures(document: dict[str, Any]) -> list[str]:
 
 
 def tables(document: dict[str, Any]) -> str:
-    parts = (about, decode_rows, ablation_rows, share_rows, kernel_rows, failures)
+    parts = (about, decode_rows, ablation_rows, prefill_rows, share_rows, kernel_rows, failures)
     return "\n".join(line for part in parts for line in part(document))
 
 

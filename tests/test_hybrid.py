@@ -22,6 +22,7 @@ from test_sparse import RELU, case_named, model_of, one_by_one, packed, predicto
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.devices.stage import Stage  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -65,6 +66,7 @@ def split(
     head: bool = True,
     predictors: Any = None,
     most: Sequence[float] | None = None,
+    stage: Stage | None = None,
     **options: Any,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
@@ -78,10 +80,8 @@ def split(
     executor = load_split(checkpoint, engine, gpu_share)
     try:
         limit = (lambda layer: 0.0) if most is None else most.__getitem__
-        yield (
-            executor,
-            hang_neurons(executor.cpu, executor.gpu, bundles, placed(config, share), most=limit, predictors=predictors),
-        )
+        parts = executor.cpu, executor.gpu, bundles, placed(config, share)
+        yield executor, hang_neurons(*parts, most=limit, predictors=predictors, stage=stage)
     finally:
         executor.close()
 

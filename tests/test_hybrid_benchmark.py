@@ -38,7 +38,8 @@ def one_thread() -> Iterator[None]:
 def measured(out: Path, *more: object, run: Callable[..., Any] = hybrid.run) -> dict[str, Any]:
     """The document of a whole run at the tiny scale."""
     fixed = ("--models", out.parent / "models", "--gpu", "cpu", "--scale", "tiny", "--names", "falcon-40b")
-    sizes = ("--rounds", 1, "--tokens", 4, "--batches", 1, 9, "--shares", 1.5, "--threads", 1, "--quiet", 0)
+    sizes = ("--rounds", 1, "--tokens", 4, "--batches", 1, 9, "--prompt", 48, "--shares", 1.5)
+    fixed = (*fixed, "--threads", 1, "--quiet", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid, "run", run)
         patch.setattr(sys, "argv", ["hybrid.py", *map(str, (*fixed, *sizes, "--out", out, *more))])
@@ -54,7 +55,9 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = "falcon-40b"
     steps = [f"ablation/{model}/0/{step}" for step in ("dense", "layers", "random", "exact")]
     expected = [f"make/{model}", "hardware", f"decode/{model}/0/powerinfer", *steps]
-    assert list(jobs) == [*expected, f"budget/{model}/1.5", f"kernel/{model}"]
+    prompt = f"prefill/{model}/0/powerinfer"
+    assert list(jobs) == [*expected, prompt, f"budget/{model}/1.5", f"kernel/{model}"]
+    assert set(jobs[prompt]["prefill_tok_s"]) == {"streamed", "cpu"} and min(jobs[prompt]["prefill_tok_s"].values()) > 0
     plan, dense, *others = (jobs[key] for key in expected[2:])
     assert set(plan["decode_tok_s"]) == {"1", "9"} and all(rate > 0 for rate in plan["decode_tok_s"].values())
     assert "sparsity" not in dense and set(plan["sparsity"]) == {"1", "9"}
@@ -77,7 +80,8 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
         measured(out, "--tokens", 5, run=never)
     capsys.readouterr()
     text = hybrid_table.tables(document)
-    assert "2 of 60 layers" in text and "failed" not in text and not hybrid_table.speaks(document)
+    assert "2 of 60 layers" in text and "prompt of 48 tokens" in text
+    assert "failed" not in text and not hybrid_table.speaks(document)
     assert len(hybrid_table.step_rates(document, model)) == 4
     spans = hybrid_table.last_token(hybrid_table.trace_of(document, out.parent, model))
     assert {"attention", "hot neurons", "cold neurons"} <= {span["cat"] for span in spans}
@@ -114,8 +118,8 @@ def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid.time, "monotonic", lambda: seconds[0])
         patch.setattr(hybrid.machine, "wait_until_quiet", lambda _: None)
-        counts = [len(measured(out, "--minutes", 3, run=run)["jobs"]) for _ in range(5)]
-    assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 9
+        counts = [len(measured(out, "--minutes", 3, run=run)["jobs"]) for _ in range(6)]
+    assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 10
 
 
 def test_cutting_keeps_layers_and_budget_in_proportion() -> None:
@@ -213,6 +217,8 @@ def test_the_peer_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result == {"decode_tok_s": {"1": 16.0, "8": 80.0, "32": 320.0}, "vram_used": 600 << 20}
     assert (tmp_path / "alone").read_text().startswith("-m m.gguf -t 4 -ngl 7 -x -p 0 -n 64")
     assert "-npl 8,32" in (tmp_path / "together").read_text()
+    prompt = peer.prompt(Path("m.gguf"), {"threads": 4, "flags": []}, 512)
+    assert prompt == {"prefill_tok_s": {"llama.cpp": 16.0}} and "-p 512 -n 0" in (tmp_path / "alone").read_text()
     program(tmp_path, "llama-batched-bench", "exit 3")
     result = peer.measure(Path("m.gguf"), {"threads": 4, "flags": []}, [1, 8], 64)
     assert result["decode_tok_s"] == {"1": 16.0} and "status 3" in result["together_error"]

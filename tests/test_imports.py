@@ -19,7 +19,7 @@ RANK = {
 # Imported when they are used: slow to import, or not in the core install.
 LAZY = {"tokenizers", "huggingface_hub", "safetensors", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy"}
 # Files that are themselves imported when they are used, and only then: their kernels are decorated at the top.
-HEAVY = {"powerinfer.kernels.triton_kernels", "powerinfer.kernels.triton_neurons"}
+HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "kernels", "neurons")}
 NEVER = {"pickle", "transformers", "gguf", "requests"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -4,9 +4,11 @@ Everything counts: weights, predictors, KV cache, working memory, and what drive
 
 Order of claim on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
 (attention cannot run where its cache is not) and its predictor; the output head; what is left is for hot neurons. The
-layers that do not fit run on the CPU as a whole. RAM holds runtime, working memory, the embedding and every dense
-part that is not on the GPU; what is left is for the other neurons. Without a GPU the engine keeps the dense matrices of
-the FFNs beside the bundles, for prompts; where there is no room for both, bundles alone are kept.
+layers that do not fit run on the CPU as a whole. Of that a little goes to the buffers through which those in RAM come
+to the GPU for long prompts (devices/stage.py), if all of them fit somewhere all the same. RAM holds runtime, working
+memory, the embedding and every dense part that is not on the GPU; what is left is for the other neurons. Without a GPU
+the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where there is no room for both,
+bundles alone are kept.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.link import link_bytes, link_gpu_bytes
+from powerinfer.devices.stage import BUFFERS, buffer_bytes
 from powerinfer.errors import RequestError
 from powerinfer.formats.pack import n_groups
+from powerinfer.kernels import gpu as kernels
 from powerinfer.placement.hardware import Hardware
 from powerinfer.placement.shapes import Matrix, Model
+from powerinfer.placement.solver import GROUP
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import PlanRequest
@@ -27,11 +32,14 @@ RUNTIME_BYTES = 80 << 20
 """What the interpreter, its libraries, the tokenizer and the threads take in RAM beside the model: 47 to 65 MiB with
 vocabularies of 16,000 and 49,000, and some room."""
 
+STAGED = 16
+"""Of the room for neurons on a GPU, one part in so many is for staging at most."""
+
 _GIB = 1 << 30
 
 Bytes = dict[str, int]
-"""By part: runtime, scratch (kept from step to step), step (what a GPU's operators pass to each other at most),
-embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bundles)."""
+"""By part: runtime, scratch (kept from step to step), step (what a GPU's operators pass to each other at most), staging
+(buffers for long prompts), embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bundles)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Claims:
 
     gpu, cpu: bytes of all but the bundles, by part; gpu_left, cpu_left: what remains of the budgets, once there is room
     for what groups of bundles share, as if each group had neurons on both sides. gpu_neuron, cpu_neuron: bytes of a
-    neuron beside that. bundles: neurons rest as bundles, which then go where there is room; panels: dense matrices of
+    neuron beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
+    left. bundles: neurons rest as bundles, which then go where there is room; panels: dense matrices of
     the FFNs are in RAM.
     """
 
@@ -55,6 +64,7 @@ class Claims:
     cpu_neuron: int
     bundles: bool
     panels: bool
+    staging: int = 0
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
@@ -110,10 +120,44 @@ def claim(request: PlanRequest) -> Claims:
         left -= panels
     if not gpu_layers:
         return Claims(0, False, {}, cpu, 0, left, model.gpu_neuron, model.bundles.stride, packed, keep)
-    gpu_left = vram - sum(gpu.values()) - shared_on_gpu(model, gpu_layers)
-    left -= shared_in_ram(model, gpu_layers)
+    gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, gpu_layers))
+    left = max(0, left - shared_in_ram(model, gpu_layers))
+    staging = _staging(request, gpu_layers, gpu_left, left)
+    gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
     neuron = model.gpu_neuron, model.bundles.pitch
-    return Claims(gpu_layers, gpu_head, gpu, cpu, max(0, gpu_left), max(0, left), *neuron, packed, keep)
+    return Claims(gpu_layers, gpu_head, gpu, cpu, gpu_left, left, *neuron, packed, keep, staging)
+
+
+def _staging(request: PlanRequest, gpu_layers: int, gpu_left: int, left: int) -> int:
+    """Bytes of a buffer: the most that leaves all neurons a place. 0 where no prompt needs any."""
+    model, groups = request.model, -(-request.model.config.d_ff // GROUP)
+    on_gpu, in_ram = GROUP * model.gpu_neuron, GROUP * model.bundles.pitch
+    if request.selector == "all" or request.chunk <= kernels.FEW or gpu_left // on_gpu >= gpu_layers * groups:
+        return 0
+    most = gpu_left // (STAGED * staged_on_gpu(1))
+    while size := buffer_bytes(model.bundles, model.config.d_ff, most):
+        room = (gpu_left - staged_on_gpu(size)) // on_gpu + max(0, left - staged_in_ram(size)) // in_ram
+        if room >= model.config.n_layers * groups:
+            return size
+        most = size // 2
+    return 0
+
+
+def staged_on_gpu(staging: int) -> int:
+    """Bytes on the GPU for buffers of that size: theirs, and a piece once it is in the GPU's order."""
+    return (BUFFERS + 1) * staging
+
+
+def staged_in_ram(staging: int) -> int:
+    """The same in RAM."""
+    return BUFFERS * staging
+
+
+def with_staging(model: Model, room: int) -> int:
+    """Bytes on the GPU that leave that many for neurons."""
+    return room + staged_on_gpu(
+        buffer_bytes(model.bundles, model.config.d_ff, room // ((STAGED - 1) * staged_on_gpu(1)))
+    )
 
 
 def _in_ram(

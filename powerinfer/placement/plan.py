@@ -31,14 +31,26 @@ from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
-from powerinfer.placement.budget import Bytes, Claims, budgets, claim, dense_on_gpu, gib, shared_in_ram, shared_on_gpu
+from powerinfer.placement.budget import (
+    Bytes,
+    Claims,
+    budgets,
+    claim,
+    dense_on_gpu,
+    gib,
+    shared_in_ram,
+    shared_on_gpu,
+    staged_in_ram,
+    staged_on_gpu,
+    with_staging,
+)
 from powerinfer.placement.hardware import Device, Hardware
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
 FORMAT = 1
 KIND = "plan"
-GPU_METHOD = 4
+GPU_METHOD = 5
 """Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -187,7 +199,17 @@ class Plan:
         if self.claims.bundles:
             for tier, name in _NAMES.items():
                 tiers[name]["ffn"] = sum(layer[tier] for layer in self._neuron_bytes)
+        if self.staging:
+            own = staged_in_ram(self.staging)
+            tiers["gpu"]["staging"] = tiers["cpu"]["staging"] = own
+            tiers["gpu"]["step"] += staged_on_gpu(self.staging) - own
         return {name: {part: n for part, n in parts.items() if n} for name, parts in tiers.items()}
+
+    @property
+    def staging(self) -> int:
+        """Bytes of a buffer through which cold neurons come to the GPU for long prompts; 0: there are none."""
+        split = any(layer[Tier.CPU] for layer in self.neurons[: self.claims.gpu_layers])
+        return self.claims.staging if split else 0
 
     @property
     def _neuron_bytes(self) -> list[dict[Tier, int]]:
@@ -528,6 +550,7 @@ def _explain(
         for share in (0.5, 0.8, 1.0):
             what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
             room = _groups_for(tables.mass, share) * GROUP * claims.gpu_neuron
+            room = room if share == 1 else with_staging(request.model, room)
             wanted.append((f"room on the GPU for {what}", "--vram", needed + room))
     if not claims.bundles:
         reasons.append("every neuron is computed, from dense matrices in RAM")

@@ -9,6 +9,8 @@ The selector runs once, on the GPU. The CPU is told to begin by one transfer (n,
 neurons) and gives back one vector a token, which is added to the GPU's own. Where no cold neuron is named there is no
 job and nothing comes back; where a layer has no cold neurons nothing goes out either.
 
+For a long prompt the GPU computes the cold neurons too, and the CPU none: see devices/stage.py.
+
 An FFN is a sum over its neurons, so where they rest changes nothing but how the sum is rounded.
 """
 
@@ -25,9 +27,10 @@ from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.devices.link import NAMED_TOKENS
+from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.trace import Trace, span
-from powerinfer.formats.pack import BundleFile, gather, own_pages
+from powerinfer.formats.pack import BundleFile, SomeBundles, gather, own_pages
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
 from powerinfer.runtime.adjust import trades
@@ -71,6 +74,7 @@ class HybridFfn:
         *,
         most: float = 0.0,
         weights: Weights | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """PowerInferError when a device has no memory left."""
         assert layers.link is not None
@@ -83,6 +87,8 @@ class HybridFfn:
         self._bundles = bundles
         self._biases = layers.ffn_biases(layer)
         self._most = most
+        self.stage = stage
+        self._kept: SomeBundles | None = None
         self._op: int | None = None
         self._memory: NDArray[np.uint8] | None = None
         self._guess: _Guess | None = None
@@ -114,12 +120,12 @@ class HybridFfn:
                 self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)
             parts = () if self._guess is None else (hot, self.cold)  # columns of what the predictor says
             self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in parts]
-        self.cold_bytes = 0
+        self.cold_bytes, self._kept = 0, None
         if len(self.cold):
             most = len(self.cold) * layout.pitch + min(len(self.cold), len(rows)) * layout.shared_bytes
             if self._memory is None or len(self._memory) < most:
                 self._memory = own_pages(most)
-            kept = gather(layout, rows, self.cold, self._memory)
+            kept = self._kept = gather(layout, rows, self.cold, self._memory)
             self.cold_bytes = kept.rows.nbytes
             biases = (*self._biases, None)
             if self._op is None:
@@ -127,7 +133,7 @@ class HybridFfn:
             else:
                 self._cpu.replace_neurons(self._op, layout, kept, biases)
             self._cpu.count_fired(self._op)
-        self._layers.hang(self.layer, *self._operators())
+        self._layers.hang(self.layer, *self.operators())
         self._bundles.file.release(rows)
 
     def _failures(self) -> AbstractContextManager[None]:
@@ -145,11 +151,12 @@ class HybridFfn:
 
     # ---------------------------------------------------------------- a step
 
-    def _operators(self) -> tuple[list[Operator], list[Operator]]:
+    def operators(self) -> tuple[list[Operator], list[Operator]]:
         """(those that send, those that add), see `GpuLayers.hang`.
 
         All that the GPU does is static, for it launches the same for every step of a shape. Between that the host acts
-        twice where there are cold neurons: it marks what was sent, and sums them while the GPU sums the hot ones.
+        twice where there are cold neurons: it marks what was sent, and sums them while the GPU sums the hot ones. In a
+        long step it does neither, but brings them to the GPU.
         """
         send, add = [], []
         if self._guess is not None:
@@ -183,15 +190,21 @@ class HybridFfn:
             if len(columns):
                 torch.index_select(named, 1, columns, out=place)
 
+    def _streams(self, step: Step) -> bool:
+        """Whether the GPU computes the cold neurons too."""
+        return self.stage is not None and self.stage.takes(step.x.shape[0])
+
     def _send(self, step: Step) -> None:
-        self._link.send(len(step.x), self._cold_names(len(step.x)))
+        if not self._streams(step):
+            self._link.send(len(step.x), self._cold_names(len(step.x)))
 
     def _cold_names(self, tokens: int) -> int:
         """How many names of cold neurons go out for each token."""
         return len(self.cold) if self._named(tokens) else 0
 
     def _mark(self, step: Step) -> None:
-        self._link.mark()
+        if not self._streams(step):
+            self._link.mark()
 
     def _add_hot(self, step: Step) -> None:
         assert self.neurons is not None and self._fired is not None and step.read is not None
@@ -204,8 +217,13 @@ class HybridFfn:
 
     def _sum_cold(self, step: Step) -> None:
         """The CPU's part into the link's buffer; zeros where no cold neuron is named."""
-        assert self._op is not None
+        assert self._op is not None and self._kept is not None and step.read is not None
         tokens = step.x.shape[0]
+        if self.stage is not None and self.stage.takes(tokens):
+            own = self._bundles.layout, self._kept, self._cpu.config, self._biases, self._most
+            with span(self.trace, "gpu", "streamed neurons", self.layer):
+                self.stage.add_sum(step.x, step.read, *own)
+            return
         with span(self.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
         with span(self.trace, "cpu", "cold neurons", self.layer):
@@ -213,7 +231,8 @@ class HybridFfn:
         self._jobs += job and tokens <= NAMED_TOKENS
 
     def _add_cold(self, step: Step) -> None:
-        self._link.add_back(step.x)
+        if not self._streams(step):
+            self._link.add_back(step.x)
         step.normed = None
 
     # ---------------------------------------------------------------- what was done
@@ -276,19 +295,22 @@ def hang_neurons(
     *,
     most: Callable[[int], float] = lambda layer: 0.0,
     predictors: Callable[[int], Weights] | None = None,
+    stage: Stage | None = None,
     progress: Progress | None = None,
 ) -> list[HybridFfn]:
     """Give the GPU's layers their neurons: hot ones there and only there, the others copied into the CPU's memory.
 
-    Neurons on disk are taken as cold. most: of a layer, up to which magnitude activations count as zero. The pages of
-    the bundles' file are given back as the layers are done, but for those of the CPU's own layers, which are read where
-    they lie. PowerInferError when a device has no memory left.
+    Neurons on disk are taken as cold. most: of a layer, up to which magnitude activations count as zero. stage:
+    through which cold neurons come to the GPU for long prompts. The pages of the bundles' file are given back as the
+    layers are done, but for those of the CPU's own layers, which are read where they lie. PowerInferError when a device
+    has no memory left.
     """
     ffns = []
     for layer in layers.neuron_layers:
         weights = None if predictors is None else predictors(layer)
         hot = placement.parts(layer)[Tier.GPU]
-        ffns.append(HybridFfn(layer, cpu, layers, bundles, hot, most=most(layer), weights=weights))
+        own = cpu, layers, bundles, hot
+        ffns.append(HybridFfn(layer, *own, most=most(layer), weights=weights, stage=stage))
         if progress is not None:
             progress("loading neurons", len(ffns), len(layers.neuron_layers))
     for layer in cpu.bundled_layers:
@@ -299,8 +321,11 @@ def hang_neurons(
 class HybridSparsity:
     """How layers that are split decode, and what came of it: `Sparsity` of an executor on two devices."""
 
-    def __init__(self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn]) -> None:
+    def __init__(
+        self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
+    ) -> None:
         self.selector = selector
+        self.stage = stage
         self.ffns = ffns
         self.traded = 0  # neurons that came to the GPU since the model was loaded
         self._executor = executor
@@ -311,7 +336,8 @@ class HybridSparsity:
 
         hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
         those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do; traded:
-        neurons that have come to the GPU for others. The layers that the CPU has as a whole count, too.
+        neurons that have come to the GPU for others; streams_from: the tokens of a step from which on the GPU computes
+        the cold ones too, None: it never does. The layers that the CPU has as a whole count, too.
         """
         cpu = self._executor.cpu
         d_ff = cpu.config.d_ff
@@ -328,7 +354,8 @@ class HybridSparsity:
             totals.update(sums)
             layers.append({"layer": layer, "hot": 0, "cold": d_ff, **_shares(sums, d_ff)})
         whole = _shares(totals, d_ff) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
-        return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded}
+        streams = None if self.stage is None else self.stage.least
+        return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
     def clear(self) -> None:
         """Begin to count anew."""

@@ -52,7 +52,7 @@ def load_executor(
                 raise
             placing = str(error)
         if not isinstance(placing, str):
-            return _load_placed(checkpoint, engine, placing, progress)
+            return _load_placed(checkpoint, engine, placing, sample, progress)
         reason = placing
     room, unfit = None, False
     if engine.ram is not None:
@@ -193,9 +193,16 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
 
 
 def _load_placed(
-    checkpoint: Checkpoint, engine: EngineConfig, placing: _Placing, progress: Progress | None
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    placing: _Placing,
+    sample: Callable[[], Sequence[int]],
+    progress: Progress | None,
 ) -> tuple[SplitExecutor, HybridSparsity | None]:
+    from powerinfer.devices.gpu import gpu_failures
+    from powerinfer.devices.stage import Stage
     from powerinfer.models import GpuShare, load_split
+    from powerinfer.runtime.crossing import settle
     from powerinfer.runtime.hybrid import HybridSparsity, hang_neurons
 
     plan, prepared, profile = placing.plan, placing.prepared, placing.profile
@@ -210,6 +217,10 @@ def _load_placed(
     sparsity = None
     try:
         if plan is not None and prepared is not None and profile is not None:
+            stage = None
+            if plan.staging:
+                with gpu_failures("making room for prompts", "give less --vram"):
+                    stage = Stage(executor.gpu.device, plan.staging)
             ffns = hang_neurons(
                 executor.cpu,
                 executor.gpu,
@@ -217,9 +228,13 @@ def _load_placed(
                 plan.placement(profile),
                 most=prepared.most,
                 predictors=prepared.predictors,
+                stage=stage,
                 progress=progress,
             )
-            sparsity = HybridSparsity(prepared.selector.name, executor, ffns)
+            sparsity = HybridSparsity(prepared.selector.name, executor, ffns, stage)
+            if stage is not None:
+                settle(stage, executor, ffns, checkpoint, engine, prepared, sample, progress)
+                sparsity.clear()  # of the trial's
         if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
             executor.gpu.rehearse(engine.max_batch)
     except BaseException:

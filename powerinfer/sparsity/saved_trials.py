@@ -84,20 +84,25 @@ class SavedTrials:
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
         """Write them down, in place of those with the same key. Returns why that cannot be done, None when it is."""
         others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
-        trials = [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others][:MOST]]
-        while len(text := _text(trials)) > LIMIT and trials:
-            trials.pop()
-        try:
-            write_small(self.path, text)
-        except OSError as error:
-            return error.strerror or str(error)
-        except PowerInferError as error:
-            return str(error)
-        return None
+        return write_entries(self.path, KIND, [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others]])
 
 
-def _text(trials: list[dict[str, Any]]) -> bytes:
-    return json.dumps({"format": FORMAT, "kind": KIND, "trials": trials}).encode()
+def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> str | None:
+    """Write down the first `MOST`, or as many as `LIMIT` holds. Returns why that cannot be done, None when it is."""
+    kept = list(entries[:MOST])
+    while len(text := _text(kind, kept)) > LIMIT and kept:
+        kept.pop()
+    try:
+        write_small(path, text)
+    except OSError as error:
+        return error.strerror or str(error)
+    except PowerInferError as error:
+        return str(error)
+    return None
+
+
+def _text(kind: str, entries: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"format": FORMAT, "kind": kind, kind: entries}).encode()
 
 
 def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -108,7 +113,12 @@ def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
-    """What the file holds; nothing where it is not as it should be."""
+    found = [_trial(one) for one in read_entries(path, KIND)]
+    return [one for one in found if one is not None][:MOST]
+
+
+def read_entries(path: Path, kind: str) -> list[Any]:
+    """What a file of that kind holds; nothing where it is not as it should be."""
     try:
         if not path.is_file():
             return []
@@ -117,11 +127,10 @@ def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
         document = parse_json(raw, str(path)) if len(raw) <= LIMIT else None
     except (OSError, ModelError):
         return []
-    if type(document) is not dict or (document.get("format"), document.get("kind")) != (FORMAT, KIND):
+    if type(document) is not dict or (document.get("format"), document.get("kind")) != (FORMAT, kind):
         return []
-    trials = document.get("trials")
-    found = [_trial(one) for one in trials] if type(trials) is list else []
-    return [one for one in found if one is not None][:MOST]
+    entries = document.get(kind)
+    return entries if type(entries) is list else []
 
 
 def _trial(one: Any) -> tuple[Key, list[Verdict]] | None:

@@ -1,0 +1,167 @@
+"""Cold neurons that a GPU computes for a long prompt: their bundles stream past it through two buffers.
+
+Their bundles stay in RAM. A piece of them, whole groups, is copied into one of two pinned buffers, from there to one of
+two on the GPU on a stream of its own, and is brought into the GPU's order and multiplied on the step's stream:
+
+    CPU       into 0 | into 1 | into 0 ....... | into 1 ....
+    copies             0 over | 1 over | ...... 0 over | ...
+    GPU                         sum of 0 | sum of 1 |    sum of 0 ...
+
+A buffer is written again only when what read it is done: the copy out of a pinned one, the sum of one on the GPU. The
+CPU waits for nothing else, so it goes on to the next layer's first piece while the GPU is still at the last one.
+
+The bundles themselves are not pinned: that would take their own time at load, tens of gigabytes that the system could
+not move any more, and is refused by some systems; threads that copy them into pinned buffers keep up with the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import ModelConfig
+from powerinfer.formats.pack import SomeBundles, n_groups, pieces
+from powerinfer.formats.prepared import LINE
+from powerinfer.kernels import gpu
+from powerinfer.kernels.cpu import usable_cores
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+PIECE = 32 << 20
+"""Bytes of a buffer: a copy of that size runs at the bus's full speed, and is short beside a layer's."""
+
+BUFFERS = 2
+
+BESIDE = 20
+"""Bytes that go along with each bundle, at most: where it begins, its group, where what the group shares begins, and
+its biases."""
+
+_PADDING = 5 * LINE  # the parts of a piece begin at cache lines
+_MOST_THREADS = 4  # that copy; more do not make memory faster
+_LEAST_SHARE = 1 << 20  # bytes that a thread is given
+
+
+def buffer_bytes(layout: BundleLayout, d_ff: int, most: int) -> int:
+    """Bytes of a buffer for pieces of layers of d_ff neurons, at most `most`; 0 where that holds no group of bundles.
+
+    A piece is half a layer at most, so that there are two of them.
+    """
+    group = layout.group_bytes + BUNDLE_GROUP * BESIDE
+    groups = min((min(most, PIECE) - _PADDING) // group, -(-n_groups(d_ff) // 2))
+    return groups * group + _PADDING if groups > 0 else 0
+
+
+class Stage:
+    """Two buffers in RAM and two on the GPU, for the layers in turn.
+
+    least: the tokens of a step from which on the GPU computes the cold neurons too; None: it never does.
+    """
+
+    def __init__(self, to: device, nbytes: int) -> None:
+        """nbytes: of a buffer, as `buffer_bytes` has it."""
+        import torch
+
+        self.least: int | None = None
+        self._to = to
+        self._size = nbytes
+        cuda = to.type == "cuda"
+        self._host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(BUFFERS)]
+        self._there = [torch.empty(nbytes, dtype=torch.uint8, device=to) for _ in range(BUFFERS)]
+        self._turn = 0
+        self._side = torch.cuda.Stream(to) if cuda else None
+        self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if cuda else []
+        self._summed = [torch.cuda.Event() for _ in range(BUFFERS)] if cuda else []
+        for event in self._summed:  # what had this memory before may still be read
+            event.record(torch.cuda.current_stream(to))
+        self._threads = min(_MOST_THREADS, usable_cores()[0])
+        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the GPU, and again of those in RAM."""
+        return BUFFERS * self._size
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a step of so many tokens is long enough."""
+        return self.least is not None and tokens >= self.least
+
+    def add_sum(
+        self,
+        total: Tensor,
+        n: Tensor,
+        layout: BundleLayout,
+        cold: SomeBundles,
+        config: ModelConfig,
+        biases: Sequence[Floats | None],
+        most: float,
+    ) -> None:
+        """total += what these neurons make of n, both float32 [T, d_model] on the GPU.
+
+        biases: float32 [d_ff] of gate and up; most: activations up to this magnitude count as zero.
+        """
+        import torch
+
+        kinds = torch.int32, torch.int32, torch.int32, torch.float32, torch.float32
+        for piece in pieces(layout, cold, self._size - _PADDING, BESIDE):
+            index = cold.index[piece.first : piece.last]
+            own = [None if bias is None else bias[index].astype(np.float32) for bias in biases[:2]]
+            with self._sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):
+                at, group, shared, gate_bias, up_bias = (
+                    None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
+                )
+                assert rows is not None and at is not None and shared is not None
+                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, config, group, gate_bias, up_bias)
+                gpu.unpack(layout, rows, at, shared, neurons)
+                total.add_(gpu.neuron_sum(neurons, n, None, most)[0])
+                del neurons  # the next piece's take their memory
+
+    @contextmanager
+    def _sent(self, parts: Sequence[NDArray[Any] | None]) -> Iterator[list[Tensor | None]]:
+        """Arrays, one behind the other in a buffer on the GPU: their bytes there, while in the context."""
+        import torch
+
+        slot, self._turn = self._turn, (self._turn + 1) % BUFFERS
+        if self._copied:
+            self._copied[slot].synchronize()
+        host, at, places = self._host[slot].numpy(), 0, []
+        for part in parts:
+            size = 0 if part is None else part.nbytes
+            places.append(slice(at, at + size))
+            if part is not None:
+                self._copy(host[places[-1]], part.view(np.uint8))
+            at += -(-size // LINE) * LINE
+        here, there = self._host[slot][:at], self._there[slot][:at]
+        if self._side is None:
+            there.copy_(here)
+        else:
+            main = torch.cuda.current_stream(self._to)
+            self._side.wait_event(self._summed[slot])
+            with torch.cuda.stream(self._side):
+                there.copy_(here, non_blocking=True)
+            self._copied[slot].record(self._side)
+            main.wait_event(self._copied[slot])
+        try:
+            yield [None if part is None else there[place] for part, place in zip(parts, places, strict=True)]
+        finally:
+            if self._side is not None:
+                self._summed[slot].record(main)
+
+    def _copy(self, out: Bytes, part: Bytes) -> None:
+        """out[:] = part, by several threads where that is long: numpy copies without Python's lock."""
+        shares = min(self._threads, max(1, len(part) // _LEAST_SHARE))
+        if self._pool is None or shares == 1:
+            np.copyto(out, part)
+            return
+        cuts = [len(part) * number // shares for number in range(shares + 1)]
+        for _ in self._pool.map(lambda a, b: np.copyto(out[a:b], part[a:b]), cuts, cuts[1:]):
+            pass

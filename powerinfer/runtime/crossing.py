@@ -1,0 +1,193 @@
+"""From how many tokens of a step on the GPU computes the cold neurons too: measured, and kept beside the model.
+
+The CPU goes through the cold bundles once for every 32 tokens; what streams to the GPU (devices/stage.py) costs
+nearly the same whatever the number of tokens. Where the lines cross is measured at load on one layer of the model, with
+inputs that a text gave it, and kept in crossing.json: a number that changes from run to run would change bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from powerinfer.config import EngineConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.gpu import gpu_failures
+from powerinfer.devices.step import Operator, Step
+from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.prepared import prepared_folder
+from powerinfer.kernels.gpu import FEW
+from powerinfer.placement.gpu_rates import software
+from powerinfer.sparsity.saved_trials import Key, read_entries, trial_key, write_entries
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.stage import Stage
+    from powerinfer.runtime.hybrid import HybridFfn
+    from powerinfer.sparsity.attach import Prepared
+
+KIND = "crossings"
+SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+"""Tokens of the steps that are tried, until streaming is faster."""
+
+GAIN = 0.95
+"""Streaming must take less than this share of the CPU's time."""
+
+_CALLS = 3  # one behind the other, as the layers of a model are
+
+Seconds = Callable[[int, bool], float]
+"""What a layer takes for a step of so many tokens; streamed, or not."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """least: the tokens of a step from which on streaming is faster, None: it never is.
+
+    tried: (tokens, seconds of a layer with the CPU, streamed).
+    """
+
+    least: int | None
+    tried: tuple[tuple[int, float, float], ...]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{tokens}: {1e3 * cpu:.3g} and {1e3 * gpu:.3g} ms" for tokens, cpu, gpu in self.tried)
+        who = "the CPU computes cold neurons" if self.least is None else f"cold neurons stream from {self.least} tokens"
+        return f"{who} (a layer with the CPU and streamed, by tokens: {times})"
+
+
+def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
+    """Try sizes, ascending, until streaming is faster; between that one and the one before lines are straight."""
+    tried: list[tuple[int, float, float]] = []
+    for tokens in sizes:
+        tried.append((tokens, seconds(tokens, False), seconds(tokens, True)))
+        won = [GAIN * cpu - gpu for _, cpu, gpu in tried[-2:]]
+        if won[-1] > 0:
+            before = tried[-2][0] if len(tried) > 1 else FEW
+            share = won[0] / (won[0] - won[1]) if len(tried) > 1 else 0.0
+            return Crossing(max(FEW + 1, before + math.ceil(share * (tokens - before))), tuple(tried))
+    return Crossing(None, tuple(tried))
+
+
+def settle(
+    stage: Stage,
+    executor: SplitExecutor,
+    ffns: Sequence[HybridFfn],
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    prepared: Prepared,
+    sample: Callable[[], Sequence[int]],
+    progress: Progress | None = None,
+) -> None:
+    """Let the stage take steps as an earlier measurement under the same circumstances said, or one that is made now.
+
+    sample: the token ids of a text; the KV cache must hold nothing yet. Says what came of it in the executor's choices.
+    PowerInferError where the GPU fails or has no memory left.
+    """
+    path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
+    key = trial_key(checkpoint, engine, prepared.selector, prepared.paths, ())
+    key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
+    kept = [one for one in map(_read, read_entries(path, KIND)) if one is not None]
+    found = next((crossing for other, crossing in kept if other == key), None)
+    if found is not None and not engine.retrial:
+        how = f"measured earlier ({path})"
+    elif not engine.trial:
+        executor.choices["prefill"] = "the CPU computes cold neurons (--no-trial: nothing was measured)"
+        return
+    else:
+        if progress is not None:
+            progress("trial of prompts", 0, 1)
+        begin = time.perf_counter()
+        with gpu_failures("trying prompts", "give less --vram"):
+            found = measured(stage, executor, ffns, sample())
+        taken = time.perf_counter() - begin
+        others = [(other, crossing) for other, crossing in kept if other != key]
+        entries = [{"key": one, **asdict(crossing)} for one, crossing in [(key, found), *others]]
+        problem = write_entries(path, KIND, entries)
+        how = f"measured in {taken:.2f} s, " + (f"kept in {path}" if problem is None else f"cannot be kept: {problem}")
+    stage.least = found.least
+    executor.choices["prefill"] = f"{found}, {how}"
+
+
+def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], sample: Sequence[int]) -> Crossing:
+    """Time the layer that has the most cold neurons, both ways. The stage takes no steps afterwards."""
+    import torch
+
+    ffn = max(ffns, key=lambda one: len(one.cold))
+    device = executor.gpu.device
+    cuda = device.type == "cuda"
+
+    def finished() -> float:
+        if cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with torch.cuda.device(device) if cuda else nullcontext(), torch.inference_mode():
+        inputs = _inputs(executor, ffn, sample)
+        send, add = ffn.operators()
+
+        def seconds(tokens: int, streamed: bool) -> float:
+            stage.least = 0 if streamed else None
+            assert executor.gpu.link is not None
+            read, x = executor.gpu.link.read(tokens), torch.zeros((tokens, executor.gpu.d_model), device=device)
+            read.copy_(inputs[torch.arange(tokens, device=device) % len(inputs)])
+            step = Step(x, read, read, read, read, read, read)  # the numbers of a step are not looked at
+
+            def run() -> None:
+                for operator in (*send, *add):
+                    operator.run(step)
+
+            run()
+            begin = finished()
+            for _ in range(_CALLS):
+                run()
+            return (finished() - begin) / _CALLS
+
+        sizes = [size for size in SIZES if size < executor.max_tokens]
+        try:
+            return find([*sizes, executor.max_tokens], seconds)
+        finally:
+            stage.least = None
+
+
+def _inputs(executor: SplitExecutor, ffn: HybridFfn, sample: Sequence[int]) -> Tensor:
+    """What the layer's neurons read in a step of a text, float32 [tokens, d_model]."""
+    seen: list[Tensor] = []
+
+    def look(step: Step) -> None:
+        assert step.read is not None
+        seen.append(step.read.clone())
+
+    send, add = ffn.operators()
+    count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)
+    places = np.arange(count, dtype=np.int32)
+    pages = np.arange(-(-count // executor.page_size), dtype=np.int32)[None]
+    tokens = np.resize(np.asarray(sample or [0], np.int32), count)
+    executor.gpu.hang(ffn.layer, [Operator("look", ffn.layer, look, static=False), *send], add)
+    try:
+        executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
+    finally:
+        executor.gpu.hang(ffn.layer, send, add)
+    return seen[0]
+
+
+def _read(entry: Any) -> tuple[Key, Crossing] | None:
+    """As it was written, None if it is none."""
+    if type(entry) is not dict or entry.keys() != {"key", "least", "tried"}:
+        return None
+    key, least, tried = entry["key"], entry["least"], entry["tried"]
+    if type(key) is not dict or not all(type(value) is str for value in key.values()):
+        return None
+    if (least is not None and (type(least) is not int or least <= FEW)) or type(tried) is not list:
+        return None
+    for one in tried:
+        if type(one) is not list or [type(value) for value in one] != [int, float, float]:
+            return None
+    return key, Crossing(least, tuple((tokens, cpu, gpu) for tokens, cpu, gpu in tried))

@@ -1,0 +1,328 @@
+"""Cold neurons that stream to the GPU for a long prompt: their sum, the buffers they pass through, the crossing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_architectures as families  # noqa: E402
+from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
+from test_gpu_kernels import PART_TYPES, Bundles, assert_close, expected, floats, make_bundles  # noqa: E402
+from test_hybrid import split  # noqa: E402
+from test_sparse import case_named, model_of, packed  # noqa: E402
+
+from powerinfer import LLM, SamplingParams  # noqa: E402
+from powerinfer.devices import stage as staging  # noqa: E402
+from powerinfer.devices.stage import BESIDE, Stage, buffer_bytes  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.pack import gather, open_bundles, pieces  # noqa: E402
+from powerinfer.formats.profile_file import open_profile  # noqa: E402
+from powerinfer.kernels import cpu, gpu  # noqa: E402
+from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
+from powerinfer.placement import budget, measure  # noqa: E402
+from powerinfer.placement.budget import dense_on_gpu  # noqa: E402
+from powerinfer.placement.hardware import load  # noqa: E402
+from powerinfer.placement.plan import PlanRequest  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.placement.solver import GROUP  # noqa: E402
+from powerinfer.runtime import crossing  # noqa: E402
+from powerinfer.runtime.crossing import Crossing  # noqa: E402
+
+CPU = torch.device("cpu")
+TOKENS = 37  # more than those whose products read a weight once
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def of_groups(bundles: Bundles, groups: int) -> int:
+    """Bytes of a buffer that holds so many whole groups."""
+    return groups * (bundles.layout.group_bytes + BUNDLE_GROUP * BESIDE) + staging._PADDING
+
+
+def streamed(stage: Stage, bundles: Bundles, cold: np.ndarray, x: np.ndarray, most: float = 0.0) -> torch.Tensor:
+    for buffer in (*stage._host, *stage._there):
+        buffer.fill_(255)  # no number in any type
+    total = torch.zeros(x.shape)
+    kept = gather(bundles.layout, bundles.groups, cold)
+    stage.add_sum(total, torch.from_numpy(x), bundles.layout, kept, bundles.config, bundles.biases, most)
+    return total
+
+
+SOME = np.sort(np.random.default_rng(1).permutation(200)[:90]).astype(np.int32)
+SPARSE = np.arange(3, 200, 60, dtype=np.int32)  # groups of one neuron, and some of none
+
+
+@pytest.mark.parametrize("types", PART_TYPES)
+def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
+    """Against float64, within the rounding of float32; the buffers go round several times; the same bits again."""
+    bundles, x = make_bundles(96, 200, types), floats(41, TOKENS, 96)
+    stage = Stage(CPU, of_groups(bundles, 1))
+    for cold in (SOME, SPARSE, np.arange(200, dtype=np.int32)):
+        want, bound, _, _ = expected(bundles, cold, x)
+        got = streamed(stage, bundles, cold, x)
+        assert_close(got, want, bound + 8 * np.abs(want) * 2**-23)  # pieces are added one by one
+        assert torch.equal(streamed(stage, bundles, cold, x), got)
+    assert (
+        len(
+            list(
+                pieces(
+                    bundles.layout,
+                    gather(bundles.layout, bundles.groups, cold),
+                    of_groups(bundles, 1) - staging._PADDING,
+                    BESIDE,
+                )
+            )
+        )
+        == 7
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_biases_and_thresholds(gated: bool) -> None:
+    bundles, x = make_bundles(48, 200, ("F16", "F16"), "fatrelu", gated, biases=True), floats(42, TOKENS, 48)
+    for most in (0.0, 0.4):
+        want, bound, _, _ = expected(bundles, SOME, x, None, most)
+        got = streamed(Stage(CPU, of_groups(bundles, 2)), bundles, SOME, x, most)
+        assert_close(got, want, bound + 8 * np.abs(want) * 2**-23)
+
+
+def test_pieces_are_whole_groups_and_lose_nothing() -> None:
+    bundles = make_bundles(96, 200, ("Q4_0", "Q4_0X32"))
+    some = gather(bundles.layout, bundles.groups, SOME)
+    for most in (1, of_groups(bundles, 1), of_groups(bundles, 3), 1 << 30):
+        cut = list(pieces(bundles.layout, some, most, BESIDE))
+        assert [piece.first for piece in cut[1:]] == [piece.last for piece in cut[:-1]]
+        assert (cut[0].first, cut[-1].last) == (0, len(SOME))
+        np.testing.assert_array_equal(np.concatenate([piece.rows for piece in cut]), some.rows[0])
+        for piece in cut:
+            size = piece.rows.nbytes + sum(part.nbytes for part in (piece.at, piece.group, piece.shared))
+            assert size + 8 * len(piece.at) <= max(most, of_groups(bundles, 1))
+
+
+def test_a_buffer_is_half_a_layer_at_most() -> None:
+    layout, d_ff = make_bundles(96, 32, ("F16", "F16")).layout, 1000
+    group = layout.group_bytes + BUNDLE_GROUP * BESIDE
+    pad = staging._PADDING
+    assert buffer_bytes(layout, d_ff, 1 << 40) == 16 * group + pad  # of 32
+    assert buffer_bytes(layout, d_ff, 5 * group + pad + 1) == 5 * group + pad
+    assert buffer_bytes(layout, d_ff, group + pad - 1) == buffer_bytes(layout, d_ff, 0) == 0
+    assert buffer_bytes(layout, 1 << 24, 1 << 40) <= staging.PIECE
+
+
+# ---- What a GPU does at the same time --------------------------------------------------------------------------------
+
+
+class Order:
+    """What comes before what, of a host and streams that work at the same time. Every operation knows which others must
+    have ended; touching a buffer that another operation may still be using is an error."""
+
+    def __init__(self) -> None:
+        self.host: set[int] = set()
+        self.current: Any = None
+        self.count = 0
+        self.touched: dict[Any, list[tuple[int, bool]]] = {}
+
+    def do(self, known: set[int], buffer: Any, writes: bool) -> None:
+        """One operation that knows of `known`, and of all that the host knew when it gave the order."""
+        before, self.count = known | self.host, self.count + 1
+        for number, wrote in self.touched.setdefault(buffer, []):
+            assert number in before or not (writes or wrote), f"{buffer} is used twice at a time"
+        self.touched[buffer].append((self.count, writes))
+        known |= before | {self.count}
+
+
+class Lane:
+    """A stream."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.known = order, set[int]()
+
+    def wait_event(self, event: Mark) -> None:
+        self.known |= event.known
+
+
+class Mark:
+    """An event."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.known = order, set[int]()
+
+    def record(self, stream: Lane) -> None:
+        self.known = set(stream.known)
+
+    def synchronize(self) -> None:
+        self.order.host |= self.known
+
+
+@pytest.mark.parametrize("forgotten", [None, "host waits", "side waits", "main waits", "sum is marked"])
+def test_no_buffer_is_written_while_it_is_read(forgotten: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way it goes on CUDA, with streams and events that only keep count; leaving out any one of them shows."""
+    bundles, x = make_bundles(32, 200, ("F16", "F16")), floats(43, TOKENS, 32)
+    stage, order = Stage(CPU, of_groups(bundles, 1)), Order()
+    main, side = Lane(order), Lane(order)
+    stage._side, stage._copied, stage._summed = side, [Mark(order), Mark(order)], [Mark(order), Mark(order)]
+
+    @contextmanager
+    def within(stream: Lane) -> Iterator[None]:
+        order.current = stream
+        yield
+        order.current = None
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    copy_, plain = torch.Tensor.copy_, stage._copy
+    slots = {stage._host[slot].data_ptr(): slot for slot in range(2)}
+    there = {stage._there[slot].data_ptr(): slot for slot in range(2)}
+
+    def fill(out: np.ndarray, part: np.ndarray) -> None:
+        at = max(start for start in slots if start <= out.ctypes.data)
+        order.do(order.host, ("pinned", slots[at]), True)
+        plain(out, part)
+
+    def copied(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.data_ptr() in there:
+            assert order.current is side and non_blocking
+            order.do(side.known, ("pinned", slots[other.data_ptr()]), False)
+            order.do(side.known, ("there", there[self.data_ptr()]), True)
+        return copy_(self, other)
+
+    take = gpu.unpack
+
+    def unpack(layout: Any, rows: torch.Tensor, *others: Any) -> None:
+        order.do(main.known, ("there", there[rows.data_ptr()]), False)
+        take(layout, rows, *others)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(stage, "_copy", fill)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    monkeypatch.setattr(gpu, "unpack", unpack)
+    if forgotten == "host waits":
+        monkeypatch.setattr(Mark, "synchronize", nothing)
+    elif forgotten in ("side waits", "main waits"):
+        monkeypatch.setattr(side if forgotten == "side waits" else main, "wait_event", nothing)
+    elif forgotten == "sum is marked":
+        for mark in stage._summed:
+            monkeypatch.setattr(mark, "record", nothing)
+    every = np.arange(200, dtype=np.int32)
+    if forgotten is None:
+        want, bound, _, _ = expected(bundles, every, x)
+        assert_close(streamed(stage, bundles, every, x), want, bound + 8 * np.abs(want) * 2**-23)
+    else:
+        with pytest.raises(AssertionError, match="used twice at a time"):
+            streamed(stage, bundles, every, x)
+
+
+# ---- In a model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "falcon-40b", "opt"])
+def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: Path) -> None:
+    case = case_named(name)
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    path = packed(case, config, model, tmp_path)
+    checkpoint = open_checkpoint(path)
+    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layout, checkpoint.config.d_ff
+    for share in (0.0, 0.5, 1.0):
+        stage = Stage(CPU, buffer_bytes(layout, d_ff, 1 << 15))
+        with split(path, share, stage=stage) as (executor, _):
+            pages = families.scattered_pages(executor, 1)[0]
+            answers = []
+            for least in (None, 33, 33):
+                stage.least = least
+                answers.append(families.run_chunks(executor, tokens, [len(tokens) - 20, 20], pages))
+                assert families.rms(answers[-1] - truth) <= allowed, (share, least)
+            np.testing.assert_array_equal(answers[1], answers[2])  # same bits again
+            assert (answers[0] != answers[1]).any() == (share < 1), "nothing streamed"
+
+
+# ---- The crossing ----------------------------------------------------------------------------------------------------
+
+
+def lines(cpu: float, gpu_s: float) -> Callable[[int, bool], float]:
+    """The CPU takes so long for a token, streaming so long for any number."""
+    return lambda tokens, streams: gpu_s if streams else cpu * tokens
+
+
+def test_the_crossing_is_where_the_lines_cross() -> None:
+    sizes = (40, 64, 128, 256, 300)
+    for at in (50, 100, 200, 290):
+        found = crossing.find(sizes, lines(1.0, crossing.GAIN * at))
+        assert found.least is not None and at <= found.least <= at + 1
+        assert [tokens for tokens, _, _ in found.tried] == [size for size in sizes if size < at] + [
+            next(size for size in sizes if size > at)
+        ]
+    assert crossing.find(sizes, lines(1.0, 20.0)).least == gpu.FEW + 1
+    assert crossing.find(sizes, lines(1.0, 1000.0)).least is None
+
+
+PROMPT, SHORT = [5, 9, 2] * 23, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+def loaded(path: Path, **more: Any) -> tuple[dict[str, str], dict[str, Any], list[int]]:
+    """(choices, report, the answer to a prompt) with room for some of the neurons on the stand-in."""
+    with LLM(path, **{"threads": 1, "context": 96, "prefill_chunk": 64, "max_batch": 2, "gpu": "cpu", **more}) as llm:
+        told = llm.sparsity
+        assert told is not None
+        return llm.choices, told, llm.generate([PROMPT], SHORT)[0].token_ids
+
+
+def test_the_crossing_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+    monkeypatch.setattr(budget, "STAGED", 2)  # half of what is left, of very little
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: load("pc-low"))
+    checkpoint = open_checkpoint(path)
+    model, profile = checkpoint_model(checkpoint), open_profile(checkpoint, None)
+    request = PlanRequest(model, profile, load("pc-low"), context=96, chunk=64, requests=2)
+    given: dict[str, Any] = {"vram": dense_on_gpu(request)[-1][1] + 7 * GROUP * model.gpu_neuron // 2, "ram": 1 << 30}
+    file = Path(f"{path}.powerinfer") / "crossing.json"
+    wanted = loaded(path, trial=False, **given)
+    assert "nothing was measured" in wanted[0]["prefill"] and wanted[1]["streams_from"] is None
+    assert not file.exists()
+
+    choices, told, answer = loaded(path, **given)  # as it is
+    assert "measured in" in choices["prefill"] and answer == wanted[2]
+    entry = json.loads(file.read_text())["crossings"][0]
+    assert entry["least"] == told["streams_from"] and entry["tried"][0][0] == 64 and entry["tried"][0][1] > 0
+
+    def found(least: int | None) -> Callable[..., Crossing]:
+        return lambda *_: Crossing(least, ((40, 1e-3, 2e-3),))
+
+    sums = []
+    add_sum = Stage.add_sum
+    monkeypatch.setattr(Stage, "add_sum", lambda self, *more: (sums.append(len(more[1])), add_sum(self, *more)))
+    monkeypatch.setattr(crossing, "measured", found(50))
+    assert loaded(path, retrial=True, **given)[1]["streams_from"] == 50
+    assert set(sums) == {64}, "the first piece of the prompt streams, what is left of it does not"
+    monkeypatch.setattr(crossing, "measured", None)
+    choices, told, answer = loaded(path, **given)
+    assert "measured earlier" in choices["prefill"] and "stream from 50 tokens" in choices["prefill"]
+    assert told["streams_from"] == 50 and answer == wanted[2]
+    assert loaded(path, trial=False, **given)[1]["streams_from"] == 50
+
+    monkeypatch.setattr(crossing, "measured", found(None))
+    choices, told, _ = loaded(path, prefill_chunk=63, **given)  # something else: measured, and kept beside
+    assert "the CPU computes cold neurons" in choices["prefill"] and told["streams_from"] is None
+    assert [one["least"] for one in json.loads(file.read_text())["crossings"]] == [None, 50]
+    for damaged in ("{", '{"format": 1, "kind": "crossings", "crossings": [{"key": 1}, {"key": {}, "least": 3}]}'):
+        file.write_text(damaged)
+        assert loaded(path, **given)[1]["streams_from"] is None
+        assert [one["least"] for one in json.loads(file.read_text())["crossings"]] == [None]
