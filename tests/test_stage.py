@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
 from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
-from test_gpu_kernels import PART_TYPES, Bundles, assert_close, expected, floats, make_bundles  # noqa: E402
+from test_gpu_kernels import PART_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles  # noqa: E402
 from test_hybrid import split  # noqa: E402
 from test_sparse import case_named, model_of, packed  # noqa: E402
 
@@ -89,6 +89,18 @@ def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
         )
         == 7
     )
+
+
+@pytest.mark.parametrize("types", PART_TYPES)
+def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the same neurons give that rest there: the operands are the same, and the sums are of float32."""
+    monkeypatch.setattr(gpu, "_NARROW", ["cpu"])
+    bundles, x = make_bundles(96, 200, types), floats(44, TOKENS, 96)
+    want = gpu.neuron_sum(all_of(bundles, SOME), torch.from_numpy(x))[0].double().numpy()
+    _, bound, _, _ = expected(bundles, SOME, x)
+    rounding = 2**-8 if types[0] == "BF16" else 2**-11  # of h, where its sums differ
+    off = rounding * np.abs(x).max() * np.abs(bundles.parts["down"][SOME]).sum(axis=0)
+    assert_close(streamed(Stage(CPU, of_groups(bundles, 2)), bundles, SOME, x), want, 2 * bound + off)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])

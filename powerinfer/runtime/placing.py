@@ -235,6 +235,10 @@ def _load_placed(
             if stage is not None:
                 settle(stage, executor, ffns, checkpoint, engine, prepared, sample, progress)
                 sparsity.clear()  # of the trial's
+            elif any(len(ffn.cold) for ffn in ffns):
+                executor.choices["prefill"] = (
+                    "the CPU computes cold neurons (no room, or no long steps, to stream them)"
+                )
         if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
             executor.gpu.rehearse(engine.max_batch)
     except BaseException:
