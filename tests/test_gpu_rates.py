@@ -315,10 +315,12 @@ def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> 
 def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:
     """With room for one layer's attention: the other layer, on the CPU, gives `predicted` of the CPU alone."""
     made, path = machine(rates, EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
-    more = {"selector": "predicted", "kv_type": "f32"}  # what an F16 cache rounds away decides which neurons are named
+    # What an F16 cache rounds away decides which neurons are named; with this batch the CPU alone predicts every step
+    # that it may.
+    more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))
     wanted, named = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
-    request = replace(request_of(path, made), selector="predicted", kv_type="f32")
+    request = replace(request_of(path, made), selector="predicted", kv_type="f32", requests=32)
     vram = dense_on_gpu(request)[0][1] - 1
     llm = LLM(path, **options(gpu="cpu", vram=vram, **more))
     assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == wanted

@@ -360,9 +360,10 @@ def test_whole_layers() -> None:
         sum(one.stored for one in (*model.attention[0], *model.ffn[0]))
         + model.gpu_kv_bytes("f16", 64, 1)
         + model.layer_vectors(dense=True)
+        + model.gpu_rounding(0, model.gpu_kv_bytes("f16", 64, 1), False, True)
     )
     fixed = MIB + model.gpu_scratch(32, 4, 64) + model.gpu_passed(32, 4) + model.rotation_bytes
-    head = model.head.stored + model.end_vectors
+    head = model.head.stored + model.end_vectors + model.gpu_head_rounding
     for vram, expected in [
         (fixed + layer - 1, (0, False)),
         (fixed + layer, (1, False)),

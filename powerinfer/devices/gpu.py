@@ -543,15 +543,20 @@ class GpuLayers:
         return _torch().zeros((rows, self.vocab_size), pin_memory=self._cuda)
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch.
+        """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
 
         scratch: what is kept from step to step and, once steps were rehearsed, what operators pass to each other and
-        what recordings may come to.
+        what recordings may come to; allocator: what torch holds of CUDA's memory beside all tensors, these and others'.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = 0 if self.link is None else self.link.gpu_bytes
         kept = self._x.nbytes + self._description.nbytes + link
-        return parts | {"scratch": kept + self._passed + self._recorded_bytes}
+        parts["scratch"] = kept + self._passed + self._recorded_bytes
+        if self._cuda:
+            cuda = _torch().cuda
+            unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
+            parts["allocator"] = max(0, unused - self._passed)
+        return parts
 
     def rehearse(self, logit_rows: int) -> int:
         """Run the largest step, with so many rows of logits, and the largest and smallest that are recorded; the cache

@@ -39,7 +39,8 @@ _GIB = 1 << 30
 
 Bytes = dict[str, int]
 """By part: runtime, scratch (kept from step to step), step (what a GPU's operators pass to each other at most), staging
-(buffers for long prompts), embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bundles)."""
+(buffers for long prompts), embedding, norms (with biases), attention, predictor, head, kv, panels, ffn (bundles),
+allocator (what tensors are rounded up by on a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -213,22 +214,35 @@ def _layers_on_gpu(request: PlanRequest) -> list[Bytes]:
     model = request.model
     norms = model.layer_vectors(dense=False)
     kv = model.gpu_kv_bytes(request.kv_type, request.context, request.batch)
-    predictors = [model.gpu_predictor(pair) for pair in _predictors(request)] or [0] * model.config.n_layers
+    predictors = [model.gpu_predictor(pair) for pair in _predictors(request)]
     return [
-        {"norms": norms, "attention": _stored(matrices), "kv": kv, "predictor": predictor}
-        for matrices, predictor in zip(model.attention, predictors, strict=True)
+        {
+            "norms": norms,
+            "attention": _stored(model.attention[layer]),
+            "kv": kv,
+            "predictor": predictors[layer] if predictors else 0,
+            "allocator": _rounding(request.hardware, model.gpu_rounding(layer, kv, bool(predictors), False)),
+        }
+        for layer in range(model.config.n_layers)
     ]
 
 
-def _head_on_gpu(model: Model) -> Bytes:
-    return {"norms": model.end_vectors, "head": _stored((model.head, *model.projections[1:]))}
+def _head_on_gpu(model: Model, hardware: Hardware) -> Bytes:
+    head = _stored((model.head, *model.projections[1:]))
+    return {"norms": model.end_vectors, "head": head, "allocator": _rounding(hardware, model.gpu_head_rounding)}
+
+
+def _rounding(hardware: Hardware, nbytes: int) -> int:
+    """Of tensors on CUDA; nothing is rounded where torch's CPU device stands in, or without kernels of our own."""
+    return 0 if hardware.plain_torch else nbytes
 
 
 def _on_gpu(request: PlanRequest, vram: int) -> tuple[int, bool, Bytes]:
     """(layers, head, bytes by part) that fit; nothing where not even one layer does."""
     if request.hardware.gpu is None or not vram:
         return 0, False, {}
-    return _fitting(_fixed_on_gpu(request), _layers_on_gpu(request), _head_on_gpu(request.model), vram)
+    head = _head_on_gpu(request.model, request.hardware)
+    return _fitting(_fixed_on_gpu(request), _layers_on_gpu(request), head, vram)
 
 
 def _fitting(fixed: Bytes, layers: list[Bytes], head: Bytes, vram: int) -> tuple[int, bool, Bytes]:
@@ -272,10 +286,16 @@ def whole_layers(
     fixed = _fixed(model, hardware, max(chunk, requests), requests, context)
     norms, kv = model.layer_vectors(dense=True), model.gpu_kv_bytes(kv_type, context, 1)
     each = [
-        {"norms": norms, "kv": kv, "attention": _stored(attention), "ffn": _stored(ffn)}
-        for attention, ffn in zip(model.attention, model.ffn, strict=True)
+        {
+            "norms": norms,
+            "kv": kv,
+            "attention": _stored(model.attention[layer]),
+            "ffn": _stored(model.ffn[layer]),
+            "allocator": _rounding(hardware, model.gpu_rounding(layer, kv, False, True)),
+        }
+        for layer in range(model.config.n_layers)
     ]
-    layers, head, _ = _fitting(fixed, each, _head_on_gpu(model), vram)
+    layers, head, _ = _fitting(fixed, each, _head_on_gpu(model, hardware), vram)
     return layers, head
 
 
@@ -304,7 +324,8 @@ def ram_alone(model: Model, kv_type: str, context: int, chunk: int, requests: in
 
 def dense_on_gpu(request: PlanRequest) -> list[tuple[str, int]]:
     """What claims room on the GPU before the neurons, in order: (part, bytes of VRAM that hold it and all before)."""
-    fixed, layers, head = _fixed_on_gpu(request), _layers_on_gpu(request), _head_on_gpu(request.model)
+    fixed, layers = _fixed_on_gpu(request), _layers_on_gpu(request)
+    head = _head_on_gpu(request.model, request.hardware)
     first = sum(fixed.values()) + sum(sum(layer.values()) for layer in layers)
     what = "attention, KV cache and predictors" if _predictors(request) else "attention and KV cache"
     return [(f"{what} of all layers", first), ("the output head", first + sum(head.values()))]

@@ -65,6 +65,10 @@ STAND_IN = GpuEffort(4 << 20, (256, 512), (64, 128), ((256, 256), (512, 256)), 5
 MOST_CONTEXT = 1 << 30
 """What the driver's own part for a process is taken to be at most; more in use on a card belongs to others."""
 
+POOLS = 2 * (22 << 20)
+"""Torch's allocator takes segments of 2 and of 20 MiB for small tensors to share; one of each need not be full, where
+tensors stay and where recorded steps pass them on."""
+
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
 _HEAD_DIM = 64
@@ -145,10 +149,11 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
     reserved = 0
     if chosen.type == "cuda":
         reserved = min(in_use, MOST_CONTEXT) + max(0, _driver_bytes(chosen) - in_use)  # kernels and workspaces came
+        reserved += POOLS
     dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
     measured = Device(
         name=gpu_name(name),
-        memory_bytes=max(1, free_memory(name) + reserved),
+        memory_bytes=_memory(name, reserved),
         reserved_bytes=reserved,
         threads=1,
         dense_gb_s={kind: _figure(rate) for kind, rate in dense.items()},
@@ -165,7 +170,12 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
 
 def with_free_memory(device: Device, name: str) -> Device:
     """A device that was measured earlier, with the memory that is free on it now."""
-    return replace(device, memory_bytes=max(1, free_memory(name) + device.reserved_bytes))
+    return replace(device, memory_bytes=_memory(name, device.reserved_bytes))
+
+
+def _memory(name: str, reserved: int) -> int:
+    """What is free, and what was taken of what is reserved, which segments of tensors to come were not."""
+    return max(1, free_memory(name) + max(0, reserved - POOLS))
 
 
 def _driver_bytes(chosen: device) -> int:

@@ -50,7 +50,7 @@ from powerinfer.placement.solver import GROUP
 
 FORMAT = 1
 KIND = "plan"
-GPU_METHOD = 5
+GPU_METHOD = 6
 """Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
 POLICIES = ("time", "ilp", "greedy", "random")

@@ -143,6 +143,35 @@ class Model:
         """Bytes of a layer's predictor on a GPU, with the numbers of the neurons that rest here and there."""
         return sum(one.stored for one in pair) + 8 * self.config.d_ff
 
+    def gpu_rounding(self, layer: int, kv: int, predicted: bool, dense: bool) -> int:
+        """What the allocator adds to a layer's tensors on a GPU. kv: bytes of its cache.
+
+        How many neurons will be there is not known yet: a large tensor of them counts with half a segment.
+        """
+        config, bundles = self.config, self.bundles
+        q, k, v, o = self.attention[layer]
+        tensors = [*_tensors(q, k, v), *_tensors(o), kv // 2, kv // 2]
+        if predicted:
+            inner, outer = self.predictors[layer]
+            tensors += [*_tensors(inner), *_tensors(outer), 4 * config.d_ff, 4 * config.d_ff]
+        if dense:
+            *first, last = self.ffn[layer]
+            tensors += [*_tensors(*first), *_tensors(last)]
+        vectors = sum(name.startswith("layers.0.") for name, _ in self._vectors)
+        total = sum(map(gpu.rounding, tensors)) + 512 * vectors
+        if dense:
+            return total
+        down = "Q4_0" if bundles.down_type == ACROSS else bundles.down_type  # which has as many bytes of scales
+        types = [bundles.gate_type] * (2 if bundles.gated else 1) + [down]
+        rows = [n for one in types for n in _split(one, config.d_ff * gpu.weight_bytes(one, 1, config.d_model))]
+        return total + sum(gpu.SEGMENT // 2 if n >= gpu.LARGE else 512 for n in rows) + 3 * 512
+
+    @property
+    def gpu_head_rounding(self) -> int:
+        """The same of the head's."""
+        matrices = (self.head, *self.projections[1:])
+        return sum(gpu.rounding(n) for one in matrices for n in _tensors(one)) + 2 * 512
+
     def gpu_scratch(self, tokens: int, requests: int, context: int) -> int:
         """What `GpuLayers` keeps from step to step: the residual stream of `tokens`, and the numbers of a step."""
         numbers = 5 * tokens + requests * (1 + -(-context // cpu.PAGE))
@@ -192,6 +221,19 @@ class Model:
         forms = (wide + config.d_ff) * (4 + 2 + 1) + (wide + config.d_ff) * 12 // 32  # F32, BF16, Q8: scales and sums
         per_token = 4 * floats + forms
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
+
+
+def _tensors(*matrices: Matrix) -> list[int]:
+    """Bytes of the tensors on a GPU of matrices that multiply the same rows: one weight, where their types allow."""
+    if len({one.gpu_type for one in matrices}) == 1:
+        return _split(matrices[0].gpu_type, sum(one.stored for one in matrices))
+    return [n for one in matrices for n in _split(one.gpu_type, one.stored)]
+
+
+def _split(type_name: str, nbytes: int) -> list[int]:
+    """Codes and scales."""
+    scales = 2 * nbytes // block_type(type_name).nbytes if type_name not in FLOAT_TYPES else 0
+    return [nbytes - scales, scales] if scales else [nbytes]
 
 
 # ---------------------------------------------------------------- from what there is
