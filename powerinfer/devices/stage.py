@@ -47,6 +47,7 @@ BESIDE = 20
 its biases."""
 
 _PADDING = 5 * LINE  # the parts of a piece begin at cache lines
+_SEGMENT = 2 << 20  # what torch rounds tensors of that size up to on a GPU
 _MOST_THREADS = 4  # that copy; more do not make memory faster
 _LEAST_SHARE = 1 << 20  # bytes that a thread is given
 
@@ -57,8 +58,10 @@ def buffer_bytes(layout: BundleLayout, d_ff: int, most: int) -> int:
     A piece is half a layer at most, so that there are two of them.
     """
     group = layout.group_bytes + BUNDLE_GROUP * BESIDE
-    groups = min((min(most, PIECE) - _PADDING) // group, -(-n_groups(d_ff) // 2))
-    return groups * group + _PADDING if groups > 0 else 0
+    nbytes = min(most, PIECE, -(-n_groups(d_ff) // 2) * group + _PADDING)
+    if nbytes < group + _PADDING:
+        return 0
+    return nbytes - nbytes % min(nbytes, _SEGMENT)
 
 
 class Stage:
