@@ -353,6 +353,24 @@ def test_insisting_on_a_gpu_that_is_slow() -> None:
     check(made)
 
 
+def test_neurons_do_not_wait_for_attention_beside_them() -> None:
+    model = small_model()
+    hardware = machine(4 * GIB, sync_us=0.0)
+    beside = described_model(replace(model.config, parallel=True, shared_norm=True), "f16", "small", 0.07)
+    plans = [
+        make_plan(with_groups(request_of(one, hardware=hardware), 3, policy="greedy", insist=True))
+        for one in (model, beside)
+    ]
+    assert plans[0].choice.gpu == plans[1].choice.gpu and sum(plans[0].choice.gpu) == 3
+    seconds = [made.choice.layer_seconds for made in plans]
+    for behind, at_once in zip(*seconds, strict=True):
+        attention = behind["other"] - at_once["other"]
+        assert attention > at_once["other"] > 0  # which is the predictor's
+        assert at_once["gpu"] - behind["gpu"] == pytest.approx(attention)
+        assert all(at_once[name] == behind[name] for name in ("cpu", "sync", "disk"))
+    check(plans[1])
+
+
 def test_whole_layers() -> None:
     """Attention, FFN and cache of so many layers, to the byte; the head once all of them are there."""
     model, hardware = small_model(predictors=False), machine(4 * GIB, reserved=MIB)

@@ -147,10 +147,10 @@ class Choice:
     """Which neurons a policy places where: of each layer's order the first `gpu` groups, then up to `kept` in RAM.
 
     layer_seconds: of each layer for one step, by what takes them: gpu and cpu (neurons; both at a time), sync, disk,
-    other (attention, predictor); seconds: of the step. mass: for each layer, of its activations, the share
-    that the GPU computes; mass_on_gpu: of the model's. work_on_gpu: of the weights' bytes that a step reads, the dense
-    ones included, the share that the GPU reads. optimal: whether the policy's best is proven, None for policies
-    that promise none. solve_s: seconds that finding it took.
+    other (predictor, and attention unless it is part of gpu); seconds: of the step. mass: for each layer, of its
+    activations, the share that the GPU computes; mass_on_gpu: of the model's. work_on_gpu: of the weights' bytes that a
+    step reads, the dense ones included, the share that the GPU reads. optimal: whether the policy's best is proven,
+    None for policies that promise none. solve_s: seconds that finding it took.
     """
 
     policy: str
@@ -354,9 +354,10 @@ def _without_gpu(request: PlanRequest) -> Plan | None:
 class _Tables:
     """Costs of neurons in an order, float64 [layers, groups + 1] by the number of groups on the GPU.
 
-    costs: as `solver.solve` takes them, the fastest way's; parts: of them and of attention (other), by what takes them;
-    ways: which of `cost.WAYS` that is. disk: as the solver takes it. ends: seconds outside of the layers. mass:
-    activations of the first groups; work: bytes of theirs that a step reads, on the selector's own way.
+    costs: as `solver.solve` takes them, the fastest way's; parts: of them and of attention (other; gpu where the CPU's
+    neurons do not wait for it), by what takes them; ways: which of `cost.WAYS` that is. disk: as the solver takes it.
+    ends: seconds outside of the layers. mass: activations of the first groups; work: bytes of theirs that a step reads,
+    on the selector's own way.
     """
 
     costs: Floats
@@ -397,6 +398,8 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
                 mine[:first] = its[:first]
+            if config.parallel:  # the CPU's neurons do not wait for attention
+                ffn.gpu[:first] += attention[:first, None]
         other = np.zeros(layers)
         if way == "predicted":
             for layer in range(layers):
@@ -410,7 +413,8 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         return np.asarray(np.take_along_axis(np.array(arrays), best[None], axis=0)[0])
 
     parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
-    parts["other"] = of_best([other for _, other in ways]) + attention[:, None]
+    apart = np.where(np.arange(layers) < (first if config.parallel else 0), 0.0, attention)
+    parts["other"] = of_best([other for _, other in ways]) + apart[:, None]
     disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
     mass = np.zeros((layers, groups + 1))
     for layer, order in enumerate(orders):
