@@ -140,7 +140,8 @@ def driver_calls(executor: SplitExecutor, requests: int, steps: int) -> dict[str
     with torch.profiler.profile(activities=[told.CPU, told.CUDA]) as profile:
         for position in range(steps):
             executor.forward(batch_at(executor, requests, position))
-    names = Counter(event.name for event in profile.events() if event.name.startswith(("cuda", "cu")))
+    on_host = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    names = Counter(name for name in on_host if name.startswith("cu"))
     return {name: count / steps for name, count in names.most_common()}
 
 

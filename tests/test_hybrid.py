@@ -295,6 +295,11 @@ def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypat
     with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, ffns):
         executor.gpu.record(stand_in_recorder(made))
         one_by_one(executor, tokens)
+        kinds = [operator.kind for operator in executor.gpu.operators if operator.layer == 0]
+    if share == 0.5:
+        attention, project, others = (kinds.index(kind) for kind in ("attention", "project", "cold neurons"))
+        beside = kinds.index("mark") < attention < project < others  # the CPU does not wait for attention
+        assert beside == (name == "falcon-40b")
     layers = len(ffns)
     replays = {0.0: layers + 1, 0.5: 2 * layers + 1, 1.0: 1}[share]
     if name == "falcon-40b" and share == 0:

@@ -328,7 +328,10 @@ class GpuLayers:
             step.add(out(step.attended))
             step.attended = None
 
-        self._add("project", self._layer, run)
+        layer = self._layer
+        sums = [at for at, one in enumerate(self._wired) if (one.kind, one.layer) == (_SUM, layer)]
+        # Neurons that are wired already have what they read: their sum may wait for others, and comes behind.
+        self._add("project", layer, run, sums[0] if sums and layer in self._ffns else None)
 
     def ffn(
         self,
@@ -376,10 +379,10 @@ class GpuLayers:
         def missing(step: Step) -> None:
             raise AssertionError(f"nobody sums the neurons of layer {layer}")
 
-        first = [Operator("norm", layer, lambda step: step.let_read(norm)), Operator(_SEND, layer, missing)]
-        # What the FFN reads is there before attention where both read the same x, so others can begin at once.
-        at = len(self._wired) - 1 if self._config.parallel else len(self._wired)
-        self._wired[at:at] = first
+        # Where attention reads the same x it comes between what sends and what adds: others are at work meanwhile.
+        at = len(self._wired) - self._config.parallel
+        self._add("norm", layer, lambda step: step.let_read(norm), at)
+        self._add(_SEND, layer, missing, at + 1)
         self._add(_SUM, layer, missing)
         if of_down is not None:
             self._add("bias", layer, lambda step: step.add(of_down))
@@ -414,8 +417,8 @@ class GpuLayers:
         """The layer that is being wired."""
         return self._wired[-1].layer
 
-    def _add(self, kind: str, layer: int, run: Callable[[Step], None]) -> None:
-        self._wired.append(Operator(kind, layer, run))
+    def _add(self, kind: str, layer: int, run: Callable[[Step], None], at: int | None = None) -> None:
+        self._wired.insert(len(self._wired) if at is None else at, Operator(kind, layer, run))
         self._recordings = None
 
     @property
