@@ -33,7 +33,7 @@ from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import claim, dense_on_gpu, shared_on_gpu, whole_layers  # noqa: E402
-from powerinfer.placement.hardware import load  # noqa: E402
+from powerinfer.placement.hardware import NO_GPU, load  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
@@ -177,8 +177,8 @@ def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str) 
     def fitting(vram: int) -> tuple[int, bool]:
         return whole_layers(model, hardware, vram, kv_type, CONTEXT, CHUNK, REQUESTS)
 
-    hardware = replace(hardware, key={"triton": "none"})  # torch's CPU device rounds nothing
-    step = model.gpu_passed(CHUNK, REQUESTS, CONTEXT)
+    hardware = replace(hardware, key={"gpu_device": NO_GPU})  # which rounds nothing
+    step = model.gpu_passed(CHUNK, REQUESTS)
     for layers, head in ((1, False), (2, False), (2, True)):
         low, high = 0, 1 << 30
         while high - low > 1:  # the least that holds them

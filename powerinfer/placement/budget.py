@@ -233,8 +233,8 @@ def _head_on_gpu(model: Model, hardware: Hardware) -> Bytes:
 
 
 def _rounding(hardware: Hardware, nbytes: int) -> int:
-    """Of tensors on CUDA; nothing is rounded where torch's CPU device stands in, or without kernels of our own."""
-    return 0 if hardware.plain_torch else nbytes
+    """Of tensors on CUDA; nothing is rounded where torch's CPU device stands in."""
+    return 0 if hardware.stand_in else nbytes
 
 
 def _on_gpu(request: PlanRequest, vram: int) -> tuple[int, bool, Bytes]:

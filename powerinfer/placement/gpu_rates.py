@@ -35,7 +35,7 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.cpu_rates import FRACTIONS, Group, fit_rows
-from powerinfer.placement.hardware import OTHER, Device
+from powerinfer.placement.hardware import NO_GPU, OTHER, Device
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -96,7 +96,7 @@ def gpu_name(name: str) -> str:
     chosen = choose_device(name)
     if chosen.type == "cuda":
         return str(torch.cuda.get_device_name(chosen))
-    return f"stand-in for a GPU ({cpu.model_name() or 'CPU'})"
+    return f"{NO_GPU} ({cpu.model_name() or 'CPU'})"
 
 
 def software(name: str) -> dict[str, str]:

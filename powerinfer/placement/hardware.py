@@ -28,6 +28,9 @@ KIND = "hardware"
 OTHER = "other"
 """Stands in `Device.dense_gb_s` for every weight type that has no figure of its own."""
 
+NO_GPU = "stand-in for a GPU"
+"""How the name begins of torch's CPU device where it takes a GPU's place."""
+
 MACHINES = Path(__file__).with_name("machines")
 
 _LIMIT = 1 << 20  # bytes of a description
@@ -167,6 +170,11 @@ class Hardware:
     def plain_torch(self) -> bool:
         """Whether the GPU was measured without kernels of the engine's own: a stand-in, or a card without Triton."""
         return self.key.get("triton") == "none"
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether the GPU is torch's CPU device."""
+        return self.key.get("gpu_device", "").startswith(NO_GPU)
 
 
 def ready_made() -> list[str]:
