@@ -225,8 +225,8 @@ struct AddBF16 {
   static PI_INLINE_MEMBER f32x16 load(const uint8_t* row, int64_t c) { return f_load_bf16(row + 2 * c); }
 };
 
-template <class A, int R> PI_INLINE void add_float(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-  for (int64_t c = 0; c < k; c += 16) {
+template <class A, int R> PI_INLINE void add_float(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+  for (int64_t c = begin; c < stop; c += 16) {
     if (c % 32 == 0) w.ask(2 * c);
     f32x16 row[R];
 #pragma GCC unroll 8
@@ -256,8 +256,8 @@ template <int R> struct Factors {
 };
 
 struct AddQ8_0 {
-  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-    for (int64_t p = 0; p < k; p += PIECE) {
+  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+    for (int64_t p = begin; p < stop; p += PIECE) {
       const Factors<R> f(w, pi_part_codes(PI_Q8_0, k), p, h, ldh, tokens);
       const int64_t end = p + PIECE < k ? p + PIECE : k;
       for (int64_t c = p; c < end; c += 32) {
@@ -300,8 +300,8 @@ struct AddQ4_0 {
     f_store(o + 16, u);
   }
 
-  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-    for (int64_t p = 0; p < k; p += PIECE) {
+  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+    for (int64_t p = begin; p < stop; p += PIECE) {
       const Factors<R> f(w, pi_part_codes(PI_Q4_0, k), p, h, ldh, tokens);
       const int64_t end = p + PIECE < k ? p + PIECE : k;
       for (int64_t c = p; c < end; c += 128) {
@@ -323,13 +323,13 @@ struct AddQ4_0 {
 };
 
 template <class A> struct Float {
-  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-    add_float<A>(w, k, h, ldh, tokens, out, ldo);
+  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+    add_float<A>(w, k, begin, stop, h, ldh, tokens, out, ldo);
   }
 };
 
 template <class A, int R> void add_rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-  for (int64_t t = 0; t < tokens; t += ADDED_TOKENS) A::rows(w, k, h + t * ldh, ldh, tokens - t < ADDED_TOKENS ? tokens - t : ADDED_TOKENS, out + t * ldo, ldo);
+  for (int64_t t = 0; t < tokens; t += ADDED_TOKENS) A::rows(w, k, 0, k, h + t * ldh, ldh, tokens - t < ADDED_TOKENS ? tokens - t : ADDED_TOKENS, out + t * ldo, ldo);
 }
 
 template <class A> void add_of(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
@@ -348,8 +348,12 @@ void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, in
   }
 }
 
+// Columns in pieces, so that those of many tokens stay in the L1 cache.
 template <class A> void add_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
-  for (int64_t j = 0; j < n; j++) A::rows(Rows<1>(part, pairs + j, n - j, ROWS), part->k, h + j, 0, 1, out + pairs[j].token * ldo, 0);
+  for (int64_t c = 0; c < part->k; c += PIECE) {
+    const int64_t stop = c + PIECE < part->k ? c + PIECE : part->k;
+    for (int64_t j = 0; j < n; j++) A::rows(Rows<1>(part, pairs + j, n - j, ROWS), part->k, c, stop, h + j, 0, 1, out + pairs[j].token * ldo, 0);
+  }
 }
 
 void add_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {

@@ -55,7 +55,7 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
     acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
     if (sampled) sample(t, step, in, acts);
   }
-  if (way == WAY_EXACT && many(s)) {
+  if (way == WAY_EXACT && many(s, step.tokens)) {
     finish_densely(t, step, in, acts);
     if (t.id == 0) count(step, way, s, sampled);
     p.pool->barrier();
@@ -88,11 +88,13 @@ const PiActs* SparseFfn::fire(Thread& t, const Step& step, const FfnInput& in) {
   return acts;
 }
 
-// Whether so many neurons fire that reading a matrix from end to end is faster than their rows.
-bool SparseFfn::many(const NeuronScratch& s) const {
-  int64_t listed = 0;
-  for (const Share& share : s.shares) listed += share.n;
-  return (double)listed > dense_above * (double)bundles->neurons;
+// Whether so many neurons fire that reading a matrix from end to end is faster than their rows. Of many tokens each must have
+// some share in it: what fires for few of them is quick to multiply, though it be read.
+bool SparseFfn::many(const NeuronScratch& s, int64_t tokens) const {
+  int64_t listed = 0, cells = 0;
+  for (const Share& share : s.shares) listed += share.n, cells += std::accumulate(share.counts, share.counts + tokens, (int64_t)0);
+  const double least = dense_above * (double)bundles->neurons;
+  return (double)listed > least && 4.0 * (double)cells > least * (double)tokens;
 }
 
 // The activations are known: up and down from the dense matrices.

@@ -63,7 +63,7 @@ class SparseFfn {
   const PiActs* fire(Thread& t, const Step& step, const FfnInput& in);
   void predict(Thread& t, const Step& step);
   void take_named(Thread& t, const Step& step);
-  bool many(const NeuronScratch& s) const;
+  bool many(const NeuronScratch& s, int64_t tokens) const;
   void finish_densely(Thread& t, const Step& step, const FfnInput& in, const PiActs* acts);
   void list(Thread& t, const Step& step);
   void mark_candidates(Thread& t, const Step& step, int64_t n);
