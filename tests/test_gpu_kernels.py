@@ -226,7 +226,9 @@ def test_norms(width: int, kernels: str) -> None:
     deviation = np.sqrt(x.astype(np.float64).var(axis=-1, keepdims=True) + 1e-5)
     off = (width + 8) * EPS * (np.abs(layer - bias) + np.abs(x).max() / deviation * np.abs(weight) + np.abs(bias))
     assert_close(gpu.norm(*tensors, 1e-5, True), layer, off)
-    assert_close(gpu.norm(tensors[0], tensors[1], None, 1e-5, True), layer - bias, off)
+    into = torch.full_like(tensors[0], torch.nan)
+    assert gpu.norm(tensors[0], tensors[1], None, 1e-5, True, into) is into
+    assert_close(into, layer - bias, off)
 
 
 @pytest.mark.parametrize(("dim", "pairs"), [(8, 4), (40, 16), (64, 32)])
