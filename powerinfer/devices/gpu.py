@@ -612,7 +612,7 @@ class GpuLayers:
         """Free all memory; the layers cannot be used afterwards."""
         self._wired.clear()
         self._ffns.clear()
-        self._recordings = None
+        self._recorder = self._recordings = None
         for name in ("_cache", "_x", "link", "_host_x", "_host_logits", "_description", "_frequencies"):
             self.__dict__.pop(name, None)
         if self._cuda:
