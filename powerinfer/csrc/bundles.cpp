@@ -84,7 +84,7 @@ struct Work {
   }
 
   // Whether so many cells of the table are better multiplied one by one.
-  bool few(int64_t cells) const { return tokens > 1 && 2 * cells <= n * tokens; }
+  bool few(int64_t cells) const { return tokens > 1 && 3 * cells <= n * tokens; }
 
   // Makes pairs of the cells in `meet`, those of a neuron together.
   void list_pairs() {

@@ -58,7 +58,7 @@ struct Firing {
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a gate fired, then
-// down where h is not zero, in one pass over the list. A row meets the tokens that need it, or, where those are most of them, all.
+// down where h is not zero, in one pass over the list. A row meets the tokens that need it, or, where those are many, all.
 // tokens: at most PI_NEURON_TOKENS. fired: by place, to which the tokens that a neuron fired for are added.
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
                  float* out, int64_t ldo, NeuronCounts& counts, int64_t* fired = nullptr);
