@@ -252,12 +252,23 @@ def test_recordings_are_not_kept_without_end(tmp_path: Path, monkeypatch: pytest
     assert len(made) == 6 + 5  # all shapes anew but the first of the second round, which came last
 
 
-def test_rehearsed_steps_change_nothing(tmp_path: Path) -> None:
+def test_rehearsed_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the tokens, and the pages of a context, by which kernels are compiled."""
     truth, runs = Truth(case_named("opt"), "folder", tmp_path), []
+    plain, shapes = gpu.attention, set()
+
+    def noted(*given: Any) -> Any:
+        shapes.add((len(given[0]), given[3].shape[1]))
+        return plain(*given)
+
     for rehearse in (False, True):
         with opened(truth.path, ALL) as executor:
             if rehearse:
-                assert executor.gpu.rehearse(64) == 0
+                with monkeypatch.context() as patch:
+                    patch.setattr(gpu, "attention", noted)
+                    assert executor.gpu.rehearse(64) == 0
+                widths = {1 << power for power in range(executor.n_pages.bit_length())}
+                assert shapes >= {(1, width) for width in widths} | {(16, 1), (32, 1)}
             pages = families.scattered_pages(executor, 1)[0]
             runs.append(families.run_chunks(executor, truth.texts[0], [70, 5], pages))
     np.testing.assert_array_equal(*runs)

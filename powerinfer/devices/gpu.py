@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,11 @@ def choose_device(name: str) -> device:
             f"the GPU cannot be used: {_first_line(error)}; check it with nvidia-smi, or leave out the GPU"
         ) from error
     return torch.device("cuda", index)
+
+
+def current(device: device) -> AbstractContextManager[Any]:
+    """Meanwhile, what is launched goes to this device: Triton asks the thread, and not the tensors, where that is."""
+    return _torch().cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _torch() -> Any:
@@ -241,7 +246,7 @@ class GpuLayers:
         self._description = _Description(device)
         self._uploaded = torch.cuda.Event() if self._cuda else None
         self._done = torch.cuda.Event() if self._cuda else None
-        self._recorder = cuda_graphs() if self._cuda and gpu.which(self._x) == "triton" else None
+        self._recorder = cuda_graphs(device) if self._cuda and gpu.which(self._x) == "triton" else None
         self._recordings: Recordings | None = None
         self._recorded_at = 0
         self._shapes = MOST_SHAPES
@@ -482,7 +487,7 @@ class GpuLayers:
             f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or the bytes of neurons on it"
         ):
             torch = _torch()
-            with torch.cuda.device(self.device) if self._cuda else nullcontext():
+            with current(self.device):
                 step = self.begin(batch, x)
                 with torch.inference_mode():
                     if self._recorder is not None and self.trace is None and len(step.x) <= gpu.FEW:
@@ -562,8 +567,8 @@ class GpuLayers:
         return parts
 
     def rehearse(self, logit_rows: int) -> int:
-        """Run the largest step, with so many rows of logits, and the largest and smallest that are recorded; the cache
-        must be empty yet.
+        """Run steps that between them launch every kernel that decoding may: the largest, with so many rows of logits,
+        those that are recorded, and single tokens far and near. The cache must be empty yet.
 
         Kernels are compiled, and there is memory for what steps need, or PowerInferError is raised now. Returns the
         most bytes that operators held to pass them to each other; 0 on the stand-in, where nobody counts them.
@@ -574,6 +579,10 @@ class GpuLayers:
             torch.cuda.reset_peak_memory_stats(self.device)
         largest = min(self.max_tokens, self.n_pages * self.page_size)
         few = sorted({min(gpu.FEW, logit_rows, largest), 1}, reverse=True)
+        for pages in (1 << power for power in range(1, self.n_pages.bit_length())):  # contexts are read in more splits
+            self._rehearse(1, logit_rows, pages * self.page_size - 1)
+        for tokens in (gpu.FEW, gpu.FEW // 2):  # tiles of products have so many columns
+            self._rehearse(min(tokens, largest), logit_rows)
         for tokens in (largest, *few):
             self._rehearse(tokens, logit_rows)
         if self._cuda:
@@ -593,10 +602,10 @@ class GpuLayers:
             self.forget()
         return self._passed
 
-    def _rehearse(self, tokens: int, logit_rows: int) -> None:
+    def _rehearse(self, tokens: int, logit_rows: int, first: int = 0) -> None:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
-        pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)[None]
-        batch = Batch(rows, places, rows, pages, places[:logit_rows])
+        pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]
+        batch = Batch(rows, first + places, rows, pages, places[:logit_rows])
         self.run(batch, np.zeros((tokens, self.d_model), np.float32))
 
     def _taken(self) -> tuple[int, int]:

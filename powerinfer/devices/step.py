@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
     Norm = Callable[..., Tensor]
     """Called with what it normalises and, if it is to write there, where the result goes."""
@@ -142,8 +142,8 @@ def _runner(operators: Sequence[Operator], step: Step) -> Run:
     return run
 
 
-def cuda_graphs() -> Recorder:
-    """A recorder that makes CUDA graphs, all of which share their memory.
+def cuda_graphs(device: device) -> Recorder:
+    """A recorder that makes CUDA graphs on a device, all of which share their memory.
 
     What a graph frees while it is recorded, others may use that are recorded later. That is right for graphs that are
     replayed one behind the other in one stream, as parts of whole steps: nothing but what operators hand on must
@@ -153,12 +153,12 @@ def cuda_graphs() -> Recorder:
     """
     import torch
 
-    pool = torch.cuda.graph_pool_handle()
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     first: list[torch.cuda.CUDAGraph] = []  # kept, for with the last of its graphs a pool ends
 
     def record(run: Run, state: State) -> Run:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             after = run(state)  # is recorded, not done
         first.append(graph) if not first else None
 

@@ -30,8 +30,9 @@ ADD_ONE = {
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
 ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
-ADD_PROGRAMS = 528  # lists are cut until there are so many programs, four for each processor of the largest GPUs,
+ADD_PROGRAMS = 1056  # lists are cut until there are so many programs, eight for each processor of the largest GPUs,
 ADD_ROUNDS = 2  # but, were all neurons listed, into no fewer than so many tiles
+SUM = (16, 128)  # splits, and sums of each, that a program adds up at a time
 LIST = 1024  # neurons that one program looks at to list them; a multiple of the rows of tiles
 
 
@@ -52,13 +53,14 @@ def _count_kernel(named, counts, fired, tokens, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
 def _list_kernel(
-    source, before, length, counts, listed, at, total, tokens, n, pieces, per,
-    LISTED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    source, before, length, counts, listed, kept, total, tokens, n, pieces, per,
+    LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Lists ascending what is not zero for any token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
-    [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; at, with PLACES, places.
+    [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, what
+    source has of them, side by side as they are listed.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
@@ -70,14 +72,16 @@ def _list_kernel(
     for t in range(tokens):
         wanted |= (tl.load(source + t * n + i, mask=here, other=0) != 0).to(tl.int32)
     first = tl.minimum(tl.program_id(0) * per, pieces)
-    base = 0
+    earlier = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, first, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
-        base += tl.sum(tl.load(counts + c, mask=c < first, other=0), 0)
+        earlier += tl.load(counts + c, mask=c < first, other=0)
+    base = tl.sum(earlier, 0)
     place = base + tl.cumsum(wanted, 0) - wanted
     tl.store(listed + place, neuron, mask=wanted != 0)
-    if PLACES:
-        tl.store(at + place, i, mask=wanted != 0)
+    if KEEP:
+        for t in range(tokens):
+            tl.store(kept + t * n + place, tl.load(source + t * n + i, mask=here, other=0), mask=wanted != 0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(total, base + tl.sum(wanted, 0))
 
@@ -160,40 +164,52 @@ def _products_kernel(
 
 
 @triton.jit
-def _factors(h, place, live, tokens, n, T: tl.constexpr):
-    """h at places [R], of several tokens [T, R]."""
+def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
+    """Of R places of the list: rows of down, rows of what they share, and h [R], of several tokens [T, R]."""
+    i = first + tl.arange(0, R)
+    live = i < end
+    row = tl.load(listed + i, mask=live, other=0).to(tl.int64)
     if T:
-        t = tl.arange(0, T)
-        return tl.load(h + t[:, None] * n + place[None, :], mask=(t < tokens)[:, None] & live[None, :], other=0)
+        t = tl.arange(0, T)[:, None]
+        by = tl.load(h + t * n + i[None, :], mask=(t < tokens) & live[None, :], other=0)
     else:
-        return tl.load(h + place, mask=live, other=0)
+        by = tl.load(h + i, mask=live, other=0)
+    of = row
+    if TYPE == "Q4_0X32":
+        of = tl.load(group + row, mask=live, other=0).to(tl.int64)
+    return row, of, by
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_kernel(
-    data, scales, shared, group, listed, at, total, h, parts, tokens, n, k, splits,
+    data, scales, shared, group, listed, total, h, parts, tokens, n, k, splits,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum of h times rows of down over a share of the list, in C columns of parts [splits, tokens, k]."""
+    """Sum of h [tokens, n] times the listed rows of down over a share of the list, in C columns of parts [splits,
+    tokens, k].
+
+    Which rows come next is looked up while the last ones are on their way: they need not wait for it.
+    """
     count = tl.load(total)
     share = (count + splits - 1) // splits
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
     r, t = tl.arange(0, R), tl.arange(0, T if T else 1)[:, None]
+    row, of, by = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
     if TYPE == "F16" or TYPE == "BF16":
         c = tl.program_id(0) * C + tl.arange(0, C)
         acc = tl.zeros((T if T else R, C), tl.float32)
         for i in range(begin, end, R):
-            live = i + r < end
-            row = tl.load(listed + i + r, mask=live, other=0).to(tl.int64)
-            by = _factors(h, tl.load(at + i + r, mask=live, other=0), live, tokens, n, T)
-            w = tl.load(data + row[:, None] * k + c[None, :], mask=live[:, None] & (c < k)[None, :], other=0)
+            here = (i + r < end)[:, None] & (c < k)[None, :]
+            w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0)
+            row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
             if T:
                 acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
             else:
                 acc += w.to(tl.float32) * by[:, None]
+            by = then
         if T:
             tl.store(parts + t * k + c[None, :], acc, mask=(t < tokens) & (c < k)[None, :])
         else:
@@ -210,27 +226,28 @@ def _add_kernel(
         acc = tl.zeros((T, C) if T else (R, B, E), tl.float32)
         acc_high = tl.zeros((T, C) if T else (R, B, E), tl.float32)
         for i in range(begin, end, R):
-            live = i + r < end
-            row = tl.load(listed + i + r, mask=live, other=0).to(tl.int64)
-            by = _factors(h, tl.load(at + i + r, mask=live, other=0), live, tokens, n, T)
-            here = live[:, None] & (b < blocks)[None, :]
+            here = (i + r < end)[:, None] & (b < blocks)[None, :]
             codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
             codes = tl.load(codes_at, mask=here[:, :, None], other=0)
+            if TYPE == "Q4_0X32":
+                d_at = shared + of[:, None, None] * k + first[None]
+                d_low = tl.load(d_at, mask=here[:, :, None], other=0)
+                d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0)
+            else:
+                d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+            row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
             if PAIRS:
                 low = (codes << 4).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
                 high = (codes & 0xF0).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
             else:
                 low = codes.to(tl.float32)
             if TYPE == "Q4_0X32":
-                of = tl.load(group + row, mask=live, other=0).to(tl.int64)
-                d_at = shared + of[:, None, None] * k + first[None]
-                low *= tl.load(d_at, mask=here[:, :, None], other=0).to(tl.float32)
-                high *= tl.load(d_at + 16, mask=here[:, :, None], other=0).to(tl.float32)
+                low *= d_low.to(tl.float32)
+                high *= d_high.to(tl.float32)
                 if not T:
                     low *= by[:, None, None]
                     high *= by[:, None, None]
             else:
-                d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
                 if not T:
                     d *= by[:, None]
                 low *= d[:, :, None]
@@ -244,6 +261,7 @@ def _add_kernel(
                 acc += low
                 if PAIRS:
                     acc_high += high
+            by = then
         if T:
             c = tl.program_id(0) * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
             ok = (t < tokens) & (c < k)[None, :]
@@ -257,13 +275,15 @@ def _add_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _sum_kernel(parts, out, size, splits, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(splits):
-        acc += tl.load(parts + i, mask=i < size, other=0)
-        parts += size
-    tl.store(out + i, acc, mask=i < size)
+def _sum_kernel(parts, out, size, splits, S: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the splits, S at a time."""
+    i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
+    acc = tl.zeros((S, BLOCK), tl.float32)
+    for first in range(0, splits, S):
+        split = (first + s)[:, None]
+        here = (split < splits) & (i < size)[None, :]
+        acc += tl.load(parts + split.to(tl.int64) * size + i[None, :], mask=here, other=0)
+    tl.store(out + i, tl.sum(acc, 0), mask=i < size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,7 +307,7 @@ def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -
         _count_kernel[(blocks,)](named, counts, fired, tokens, n, BLOCK=LIST)
         _list_kernel[(blocks,)](
             named, listed, length, counts, listed, listed, length, tokens, n, blocks, 1,
-            LISTED=False, PLACES=False, BLOCK=LIST, COUNTS=LIST,
+            LISTED=False, KEEP=False, BLOCK=LIST, COUNTS=LIST,
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
@@ -301,23 +321,23 @@ def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -
         GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, MOST=most > 0, T=columns(tokens), R=tile.rows,
         C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
-    rows, at, total = numbers(n), numbers(n), numbers(1)
+    rows, total, kept = numbers(n), numbers(1), torch.empty_like(h)
     _list_kernel[(blocks,)](
-        h, listed, length, counts, rows, at, total, tokens, n, programs, LIST // tile.rows,
-        LISTED=named is not None, PLACES=True, BLOCK=LIST, COUNTS=LIST,
+        h, listed, length, counts, rows, kept, total, tokens, n, programs, LIST // tile.rows,
+        LISTED=named is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
     )  # fmt: skip
-    return _down(neurons, h, rows, at, total), fired
+    return _down(neurons, kept, rows, total), fired
 
 
-def _down(neurons: Neurons, h: Tensor, rows: Tensor, at: Tensor, total: Tensor) -> Tensor:
-    """Sum of h [T, n] at the listed places times the listed rows of down, float32 [T, d_model]."""
+def _down(neurons: Neurons, h: Tensor, rows: Tensor, total: Tensor) -> Tensor:
+    """Sum of h [T, n] times the listed rows of down, float32 [T, d_model]."""
     down, (tokens, n) = neurons.down, h.shape
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
     across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
     splits = min(triton.cdiv(ADD_PROGRAMS, across), triton.cdiv(n, ADD_ROUNDS * tile.rows))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
     _add_kernel[(across, splits)](
-        down.data, either(down.scales, h), either(neurons.shared, h), either(neurons.group, h), rows, at, total, h,
+        down.data, either(down.scales, h), either(neurons.shared, h), either(neurons.group, h), rows, total, h,
         parts, tokens, n, down.k, splits,
         TYPE=down.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(h),
         num_warps=tile.warps,
@@ -325,5 +345,8 @@ def _down(neurons: Neurons, h: Tensor, rows: Tensor, at: Tensor, total: Tensor) 
     if splits == 1:
         return parts[0]
     out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device)
-    _sum_kernel[(triton.cdiv(out.numel(), 256),)](parts, out, out.numel(), splits, BLOCK=256, num_warps=4)
+    at_a_time, block = SUM
+    _sum_kernel[(triton.cdiv(out.numel(), block),)](
+        parts, out, out.numel(), splits, S=at_a_time, BLOCK=block, num_warps=4
+    )  # fmt: skip
     return out

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import available_memory
-from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures
+from powerinfer.devices.gpu import GpuLayers, choose_device, current, gpu_failures
 from powerinfer.devices.step import Operator, Step
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import Progress
@@ -137,7 +137,7 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
             "are free; end other programs first"
         )
     work = _Work(chosen, effort, progress)
-    with gpu_failures("it was measured", "end other programs on it first"):
+    with gpu_failures("it was measured", "end other programs on it first"), current(chosen):
         op_us, step_us = work.fixed()
         dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
         head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
@@ -475,7 +475,7 @@ class _Work:
         for _ in range(_WARM_UP):
             self._finished(_all(calls))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(self._device), capture_error_mode="thread_local"):
             _all(calls)()
         replay: Callable[[], Any] = graph.replay
         return replay

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.gpu import gpu_failures
+from powerinfer.devices.gpu import current, gpu_failures
 from powerinfer.devices.step import Operator, Step
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.prepared import prepared_folder
@@ -129,7 +128,7 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], s
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    with torch.cuda.device(device) if cuda else nullcontext(), torch.inference_mode():
+    with current(device), torch.inference_mode():
         inputs = _inputs(executor, ffn, sample)
         send, add = ffn.operators()
 

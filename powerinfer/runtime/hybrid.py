@@ -107,6 +107,8 @@ class HybridFfn:
         """
         import torch
 
+        from powerinfer.devices.gpu import current
+
         layout, to = self._bundles.layout, self._layers.device
         self._bundles.file.check()
         rows = self._bundles.layers[self.layer]
@@ -114,7 +116,7 @@ class HybridFfn:
         self.cold = np.setdiff1d(np.arange(self._cpu.config.d_ff, dtype=np.int32), hot)
         self.neurons: gpu.Neurons | None = None  # before others take their place
         self._fired: Tensor | None = None
-        with self._failures():
+        with self._failures(), current(to):
             if len(hot):
                 self.neurons = gpu.resident(layout, rows, hot, to, self._cpu.config, self._biases)
                 self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)

@@ -234,13 +234,14 @@ def _load_placed(
             sparsity = HybridSparsity(prepared.selector.name, executor, ffns, stage)
             if stage is not None:
                 settle(stage, executor, ffns, checkpoint, engine, prepared, sample, progress)
-                sparsity.clear()  # of the trial's
             elif any(len(ffn.cold) for ffn in ffns):
                 executor.choices["prefill"] = (
                     "the CPU computes cold neurons (no room, or no long steps, to stream them)"
                 )
         if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
             executor.gpu.rehearse(engine.max_batch)
+        if sparsity is not None:
+            sparsity.clear()  # of what was tried
     except BaseException:
         executor.close()
         raise
