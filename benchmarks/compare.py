@@ -127,8 +127,12 @@ class Engines:
         return commands
 
 
-def output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+def output(command: list[str], timeout: float | None = None) -> str:
+    """What a program prints; RuntimeError with its last line when it fails, or has not ended after so many seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{Path(command[0]).name} had not ended after {timeout:.0f} seconds") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         raise RuntimeError(f"{Path(command[0]).name} ended with status {done.returncode}: {last}"[:300])

@@ -1,14 +1,16 @@
 """Time the kernels of a GPU alone, as shares of the memory bandwidth that a copy reaches.
 
     python benchmarks/gpu_kernels.py [--d-model 8192] [--d-ff 28672] [--active 0.1] [--sweep] [--out FILE]
+    python benchmarks/gpu_kernels.py --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
 For every type of weights: a matrix against 1, 8 and 32 tokens, and the neurons of a gated ReLU layer of which a share
 is named, all of which fire; then attention over a long context, and a predictor. What a kernel reads is counted once,
 the neurons that any token names for all tokens together. Weights are taken in turn from copies that are larger in all
 than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor Python help or hinder.
 
---sweep tries other tiles for each of these and says which were fastest. Without a GPU (--device cpu) plain torch is
-timed, which only shows that the script runs. Prints one JSON document.
+--sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
+choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
+plain torch is timed, which only shows that the script runs. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -29,6 +31,7 @@ import torch
 
 from powerinfer.kernels import gpu
 
+KERNELS = ("linear", "neurons", "predict", "attention")
 TOKENS = (1, 8, 32)
 TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
 UNCACHED = 512 << 20  # bytes that copies of weights come to
@@ -105,20 +108,24 @@ def copies_of(nbytes: int, device: str) -> int:
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, int, Call]]:
     """(what, type, tokens, bytes read, copies, call)."""
     device, d_model, d_ff = arguments.device, arguments.d_model, arguments.d_ff
-    for kind in dict.fromkeys(kind for kind, _ in TYPES):
+
+    def wanted(what: str, kind: str) -> bool:
+        return what in arguments.kernels and (arguments.types is None or kind in arguments.types)
+
+    for kind in dict.fromkeys(kind for kind, _ in TYPES if wanted("linear", kind)):
         nbytes = gpu.weight_bytes(kind, d_model, d_model)
         weights = [random_weight(kind, d_model, d_model, device) for _ in range(copies_of(nbytes, device))]
-        for tokens in TOKENS:
+        for tokens in arguments.tokens:
             x = torch.randn(tokens, d_model, device=device)
             yield "linear", kind, tokens, nbytes, len(weights), lambda i, w=weights, x=x: gpu.linear(w[i], x)
-    for types in TYPES:
+    for types in [types for types in TYPES if wanted("neurons", "/".join(types))]:
         one = random_neurons(types, d_ff, d_model, device)
         active = int(one.nbytes * arguments.active)
         layers = [one] + [
             random_neurons(types, d_ff, d_model, device) for _ in range(min(copies_of(active, device), 4) - 1)
         ]
         rows = sum(w.nbytes for w in (one.gate, one.up, one.down) if w is not None) // d_ff
-        for tokens in TOKENS:
+        for tokens in arguments.tokens:
             x = torch.randn(tokens, d_model, device=device)
             chosen = np.random.default_rng(tokens).random((tokens, d_ff)) < arguments.active
             union = np.flatnonzero(chosen.any(axis=0))
@@ -126,22 +133,24 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             named = torch.from_numpy(chosen.astype(np.uint8)).to(device)
             call = lambda i, n=layers, x=x, named=named: gpu.neuron_sum(n[i], x, named)  # noqa: E731
             yield "neurons", "/".join(types), tokens, len(union) * rows + shared, len(layers), call
-    rank = d_model // 8
-    nbytes = gpu.weight_bytes("Q8_0", rank, d_model) + gpu.weight_bytes("Q8_0", d_ff, rank)
-    pairs = [
-        (random_weight("Q8_0", rank, d_model, device), random_weight("Q8_0", d_ff, rank, device))
-        for _ in range(copies_of(nbytes, device))
-    ]
-    for tokens in TOKENS:
-        x = torch.randn(tokens, d_model, device=device)
-        yield "predict", "Q8_0", tokens, nbytes, len(pairs), lambda i, p=pairs, x=x: gpu.predict(*p[i], x, 0.5, 8)
-    yield from attention_cases(device, d_model)
+    if wanted("predict", "Q8_0"):
+        rank = d_model // 8
+        nbytes = gpu.weight_bytes("Q8_0", rank, d_model) + gpu.weight_bytes("Q8_0", d_ff, rank)
+        pairs = [
+            (random_weight("Q8_0", rank, d_model, device), random_weight("Q8_0", d_ff, rank, device))
+            for _ in range(copies_of(nbytes, device))
+        ]
+        for tokens in arguments.tokens:
+            x = torch.randn(tokens, d_model, device=device)
+            yield "predict", "Q8_0", tokens, nbytes, len(pairs), lambda i, p=pairs, x=x: gpu.predict(*p[i], x, 0.5, 8)
+    if "attention" in arguments.kernels:
+        yield from attention_cases(device, d_model, arguments.tokens)
 
 
-def attention_cases(device: str, d_model: int) -> Iterator[tuple[str, str, int, int, int, Call]]:
+def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
     dim = 128
     heads, pages = d_model // dim, CONTEXT // gpu.PAGE
-    for kv_heads, tokens in itertools.product((max(1, heads // 8), heads), TOKENS):
+    for kv_heads, tokens in itertools.product((max(1, heads // 8), heads), sizes):
         shape = (tokens * pages, gpu.PAGE, kv_heads, dim)
         nbytes = 2 * 2 * int(np.prod(shape))
         caches = [
@@ -210,7 +219,11 @@ def swept(what: str, kind: str, tokens: int, call: Call, copies: int, device: st
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = arguments.device
     peak = copy_gb_s(device)
-    results = []
+    results: list[dict[str, Any]] = []
+    name = "torch on the CPU" if device == "cpu" else torch.cuda.get_device_name()
+    sizes = {key: getattr(arguments, key) for key in ("d_model", "d_ff", "active")}
+    document = {**machine.description(), "device": name, "torch": torch.__version__, **sizes, "copy_gb_s": peak}
+    document["kernels"] = results
     for what, kind, tokens, nbytes, copies, call in cases(arguments):
         with torch.inference_mode():
             s = seconds(call, copies, device)
@@ -220,11 +233,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 case |= swept(what, kind, tokens, call, copies, device)
         results.append(case)
         print(json.dumps(case), flush=True)
-    name = "torch on the CPU" if device == "cpu" else torch.cuda.get_device_name()
-    sizes = {key: getattr(arguments, key) for key in ("d_model", "d_ff", "active")}
-    return {**machine.description(), "device": name, "torch": torch.__version__, **sizes, "copy_gb_s": peak} | {
-        "kernels": results
-    }
+        if arguments.out is not None:
+            machine.write_json(arguments.out, document)
+    return document
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -233,6 +244,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--d-model", type=int, default=8192)
     parser.add_argument("--d-ff", type=int, default=28672, help="neurons of a layer that are on the GPU")
     parser.add_argument("--active", type=float, default=0.1, help="share of them that a token needs")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="default: all")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="as the results name them, such as F16/F16")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="default: 1 8 32")
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
     parser.add_argument("--out", type=Path, help="write the document there too")
     arguments = parser.parse_args(argv)
@@ -241,8 +255,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if arguments.device == "cpu" and arguments.sweep:
         parser.error("tiles are those of Triton's kernels, which need a GPU")
     document = measure(arguments)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))
     return document
 

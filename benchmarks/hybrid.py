@@ -8,6 +8,7 @@ It makes the models (hybrid_models.py), one at a time, and measures section by s
     make       the model, its profile, predictor and bundles, and what this machine can do (`powerinfer measure`)
     peer       how many layers llama.cpp can put on the GPU within the budget: whole ones (-ngl), or all attention and
                the FFNs of some (-ot); each with all threads and with half of them
+    kernel     bandwidth of the sum over a layer's neurons, a tenth of which fires
     decode     tokens per second of 1, 8 and 32 requests together: this engine and llama.cpp in turn, round by round; of
                this engine also the share of the firing neurons that the GPU had, a trace, what the plan predicted
     ablation   what each idea brings: `dense`, whole layers on either side; `layers`, only the neurons that fire, both
@@ -15,7 +16,6 @@ It makes the models (hybrid_models.py), one at a time, and measures section by s
                `exact` is the plan without a predictor
     prefill    tokens per second of a prompt: cold neurons streamed to the GPU, or by the CPU; llama.cpp
     budget     tokens per second by the budget
-    kernel     bandwidth of the sum over a layer's neurons, a tenth of which fires
 
 A card with less memory is stood in for by the budget: the GPU is as fast as it is. --scale takes a share of a model's
 layers and the same share of its budget, for both engines (by itself a quarter of falcon-40b and of reglu-70b, all of
@@ -56,6 +56,7 @@ SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the budget
 STEPS = ("dense", "layers", "random")  # of the ablation, before the plan
 KERNEL_TOKENS = (1, 8, 32)
 MOST_TRIES = 6  # for one limit of the peer
+HANGS = 240  # seconds, after which a program is taken not to end any more
 EVERYTHING = 999  # as -ngl: all layers and the head
 
 Result = dict[str, Any]
@@ -113,7 +114,7 @@ def run(task: Result) -> Result:
     if task.get("gpu") == "cpu":
         return hybrid_run.perform(task)
     command = [sys.executable, str(Path(__file__).with_name("hybrid_run.py")), json.dumps(task)]
-    return dict(json.loads(compare.output(command).splitlines()[-1]))
+    return dict(json.loads(compare.output(command, None if task["what"] == "make" else HANGS).splitlines()[-1]))
 
 
 @dataclass
@@ -131,13 +132,13 @@ class Peer:
         """Tokens per second of one request, and the peak of VRAM in bytes."""
         command = self._command("llama-bench", model, threads, flags)
         with Vram(self.gpu) as vram:
-            text = compare.output([*command, "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"])
+            text = compare.output([*command, "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"], HANGS)
         return float(json.loads(text)[0]["avg_ts"]), vram.peak
 
     def prompt(self, model: Path, limit: Result, tokens: int) -> Result:
         """As `hybrid_run.prefill`, with the flags that were found to fit."""
         command = self._command("llama-bench", model, limit["threads"], limit["flags"])
-        text = compare.output([*command, "-p", str(tokens), "-n", "0", "-r", "2", "-o", "json"])
+        text = compare.output([*command, "-p", str(tokens), "-n", "0", "-r", "2", "-o", "json"], HANGS)
         return {"prefill_tok_s": {"llama.cpp": float(json.loads(text)[0]["avg_ts"])}}
 
     def together(self, model: Path, threads: int, flags: list[str], batches: list[int], tokens: int) -> Result:
@@ -145,7 +146,7 @@ class Peer:
         command = self._command("llama-batched-bench", model, threads, flags)
         sizes = ["-npp", "1", "-ntg", str(tokens), "-npl", ",".join(map(str, batches))]
         cache = ["-c", str(max(batches) * (tokens + 2)), "-fit", "off", "--output-format", "jsonl"]
-        lines = compare.output([*command, *sizes, *cache]).splitlines()
+        lines = compare.output([*command, *sizes, *cache], HANGS).splitlines()
         found = [json.loads(line) for line in lines if line.startswith("{")]
         return {str(one["pl"]): one["speed_tg"] for one in found}
 
@@ -224,7 +225,7 @@ class Measurement:
     document: Result
     peer: Peer | None
     begun: float = field(default_factory=lambda: time.monotonic())
-    longest: float = 0.0
+    longest: dict[str, float] = field(default_factory=dict)  # seconds, of the jobs of a section
 
     @property
     def jobs(self) -> dict[str, Result]:
@@ -236,10 +237,11 @@ class Measurement:
         done = self.jobs.get(key)
         return done is None or (self.arguments.retry and "error" in done)
 
-    def over(self) -> bool:
-        """Whether another job as long as the longest might not end in time."""
+    def over(self, key: str) -> bool:
+        """Whether the job might not end in time if it takes as long as any of its section, or else any but make did."""
         left = 60 * self.arguments.minutes - (time.monotonic() - self.begun)
-        return bool(self.arguments.minutes) and left < self.longest
+        others = [seconds for section, seconds in self.longest.items() if section != "make"]
+        return bool(self.arguments.minutes) and left < self.longest.get(_section(key), max(others, default=0.0))
 
     def do(self, key: str, work: Callable[[], Result]) -> None:
         """Do a job and write down what came of it."""
@@ -251,11 +253,15 @@ class Measurement:
             except (OSError, RuntimeError, ValueError, KeyError, IndexError, PowerInferError) as error:
                 result = {"error": compare.reason(error)}
         taken = time.monotonic() - begin
-        self.longest = max(self.longest, taken)
+        self.longest[_section(key)] = max(self.longest.get(_section(key), 0.0), taken)
         others = {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
         self.jobs[key] = result | others | {"wall_s": round(taken, 1), "commit": machine.commit()}
         machine.write_json(self.arguments.out, self.document)
         print(f"{key}: {said(result)} ({taken:.0f} s)", file=sys.stderr, flush=True)
+
+
+def _section(key: str) -> str:
+    return key.partition("/")[0]
 
 
 def said(result: Result) -> str:
@@ -303,6 +309,9 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     if "peer" in sections:
         for way in ways:
             yield f"peer/{name}/{way}", lambda way=way: found_limit(way)
+    if "kernel" in sections:
+        task = {"what": "kernel", "model": str(model), "gpu": arguments.gpu, "tokens": list(KERNEL_TOKENS)}
+        yield f"kernel/{name}", lambda: run(task)
     for number in range(arguments.rounds):
         each: list[tuple[str, Callable[[], Result]]] = []
         if "decode" in sections:
@@ -323,9 +332,6 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         for share in arguments.shares:
             budget = int(share * made.vram) if made.vram else share / 2
             yield f"budget/{name}/{share:g}", lambda budget=budget: ours("time", "predicted", budget, [1])
-    if "kernel" in sections:
-        task = {"what": "kernel", "model": str(model), "gpu": arguments.gpu, "tokens": list(KERNEL_TOKENS)}
-        yield f"kernel/{name}", lambda: run(task)
 
 
 def measure(measurement: Measurement) -> bool:
@@ -336,7 +342,7 @@ def measure(measurement: Measurement) -> bool:
         left = [(key, work) for key, work in jobs(measurement, name) if measurement.wanted(key)]
         model = hybrid_models.path_of(arguments.models, name, arguments.scale)
         if left or ("make" in arguments.sections and measurement.wanted(f"make/{name}")):
-            if measurement.over():
+            if measurement.over(f"make/{name}"):
                 return False
             make = threads | {"what": "make", "model": str(model), "name": name, "scale": arguments.scale}
             if measurement.wanted(f"make/{name}") or not bundles_of(model).exists():
@@ -346,7 +352,7 @@ def measure(measurement: Measurement) -> bool:
         if left and measurement.wanted("hardware"):
             measurement.do("hardware", lambda: run(threads | {"what": "hardware", "gpu": arguments.gpu}))
         for key, work in left:
-            if measurement.over():
+            if measurement.over(key):
                 return False
             measurement.do(key, work)
         if not arguments.keep and set(arguments.sections) > {"make"}:

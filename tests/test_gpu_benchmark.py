@@ -26,6 +26,8 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(out.read_text()) == document
     cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
     assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "predict", "attention"}
+    some = gpu_kernels.main([*arguments, "--kernels", "neurons", "predict", "--types", "Q8_0/Q8_0", "--tokens", "2"])
+    assert [(case["kernel"], case["tokens"]) for case in some["kernels"]] == [("neurons", 2)]
     assert all(case["us"] > 0 for case in cases.values())
     assert cases["linear", "Q8_0", 8]["bytes"] == gpu.weight_bytes("Q8_0", 256, 256)
     for tokens in gpu_kernels.TOKENS:  # all neurons are active, and read once

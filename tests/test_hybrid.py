@@ -266,7 +266,7 @@ def test_replayed_steps_give_the_same_bits(
     path = packed(case, config, model, tmp_path)
     tokens, made, runs = families.prompt(case)[:16], [], []
     predictors = predictor_of(open_checkpoint(path).config) if predicted else None
-    for recorder in (None, cuda_graphs() if cuda else stand_in_recorder(made)):
+    for recorder in (None, cuda_graphs(torch.device("cuda", 0)) if cuda else stand_in_recorder(made)):
         with split(path, 0.5, predictors=predictors, device="cuda" if cuda else "cpu") as (executor, ffns):
             sparsity = HybridSparsity("exact", executor, ffns)
             executor.gpu.record(recorder)

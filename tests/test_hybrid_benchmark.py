@@ -56,7 +56,7 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     steps = [f"ablation/{model}/0/{step}" for step in ("dense", "layers", "random", "exact")]
     expected = [f"make/{model}", "hardware", f"decode/{model}/0/powerinfer", *steps]
     prompt = f"prefill/{model}/0/powerinfer"
-    assert list(jobs) == [*expected, prompt, f"budget/{model}/1.5", f"kernel/{model}"]
+    assert list(jobs) == [*expected[:2], f"kernel/{model}", *expected[2:], prompt, f"budget/{model}/1.5"]
     assert set(jobs[prompt]["prefill_tok_s"]) == {"streamed", "cpu"} and min(jobs[prompt]["prefill_tok_s"].values()) > 0
     plan, dense, *others = (jobs[key] for key in expected[2:])
     assert set(plan["decode_tok_s"]) == {"1", "9"} and all(rate > 0 for rate in plan["decode_tok_s"].values())
@@ -105,6 +105,11 @@ def test_what_failed_is_said_and_can_be_done_again(tmp_path: Path) -> None:
     assert again["jobs"]["kernel/falcon-40b"] == document["jobs"]["kernel/falcon-40b"]
     again = measured(out, "--sections", "kernel", "--retry", run=lambda task: {"runs": []})
     assert "error" not in again["jobs"]["kernel/falcon-40b"]
+
+
+def test_a_program_that_hangs_is_ended() -> None:
+    with pytest.raises(RuntimeError, match=r"sleep had not ended after 0 seconds"):
+        hybrid.compare.output(["sleep", "30"], 0.1)
 
 
 def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
