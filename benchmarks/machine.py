@@ -18,10 +18,10 @@ DISTURBED_CORES = 0.15  # CPU time taken by others, in cores, from which on a ru
 
 
 def first_line(*command: str) -> str:
-    """The first line that a command prints, or "" where the command is missing or fails."""
+    """The first line that a command prints, or "" where the command is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip().split("\n")[0] if done.returncode == 0 else ""
 
