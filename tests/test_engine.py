@@ -194,6 +194,8 @@ def test_wrong_requests_are_refused() -> None:
         ({"prefill_chunk": 2.5}, "prefill_chunk must be a whole number"),
         ({"recall_every": -1}, "recall_every must be a whole number of at least 0"),
         ({"context": -1}, "context must be a whole number of at least 0"),
+        ({"vram": "8GiB"}, "vram must be a whole number of bytes or None, not '8GiB'"),
+        ({"ram": -1}, "ram must be a whole number of bytes"),
         ({"kv_type": "q4"}, "kv_type must be one of f16, q8_0, f32, not 'q4'"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -767,6 +767,8 @@ def test_the_command_for_a_model(tmp_path: Path) -> None:
     other = run_plan(*common, "--vram", "3GiB", "--selector", "predicted", "--policy", "ilp")
     assert other["key"] != kept["key"] and other["bytes"]["gpu"]["predictor"] > 0
     assert len(list(folder.glob("plan-*.json"))) == 2
+    many = run_plan(*common, "--max-batch", "600")
+    assert many["key"] != kept["key"] and many["bytes"]["cpu"]["scratch"] > kept["bytes"]["cpu"]["scratch"]
     elsewhere = run_plan(*common, "--hot-share", "0.3", "--active", "0.1", "--prepared", str(tmp_path / "other"))
     assert Path(elsewhere["path"]).parent == tmp_path / "other" and "30 %" in elsewhere["assumed"][0]
     assert (elsewhere["quantize"], elsewhere["weight_type"]) == (None, "F32")

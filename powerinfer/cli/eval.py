@@ -43,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="tokens computed at once, 1 to 8, as decode with a batch of N; default: 1 for sparse selectors and "
-        "agreement, else as fast as can be",
+        help="tokens computed at once, as decode with a batch of N, up to --max-batch and 32; default: 1 for sparse "
+        "selectors and agreement, else as fast as can be",
     )
     config_flags(parser, EngineConfig, "engine")
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from powerinfer.placement.shapes import Model
 
 ENGINE = (
-    "context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa", "gpu",
+    "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
+    "isa", "gpu",
 )  # fmt: skip
 MOST = 1 << 16  # requests, and tokens of a prompt at once
 TIERS = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
@@ -91,7 +92,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def check(wanted: PlanConfig, engine: EngineConfig) -> None:
     """RequestError for options that no plan can have."""
-    for name, count in (("--batch", wanted.batch), ("--prefill-chunk", engine.prefill_chunk)):
+    for name, count in (
+        ("--batch", wanted.batch),
+        ("--prefill-chunk", engine.prefill_chunk),
+        ("--max-batch", engine.max_batch),
+    ):
         if not 1 <= count <= MOST:
             raise RequestError(f"{name} must lie between 1 and {MOST}, not {count}")
     if not 0 <= wanted.time_limit < math.inf:
@@ -117,6 +122,7 @@ def _request(
         chunk=engine.prefill_chunk,
         seed=wanted.seed,
         time_limit=wanted.time_limit,
+        requests=engine.max_batch,
     )
 
 

@@ -233,7 +233,7 @@ class LLM:
     ) -> None:
         """Compute a text and hand its logits to `use(position, float32 [n, vocab])`, from position `first` on.
 
-        From there on up to `step` tokens are computed at once; steps of decode's size (1 to 8) take its sparse ways.
+        From there on up to `step` tokens are computed at once; steps of decode's size (1 to 32) take its sparse ways.
         """
         self._runner.score(tokens, first, use, step)
 
@@ -316,6 +316,8 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
             least = known[name].metadata.get("least", 0 if default == 0 else 1)  # 0 as a default means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if known[name].metadata.get("size") and value is not None and (type(value) is not int or value < 0):
+            raise RequestError(f"{name} must be a whole number of bytes or None, not {value!r}")
     return EngineConfig(**options)
 
 
