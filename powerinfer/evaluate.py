@@ -96,7 +96,8 @@ def agreement(
 ) -> Agreement:
     """Compare two engines, of one model in two settings, on a text that both are given token by token.
 
-    against None: the engine itself with every neuron.
+    against None: the engine itself with every neuron; not for one that splits them between devices, which only leaves
+    its predictors out.
 
     The text is cut into windows of `context` tokens, the last may be shorter; BOS as in `perplexity`. The first
     tokens of a window, `PROMPT` or half of it, are computed as a prompt, which is dense; from there on `step` tokens

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama  # noqa: E402
 from test_cli import error_line, powerinfer  # noqa: E402
 
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
@@ -310,6 +311,20 @@ def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> 
         executor, ffns = llm._executor, llm._sparsity.ffns  # type: ignore[union-attr]
         held = sum(executor.gpu.memory().values()) + sum(sum(ffn.memory().values()) for ffn in ffns)
         assert held <= vram
+
+
+def test_agreement_with_all_is_that_of_the_cpu_alone(
+    model: Path, cache: Path, rates: GpuRates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Split neurons know no dense way: what a threshold leaves out shows all the same."""
+    made, text = machine(rates, EngineConfig(**options(gpu="cpu"))), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    place = ["--gpu", "cpu", "--vram", str(vram_for(model, made, 1)), "--threads", "1", "--context", str(CONTEXT)]
+    asked = ["--file", str(text), "--tokens", "20", "--selector", "threshold", "--threshold", "0.5", "--json"]
+    flags = ["-m", str(model), *place, "--prefill-chunk", "32", "--max-batch", "3", *asked]
+    assert main(["eval", "agreement", *flags]) == 0
+    shown = capsys.readouterr()
+    assert "on the GPU" in shown.err and json.loads(shown.out)["max_abs_logit_diff"] > 0.01
 
 
 def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:

@@ -8,9 +8,10 @@ JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weight
 bytes_per_token are those that decoding read, and there is sparsity: selector, active_fraction and candidate_fraction
 (of the neurons), recall (of a predictor, on sampled tokens), bytes_per_token (of the FFNs), layers (the same for each,
 with its ways by batch size and the reason); of one split between GPU and CPU active_fraction, gpu_share (of the
-neurons that fired, those on the GPU) and jobs (share of the FFNs in which the CPU had something to do). With --trace,
-trace: seconds of a step in all and by what took them, overlap (1 - the share of it in which neither device worked),
-path.
+neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU had something to do), traded (neurons
+that --adjust brought to the GPU) and streams_from (tokens of a step from which on the GPU computes the cold ones too).
+With --trace, trace: seconds of a step in all and by what took them, overlap (1 - the share of it in which neither
+device worked), path.
 """
 
 from __future__ import annotations

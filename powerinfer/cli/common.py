@@ -71,9 +71,7 @@ def _number(text: str) -> float | None:
 
 
 _UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{end}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for end, base in (("B", 1000), ("iB", 1024))
+    f"{prefix}{end}": base**power for power, prefix in enumerate("KMGT", 1) for end, base in (("B", 1000), ("iB", 1024))
 }
 
 

@@ -7,10 +7,10 @@ error), tokens, context; of a sparse model sparsity.
 
 agreement: how near the selector --selector comes to the one named by --against (default all) when both are given the
 text token by token, in windows of --context tokens of which the first 16 are a prompt. Against another selector than
-all the model is loaded twice. JSON: top1_agreement (share of positions at which both find the same token most
-likely), mean_kl (of --against's distribution relative to --selector's, in nats), max_abs_logit_diff, tokens
-(positions), active_fraction (neurons computed in full), candidate_fraction, recall (of a predictor), bytes_per_token,
-selector, against, context, step.
+all the model is loaded twice, and where neurons are split between a GPU and the CPU: all is then that of the CPU alone.
+JSON: top1_agreement (share of positions at which both find the same token most likely), mean_kl (of --against's
+distribution relative to --selector's, in nats), max_abs_logit_diff, tokens (positions), active_fraction (neurons
+computed in full), candidate_fraction, recall (of a predictor), bytes_per_token, selector, against, context, step.
 
 A selector that is named runs in every layer here, as with --no-trial: its quality is the question, not its speed.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_summary, sparsity_text
@@ -100,10 +100,15 @@ def _agreement(args: argparse.Namespace, text: str, out: Output) -> dict[str, An
     from powerinfer.cli.progress import Bar
 
     selector, against, step = getattr(args, "selector", "auto"), args.against or "all", args.step or 1
-    second = nullcontext() if against == "all" else _open(args, against, out)
-    with _open(args, selector, out) as llm, second as other, Bar() as bar:
+    with _open(args, selector, out) as llm, ExitStack() as stack:
         from powerinfer.evaluate import agreement
 
+        other = None
+        if against != "all":
+            other = stack.enter_context(_open(args, against, out))
+        elif "gpu_share" in (llm.sparsity or {}):  # neurons are split, and no device has a layer's dense matrices
+            other = stack.enter_context(_open(argparse.Namespace(**vars(args) | {"gpu": "none"}), against, out))
+        bar = stack.enter_context(Bar())
         result = agreement(llm, other, text, args.context, args.tokens, step, bar)
         sparsity = sparsity_summary(llm)
     out.line(f"{selector} against {against}, {result.tokens} positions")

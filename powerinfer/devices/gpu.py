@@ -483,9 +483,7 @@ class GpuLayers:
         within the page table. The result is a view that stays valid until the next call. PowerInferError when the
         device fails or has no memory left; the next step may then be run as if this one had not been.
         """
-        with gpu_failures(
-            f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or the bytes of neurons on it"
-        ):
+        with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = _torch()
             with current(self.device):
                 step = self.begin(batch, x)

@@ -165,7 +165,6 @@ class Hardware:
     key: Mapping[str, str] = field(default_factory=dict)
     host_bytes: int = 0
 
-
     @property
     def plain_torch(self) -> bool:
         """Whether the GPU was measured without kernels of the engine's own: a stand-in, or a card without Triton."""
