@@ -397,8 +397,8 @@ struct Ahead {
   }
 };
 
-// Q * 4 rows of a group, of which the last `n` count (zeros stand in for the others' factors), added to a token's output, or,
-// where more rows of the group are to come, to `sums`.
+// Up to eight rows of a group, and the factors by which they are added to a token's output, zeros where there are fewer rows.
+// first, last: whether rows came before, whose whole numbers are in `sums`, and whether more are to come.
 struct GroupStep {
   const uint8_t* row[8];
   int32_t by[2], start;
