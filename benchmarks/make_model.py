@@ -168,7 +168,8 @@ def _known_reach(plan: Plan, rank: int) -> dict[str, Any]:
         fires, named = float(p.mean()), float(plan.firing.candidates(p).mean())
         reach = {"recall": plan.recall, "candidate_fraction": named}
         first = {f"svd_{name}": value for name, value in reach.items()}  # nothing was there before it
-        told = {"rank": rank, "method": "known", "active_fraction": fires, "precision": plan.recall * fires / named}
+        precision = min(1.0, plan.recall * fires / named)  # where nearly all fire, fewer are named than that by rounding
+        told = {"rank": rank, "method": "known", "active_fraction": fires, "precision": precision}
         layers.append(told | reach | first)
     whole = sum(math.prod(shape) for _, shape in shapes(plan))
     share = min(1.0, plan.n_layers * rank * (plan.d_model + plan.d_ff) / whole)

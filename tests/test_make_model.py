@@ -16,6 +16,7 @@ from firing import Firing
 from sparse_weights import ATTENTION_WRITES, Plan, Weights
 
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.placement.power_law import hot_share, layer_means, power_law
 
 VOCAB = 4096  # every token is seen once: then tokens are independent draws
@@ -247,6 +248,13 @@ def test_predictor_names_what_it_is_set_to(kind: str, stored: str, tmp_path: Pat
     expected = np.mean([made.firing.candidates(Weights(made).layer(n).probabilities).mean() for n in range(3)])
     assert result["candidate_fraction"] == pytest.approx(expected, rel=0.05)
     assert expected < 0.13  # it is good: few are named in vain
+
+
+def test_predictor_of_neurons_that_all_fire(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", plan(active=1.0))
+    make_model.make_predictor(path, plan(active=1.0), RANK, "f16")
+    training = open_predictor(open_checkpoint(path)).training
+    assert training is not None and training["layers"][0]["precision"] > 0.99
 
 
 def test_predictor_ignores_the_scale_of_the_stream() -> None:
