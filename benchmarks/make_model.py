@@ -168,7 +168,7 @@ def _known_reach(plan: Plan, rank: int) -> dict[str, Any]:
         fires, named = float(p.mean()), float(plan.firing.candidates(p).mean())
         reach = {"recall": plan.recall, "candidate_fraction": named}
         first = {f"svd_{name}": value for name, value in reach.items()}  # nothing was there before it
-        precision = min(1.0, plan.recall * fires / named)  # where nearly all fire, fewer are named than that by rounding
+        precision = min(1.0, plan.recall * fires / named)  # above 1 by rounding alone
         told = {"rank": rank, "method": "known", "active_fraction": fires, "precision": precision}
         layers.append(told | reach | first)
     whole = sum(math.prod(shape) for _, shape in shapes(plan))
