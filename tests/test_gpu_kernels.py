@@ -44,13 +44,7 @@ if DEVICE == "cpu" and TRITON:
 
     interpreter._patch_lang_tensor = patched
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=KERNELS)

@@ -44,13 +44,7 @@ from powerinfer.runtime.request import SamplingParams  # noqa: E402
 LAYERS = families.SIZES["num_hidden_layers"]
 ALL = GpuShare("cpu", LAYERS, head=True)
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine_of(**options: Any) -> EngineConfig:

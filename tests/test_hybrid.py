@@ -37,14 +37,7 @@ from powerinfer.runtime.adjust import trades  # noqa: E402
 from powerinfer.runtime.hybrid import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
 from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch: two pools of threads on the same cores wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)

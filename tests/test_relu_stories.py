@@ -26,13 +26,7 @@ from powerinfer.evaluate import perplexity  # noqa: E402
 
 SHAPE = Shape(d_model=48, d_ff=80, n_layers=3, n_heads=4, n_kv_heads=2, vocab=300, context=64)
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def checkpoint(shape: Shape = SHAPE, seed: int = 1) -> bytes:

@@ -39,13 +39,7 @@ from powerinfer.runtime.crossing import Crossing  # noqa: E402
 CPU = torch.device("cpu")
 TOKENS = 37  # more than those whose products read a weight once
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def of_groups(bundles: Bundles, groups: int) -> int:

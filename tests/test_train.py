@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return give_samples(few_directions(tmp_path_factory.mktemp("few") / "m.gguf", 12))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def copied(model: Path, folder: Path) -> Path:
