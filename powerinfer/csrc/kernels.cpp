@@ -21,15 +21,15 @@ PI_INLINE int32_t word(const int8_t* p) {
 }
 
 // ---- Quantised weights -------------------------------------------------------------------------------------------
-// A weight trait reads one 32-k block of BLOCK_BYTES: group<g>() gives the codes of four k of 16 rows; scales() the factor of the
-// block and, with MIN, what is added per unit of activation. Codes below zero are stored moved up by OFFSET, which the
-// integer sum takes out again. HALVES 2: each 16 k have a factor of their own (Q6_K).
+// A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<g>() gives the codes of four k
+// of 16 rows; scales() the factor of the block and, with MIN, what is added per unit of activation. Codes below zero are stored moved up by
+// OFFSET, which the integer sum takes out again. HALVES 2: each 16 k have a factor of their own (Q6_K).
 
 struct Scales { f32x16 d, m; };
 
 struct WQ4_0 {
-  static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 256;
-  static constexpr bool SIGNED = false, MIN = false;
+  static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 32;
+  static constexpr bool SIGNED = false, MIN = false, WIDE = false;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     u8x64 raw = b_load(codes + b * 256 + (g & 3) * 64);
     return g < 4 ? b_low4(raw) : b_high4(raw);
@@ -38,7 +38,7 @@ struct WQ4_0 {
 };
 
 struct WQ4_1 : WQ4_0 {
-  static constexpr int OFFSET = 0;
+  static constexpr int OFFSET = 0, SCALE_BYTES = 64;
   static constexpr bool MIN = true;
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     return {f_load_f16(meta + b * 64), f_load_f16(meta + b * 64 + 32)};
@@ -46,8 +46,8 @@ struct WQ4_1 : WQ4_0 {
 };
 
 struct WQ5_0 {
-  static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 320;
-  static constexpr bool SIGNED = false, MIN = false;
+  static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 320, SCALE_BYTES = 32;
+  static constexpr bool SIGNED = false, MIN = false, WIDE = false;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b * 320;
     u8x64 raw = b_load(q + (g & 3) * 64), low = g < 4 ? b_low4(raw) : b_high4(raw), bits = b_load(q + 256);
@@ -59,14 +59,14 @@ struct WQ5_0 {
 };
 
 struct WQ5_1 : WQ5_0 {
-  static constexpr int OFFSET = 0;
+  static constexpr int OFFSET = 0, SCALE_BYTES = 64;
   static constexpr bool MIN = true;
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return WQ4_1::scales(meta, b); }
 };
 
 struct WQ8_0 {
-  static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 512;
-  static constexpr bool SIGNED = true, MIN = false;
+  static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 512, SCALE_BYTES = 32;
+  static constexpr bool SIGNED = true, MIN = false, WIDE = false;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
 };
@@ -80,8 +80,8 @@ PI_INLINE Scales k_scales(const uint8_t* meta, int64_t b) {
 }
 
 struct WQ4_K {
-  static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1, BLOCK_BYTES = 256;
-  static constexpr bool SIGNED = false, MIN = true;
+  static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 40;
+  static constexpr bool SIGNED = false, MIN = true, WIDE = false;
   template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     u8x64 raw = b_load(codes + b / 2 * 512 + g * 64);
     return i ? b_high4(raw) : b_low4(raw);
@@ -99,8 +99,8 @@ struct WQ5_K : WQ4_K {
 };
 
 struct WQ6_K {
-  static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2, BLOCK_BYTES = 384;
-  static constexpr bool SIGNED = false, MIN = false;
+  static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2, BLOCK_BYTES = 384, SCALE_BYTES = 36;
+  static constexpr bool SIGNED = false, MIN = false, WIDE = false;
   template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b / 4 * 1536;
     u8x64 raw = b_load(q + (i & 1) * 512 + g * 64), low = i < 2 ? b_low4(raw) : b_high4(raw), bits = b_load(q + 1024 + g * 64);
@@ -120,6 +120,7 @@ template <class W> PI_INLINE i32x16 start(int32_t sum) {
 
 // Codes of a panel widened to a byte each, [block][8 groups][64]: unpacking once pays when many tokens follow.
 template <class W> struct Wide : W {
+  static constexpr bool WIDE = true;
   static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
   template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
 };
@@ -134,13 +135,13 @@ template <class W> void widen(const uint8_t* codes, int64_t nb, uint8_t* out, in
   }
 }
 
-// Where the panels of a call lie: codes and scales of panel p at p times their strides.
+// Where the panels of a call lie: codes and scales of panel p at p times their strides. The panels after these begin `next` bytes later.
 struct Panels {
   const uint8_t *codes, *scales;
-  int64_t codes_stride, scales_stride;
+  int64_t codes_stride, scales_stride, next = 0;
 };
 
-template <class W, int P, int T, bool PREFETCH>
+template <class W, int P, int T>
 PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
   const int64_t k = x->k, nb = k / 32;
   const int8_t* q[T];
@@ -158,6 +159,14 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
       const int64_t b = b0 + i.value;
+      // Asked for meanwhile: the block that comes 2 KB of codes later, here or in the panels after these.
+      constexpr int64_t SOON = 2048 / W::BLOCK_BYTES;
+      const bool here = b + SOON < nb;
+      const int64_t soon = here ? b + SOON : b + SOON - nb, jump = here ? 0 : w.next;
+      if constexpr (!W::WIDE) {
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) __builtin_prefetch(w.scales + p * w.scales_stride + soon * W::SCALE_BYTES + jump);
+      }
       f32x16 value[P][T];
       unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
         i32x16 acc[P][T];
@@ -176,9 +185,9 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) {
             u8x64 c = W::template group<g, i.value>(w.codes + p * w.codes_stride, b);
-            // One line of what comes 2 KB later with each group, until the block's lines are all asked for.
+            // One line of it with each group, until all are asked for.
             constexpr int line = (h.value * (8 / W::HALVES) + j.value) * 64;
-            if constexpr (PREFETCH && line < W::BLOCK_BYTES) __builtin_prefetch(w.codes + p * w.codes_stride + b * W::BLOCK_BYTES + line + 2048);
+            if constexpr (!W::WIDE && line < W::BLOCK_BYTES) __builtin_prefetch(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
           }
@@ -234,7 +243,7 @@ PI_INLINE void tile_f(const uint8_t* w, int64_t stride, const PiActs* x, int64_t
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
       c[p] = W::load(w + p * stride + k * W::BYTES);
-      if constexpr (T == 1) __builtin_prefetch(w + p * stride + k * W::BYTES + 2048);
+      __builtin_prefetch(w + p * stride + k * W::BYTES + 2048);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) {
@@ -265,7 +274,7 @@ PI_INLINE void tile_bf16(const uint8_t* w, int64_t stride, const PiActs* x, int6
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
       const uint8_t* c = w + p * stride + k * 64;
-      if constexpr (T == 1) __builtin_prefetch(c + 2048);
+      __builtin_prefetch(c + 2048);
 #if defined(PI_BF16_UNIT)
 #pragma GCC unroll 16
       for (int t = 0; t < T; t++) sum[p][t] = dot_bf16(sum[p][t], c, a[t]);
@@ -306,20 +315,20 @@ template <class W, int P, int T> void tile(const PiLinear* l, const Panels& w, c
   f32x16 sum[P][T];
   if constexpr (__is_same(W, WBF16)) tile_bf16<P, T>(w.codes, w.codes_stride, x, t0, sum);
   else if constexpr (__is_same(W, WF32) || __is_same(W, WF16)) tile_f<W, P, T>(w.codes, w.codes_stride, x, t0, sum);
-  else tile_q<W, P, T, T == 1>(w, x, t0, sum);
+  else tile_q<W, P, T>(w, x, t0, sum);
   put(l, p0, t0, sum);
 }
 
-PI_INLINE Panels panels_at(const PiLinear* l, int64_t k, int64_t p) {
+PI_INLINE Panels panels_at(const PiLinear* l, int64_t k, int64_t p, int64_t some = 1) {
   const int64_t stride = pi_panel_bytes(l->type, k);
   const uint8_t* codes = l->w + p * stride;
-  return {codes, codes + pi_codes_bytes(l->type, k), stride, stride};
+  return {codes, codes + pi_codes_bytes(l->type, k), stride, stride, some * stride};
 }
 
 template <class W, int P, int T> PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1) {
   int64_t p = p0;
-  for (; p + P <= p1; p += P) tile<W, P, T>(l, panels_at(l, x->k, p), x, p, 0);
-  if constexpr (P > 2) for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, panels_at(l, x->k, p), x, p, 0);
+  for (; p + P <= p1; p += P) tile<W, P, T>(l, panels_at(l, x->k, p, P), x, p, 0);
+  if constexpr (P > 2) for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, panels_at(l, x->k, p, 2), x, p, 0);
   if constexpr (P > 1) for (; p < p1; p++) tile<W, 1, T>(l, panels_at(l, x->k, p), x, p, 0);
 }
 
@@ -341,8 +350,19 @@ PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
 }
 
 template <class W, int P, int T> void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
-  if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);  // four address streams feed one core best
+  // Few tokens: the matrix passes by once, in four address streams, which feed one core best, or in two where the sums need the registers.
+  if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);
   if constexpr (T > 1) if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
+  if constexpr (T > 8) {
+    switch (tokens) {
+      case 3: return sweep<W, 4, 3>(l, x, p0, p1);
+      case 4: return sweep<W, 4, 4>(l, x, p0, p1);
+      case 5: return sweep<W, 2, 5>(l, x, p0, p1);
+      case 6: return sweep<W, 2, 6>(l, x, p0, p1);
+      case 7: return sweep<W, 2, 7>(l, x, p0, p1);
+      case 8: return sweep<W, 2, 8>(l, x, p0, p1);
+    }
+  }
   const int64_t some = tokens_at_once(l, x->k, T);
   for (int64_t m = 0; m < tokens; m += some) {
     const int64_t end = m + some < tokens ? m + some : tokens;
