@@ -59,6 +59,14 @@ class BundleFile:
         """Bytes of all bundles."""
         return sum(layer.nbytes for layer in self.layers)
 
+    def copied(self, layer: int) -> Bytes:
+        """A layer, copied as `owned` does; the pages of the file are given back."""
+        rows = self.layers[layer]
+        self.file.populate(rows)
+        own = owned(rows)
+        self.file.release(rows)
+        return own
+
 
 def bundle_layout(config: ModelConfig, gate_type: str, down_type: str, part_bytes: PartBytes) -> BundleLayout:
     """The layout of the bundles of a model with parts of these types."""
@@ -142,6 +150,16 @@ def own_pages(nbytes: int) -> Bytes:
     if hasattr(mmap, "MADV_HUGEPAGE"):  # rows that lie anywhere touch many pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+def owned(rows: Bytes) -> Bytes:
+    """A copy in pages of its own, huge ones where the system has them.
+
+    Files are mostly mapped in pages of 4 KB, and out of those rows that lie anywhere take a quarter longer to read.
+    """
+    own = own_pages(rows.nbytes).reshape(rows.shape)
+    own[:] = rows
+    return own
 
 
 def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | None = None) -> SomeBundles:

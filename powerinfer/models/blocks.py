@@ -156,7 +156,7 @@ def _bundled(
     biases: Sequence[Vector],
 ) -> None:
     bundles.file.check()
-    rows = bundles.layers[layer]
+    rows = bundles.copied(layer)
     executor.bundled_ffn(bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
 
 

@@ -7,7 +7,6 @@ chosen fractions of the neurons fire, of two widths, so that a row's fixed time 
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, available_memory
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups
+from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups, owned
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.kernels import cpu
@@ -326,7 +325,7 @@ class _Work:
                 # predictor's guesses are about normal, of variance 1/2.
                 quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
                 predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
-                executor.sparsify(layer, _as_mapped(bundles), layout, most=quantile, predictor=predictor)
+                executor.sparsify(layer, owned(bundles), layout, most=quantile, predictor=predictor)
             ways = {
                 "exact": Group(d_model, "exact", type_name, gate.data.nbytes),
                 "predicted": Group(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
@@ -432,13 +431,3 @@ class _Work:
         one = np.full(1, token % executor.vocab_size, np.int32)
         zero = np.zeros(1, np.int32)
         executor.forward(Batch(one, np.full(1, position, np.int32), zero, pages, zero if logits else zero[:0]))
-
-
-def _as_mapped(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A copy in pages of the size that a mapped file has."""
-    memory = mmap.mmap(-1, rows.nbytes)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    copy = np.frombuffer(memory, np.uint8).reshape(rows.shape)
-    copy[:] = rows
-    return copy

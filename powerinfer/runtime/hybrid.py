@@ -304,8 +304,7 @@ def hang_neurons(
 
     Neurons on disk are taken as cold. most: of a layer, up to which magnitude activations count as zero. stage:
     through which cold neurons come to the GPU for long prompts. The pages of the bundles' file are given back as the
-    layers are done, but for those of the CPU's own layers, which are read where they lie. PowerInferError when a device
-    has no memory left.
+    layers are done. PowerInferError when a device has no memory left.
     """
     ffns = []
     for layer in layers.neuron_layers:
@@ -315,8 +314,6 @@ def hang_neurons(
         ffns.append(HybridFfn(layer, *own, most=most(layer), weights=weights, stage=stage))
         if progress is not None:
             progress("loading neurons", len(ffns), len(layers.neuron_layers))
-    for layer in cpu.bundled_layers:
-        bundles.file.populate(bundles.layers[layer])
     return ffns
 
 

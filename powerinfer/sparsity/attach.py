@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor, Weights
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.pack import BundleFile
+    from powerinfer.formats.quant import Bytes
     from powerinfer.sparsity.trial import Verdict
 
 
@@ -268,19 +270,19 @@ def _load(executor: CpuExecutor, engine: EngineConfig, prepared: Prepared, progr
     from powerinfer.devices.cpu import available_memory
 
     bundles = prepared.bundles
-    if bundles.nbytes < available_memory():
-        bundles.file.populate()
-    for layer, rows in enumerate(bundles.layers):
-        predictor = None if prepared.predictors is None else prepared.predictors(layer)
-        most = prepared.most(layer)
-        executor.sparsify(
-            layer,
-            rows,
-            bundles.layout,
-            most=most,
-            predictor=predictor,
-            recall_every=engine.recall_every,
-            dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # forced is forced
-        )
-        if progress is not None:
-            progress("loading neurons", layer + 1, len(bundles.layers))
+    with ThreadPoolExecutor(2) as pool:  # one thread alone does not fill the memory's bandwidth
+        layers: Iterable[Bytes] = bundles.layers  # without room read where they lie in the file
+        if bundles.nbytes < available_memory():
+            layers = pool.map(bundles.copied, range(len(bundles.layers)))
+        for layer, rows in enumerate(layers):
+            executor.sparsify(
+                layer,
+                rows,
+                bundles.layout,
+                most=prepared.most(layer),
+                predictor=None if prepared.predictors is None else prepared.predictors(layer),
+                recall_every=engine.recall_every,
+                dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # forced is forced
+            )
+            if progress is not None:
+                progress("loading neurons", layer + 1, len(bundles.layers))
