@@ -152,6 +152,12 @@ void amx_bf16_tiles(const PiLinear* l, const PiActs* x, int64_t p, int64_t t0, i
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < steps; i++) {
+    // Asked for meanwhile: what comes 2 KB later, here or in the panels after these.
+    const int64_t soon = i + 2 < steps ? (i + 2) * 1024 : (i + 2 - steps) * 1024 + P * stride;
+    for (int line = 0; line < 1024; line += 64) {
+      __builtin_prefetch(w0 + soon + line);
+      if constexpr (P == 2) __builtin_prefetch(w1 + soon + line);
+    }
     _tile_loadd(4, a0 + i * 32, lda);
     _tile_loadd(6, w0 + i * 1024, 64l);
     _tile_dpbf16ps(0, 4, 6);
