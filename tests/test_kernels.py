@@ -21,7 +21,7 @@ from powerinfer.kernels import cpu, reference
 
 LEVELS = _native.levels()
 POOLS = {threads: _native.Pool(threads) for threads in (1, 2, 3)}
-TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31, 32, 33, 48, 70]
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 47, 48, 49, 70]
 ROWS = [1, 3, 7, 8, 9, *range(15, 18), *range(31, 65), 70]
 
 # Where the codes of a stored block begin, in bytes.

@@ -103,7 +103,7 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
 }
 
 template <class W> bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  if (tokens < 12) return false;  // the vector kernels stream weights better than a mostly empty tile
+  if (tokens <= 24) return false;  // the vector kernels stream weights better than a mostly empty tile
   const int64_t k = x->k, nb = k / 32, stride = pi_panel_bytes(l->type, k), codes_bytes = pi_codes_bytes(l->type, k);
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = W::HALVES == 2 ? 4 : 8;
   const int64_t some = PI_AMX_ACTS / k / TILE_TOKENS * TILE_TOKENS, most = some < TILE_TOKENS ? TILE_TOKENS : some;

@@ -353,7 +353,7 @@ template <class W, int P, int T> void product(const PiLinear* l, const PiActs* x
   // Few tokens: the matrix passes by once, in four address streams, which feed one core best, or in two where the sums need the registers.
   if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);
   if constexpr (T > 1) if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
-  if constexpr (T > 8) {
+  if constexpr (T >= 8) {
     switch (tokens) {
       case 3: return sweep<W, 4, 3>(l, x, p0, p1);
       case 4: return sweep<W, 4, 4>(l, x, p0, p1);
@@ -367,14 +367,14 @@ template <class W, int P, int T> void product(const PiLinear* l, const PiActs* x
   for (int64_t m = 0; m < tokens; m += some) {
     const int64_t end = m + some < tokens ? m + some : tokens;
     int64_t p = p0;
-    for (; p + P <= p1; p += P) along<W, P, T>(l, panels_at(l, x->k, p), x, p, m, end);
+    for (; p + P <= p1; p += P) along<W, P, T>(l, panels_at(l, x->k, p, P), x, p, m, end);
     if constexpr (P > 1) for (; p < p1; p++) along<W, 1, T>(l, panels_at(l, x->k, p), x, p, m, end);
   }
 }
 
 // The same for quantised weights and many tokens: codes are widened once, then used for all tokens.
 template <class W> void product_q(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  if (tokens < 2 * TILE_WIDE) return product<W, 1, TILE_Q>(l, x, p0, p1, tokens);
+  if (tokens < WIDE_FROM) return product<W, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T);
   uint8_t* wide = (uint8_t*)scratch;

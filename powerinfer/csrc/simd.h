@@ -10,9 +10,9 @@
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
-// Register tiles: tokens of the quantised kernels; tokens and panels of those on widened codes and of the float ones;
+// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, which pay from WIDE_FROM tokens on, and of the float ones;
 // query rows of attention.
-enum { TILE_Q = 12, TILE_WIDE = 6, TILE_WIDE_PANELS = 2, TILE_F = 12, TILE_F_PANELS = 2, TILE_A = 12 };
+enum { TILE_Q = 8, TILE_Q_PANELS = 2, TILE_WIDE = 6, TILE_WIDE_PANELS = 2, WIDE_FROM = 48, TILE_F = 12, TILE_F_PANELS = 2, TILE_A = 12 };
 typedef __m512 f32x16;
 typedef __m512i i32x16;
 typedef __m512i u8x64;
@@ -107,7 +107,7 @@ PI_INLINE f32x16 dot_vbf16(f32x16 acc, const void* w, const void* x) {
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
-enum { TILE_Q = 2, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
+enum { TILE_Q = 2, TILE_Q_PANELS = 1, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, WIDE_FROM = 4, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
 struct f32x16 { __m256 a, b; };
 struct i32x16 { __m256i a, b; };
 struct u8x64 { __m256i a, b; };
@@ -254,7 +254,7 @@ template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
 
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
-enum { TILE_Q = 2, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
+enum { TILE_Q = 2, TILE_Q_PANELS = 1, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, WIDE_FROM = 4, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
 struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t v[4]; };
 struct u8x64 { uint8x16_t v[4]; };
@@ -377,7 +377,7 @@ template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
 // loops, out of line, where those fall short.
 #include <math.h>
 #define PI_PLAIN static __attribute__((noinline, unused))
-enum { TILE_Q = 1, TILE_WIDE = 1, TILE_WIDE_PANELS = 1, TILE_F = 1, TILE_F_PANELS = 1, TILE_A = 1 };
+enum { TILE_Q = 1, TILE_Q_PANELS = 1, TILE_WIDE = 1, TILE_WIDE_PANELS = 1, WIDE_FROM = 2, TILE_F = 1, TILE_F_PANELS = 1, TILE_A = 1 };
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
