@@ -145,14 +145,15 @@ def heading(document: dict[str, Any]) -> list[str]:
     units = ", ".join(cpu["units"])
     return [
         f"{document['date'][:10]}, commit {document['commit']}, {cpu['cores']} cores of {cpu['name']} ({units}), "
-        f"{document['compiler']}. Tokens per second, medians of {max_runs(document)} interleaved runs; the ratio is "
+        f"{document['compiler']}. Tokens per second, medians of {runs(document)} interleaved runs; the ratio is "
         "the median of the ratios within a round; * fewer than three undisturbed runs.",
         "",
     ]
 
 
-def max_runs(document: dict[str, Any]) -> int:
-    return max(entry["engines"][OURS]["runs"] for entry in document["speed"])
+def runs(document: dict[str, Any]) -> str:
+    numbers = [entry["engines"][OURS]["runs"] for entry in document["speed"]]
+    return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else str(numbers[0])
 
 
 def table() -> str:
