@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,22 @@ def test_what_ram_holds(tmp_path: Path) -> None:
             LLM(path, ram=ram, **OPTIONS, **more)
         assert all(word in str(caught.value) for word in words), str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("room", (True, False))
+def test_bundles_are_copied_where_there_is_room(room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What becomes of their file later does not matter to a copy, and is seen by who reads them where they lie."""
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
+    if not room:
+        monkeypatch.setattr("powerinfer.devices.cpu.available_memory", lambda: 0)
+    with LLM(path, selector="exact", prefix_cache=False, **OPTIONS) as llm:
+
+        def answer() -> list[int]:
+            return llm.generate(TEXT[:40], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)).token_ids
+
+        before = answer()
+        (file,) = Path(f"{path}.powerinfer").glob("neurons*")
+        with file.open("r+b") as bundles:
+            bundles.seek(mmap.PAGESIZE)  # behind the header
+            bundles.write(bytes(file.stat().st_size - mmap.PAGESIZE))
+        assert (answer() == before) is room
