@@ -272,7 +272,7 @@ def _load(executor: CpuExecutor, engine: EngineConfig, prepared: Prepared, progr
     bundles = prepared.bundles
     with ThreadPoolExecutor(2) as pool:  # one thread alone does not fill the memory's bandwidth
         layers: Iterable[Bytes] = bundles.layers  # without room read where they lie in the file
-        if bundles.nbytes < available_memory():
+        if bundles.nbytes < available_memory() * 3 // 4:  # a copy cannot be given back: the rest stays for others
             layers = pool.map(bundles.copied, range(len(bundles.layers)))
         for layer, rows in enumerate(layers):
             executor.sparsify(
