@@ -30,15 +30,15 @@ import numpy as np
 
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
+from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.pack import open_bundles
+from powerinfer.hardware.description import Hardware, load
+from powerinfer.hybrid import placing
 from powerinfer.kernels import cpu
 from powerinfer.placement import budget
 from powerinfer.placement.budget import dense_on_gpu
-from powerinfer.placement.hardware import Hardware, load
 from powerinfer.placement.plan import Plan, make_plan
 from powerinfer.placement.solver import GROUP
-from powerinfer.runtime import placing
 
 POLICIES = ("time", "ilp", "greedy", "random", "layers", "dense")
 TRACED = 4  # steps
@@ -285,7 +285,7 @@ def _seconds(calls: list[Callable[[], Any]], device: Any) -> float:
 
 def hardware(task: dict[str, Any]) -> dict[str, Any]:
     """What the machine is measured to do; kept, and taken by every later run."""
-    from powerinfer.placement import measure
+    from powerinfer.hardware import measure
 
     return asdict(measure.measured(EngineConfig(threads=task["threads"]), gpu=task["gpu"]))
 
@@ -316,7 +316,7 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
         return work(task)
     import torch
 
-    from powerinfer.placement import measure
+    from powerinfer.hardware import measure
 
     torch.set_num_threads(1)  # two pools of threads on the same cores wait for each other
     small = mock.patch.object(budget, "STAGED", 2)  # of tiny models a sixteenth holds nothing

@@ -34,13 +34,13 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.split import SplitExecutor
 from powerinfer.devices.step import Recorder, Run, State
+from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.pack import open_bundles
 from powerinfer.formats.predictor_file import open_predictor
+from powerinfer.hybrid.ffn import hang_neurons
 from powerinfer.kernels import cpu
 from powerinfer.models import GpuShare, load_split
 from powerinfer.neurons import Placement, Tier
-from powerinfer.runtime.hybrid import hang_neurons
 
 CONTEXT = 256  # tokens of a request at most
 FIRST = 3  # steps until all is recorded

@@ -27,9 +27,9 @@ from typing import Any
 import machine
 import numpy as np
 
+from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import dense_on_gpu, shared_on_gpu
-from powerinfer.placement.hardware import Hardware, load
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.power_law import FAMILIES, assumed_profile
 from powerinfer.placement.shapes import SHAPES, described_model

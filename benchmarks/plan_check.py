@@ -39,19 +39,19 @@ from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired
+from powerinfer.formats.bundle_file import n_groups, open_bundles
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.formats.pack import n_groups, open_bundles
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.hardware.description import Device, Hardware, load
+from powerinfer.hardware.measure import measure
 from powerinfer.kernels import cpu
 from powerinfer.models import load as load_executor
 from powerinfer.neurons import BUNDLE_GROUP, Predictor, Profile, Tier
 from powerinfer.placement import cost
 from powerinfer.placement.budget import dense_on_gpu, shared_on_gpu
-from powerinfer.placement.hardware import Device, Hardware, load
-from powerinfer.placement.measure import measure
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.placement.solver import GROUP

@@ -14,7 +14,7 @@ from typing import Any
 
 from table import ROOT, newest
 
-from powerinfer.placement.hardware import Device, load, ready_made
+from powerinfer.hardware.description import Device, load, ready_made
 
 PAGE = ROOT / "docs/hardware.md"
 Case = tuple[str, str, float | None]  # model, selector, share of the neurons on a stood-in GPU

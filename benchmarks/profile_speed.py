@@ -27,8 +27,8 @@ from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.samples_file import row_bytes, write_samples
 from powerinfer.models import load
-from powerinfer.sparsity.corpus import Windows
-from powerinfer.sparsity.profile import Saved, State, Tally, Task, run_windows
+from powerinfer.prepare.corpus import Windows
+from powerinfer.prepare.profile import Saved, State, Tally, Task, run_windows
 from powerinfer.sparsity.selectors import RECTIFIED
 
 WINDOW = 512

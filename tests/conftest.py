@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.hub import resolve_model
+from powerinfer.hub import resolve_model
 
 # A shell that starts the tests in the background lets them, and every process they start, ignore Ctrl-C; some test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -86,7 +86,8 @@ class Prepared:
 
 def prepare(folder: Path) -> list[Prepared]:
     """Each model of `RELU_BASES` with bundles of each of `PART_TYPES` and predictors."""
-    from powerinfer.sparsity.packing import choose_types, pack
+    from powerinfer.formats.bundle_types import choose_types
+    from powerinfer.prepare.packing import pack
 
     path = folder / "whole.gguf"
     found = []

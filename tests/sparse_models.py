@@ -8,11 +8,12 @@ import numpy as np
 from gguf_bytes import STRING
 from model_files import gguf_name, tiny_gguf, weights
 
+from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
 from powerinfer.formats.profile_file import write_profile
 from powerinfer.neurons import Predictor, Profile
-from powerinfer.sparsity.packing import choose_types, pack
+from powerinfer.prepare.packing import pack
 
 TEXT = "a cab back bab abc cad deaf face bead fab cafe gab cab abba dad add fade babe " * 8
 """In the letters that the models' tokenizer knows."""

@@ -13,8 +13,8 @@ import pytest
 from toy_model import BOS, ToyTokenizer
 
 from powerinfer.errors import RequestError
-from powerinfer.sparsity import corpus
-from powerinfer.sparsity.corpus import SAMPLE, Windows, open_corpora, read_windows
+from powerinfer.prepare import corpus
+from powerinfer.prepare.corpus import SAMPLE, Windows, open_corpora, read_windows
 
 
 class Bytes(ToyTokenizer):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sparse_models import profile_of
 
 from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.hardware.description import load
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
-from powerinfer.placement.hardware import load
 from powerinfer.placement.shapes import Model, described_model
 
 MACHINE = load("pc-low")

@@ -25,20 +25,21 @@ from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.link import Link, link_bytes, link_gpu_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
+from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
+from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.pack import open_bundles  # noqa: E402
 from powerinfer.formats.predictor_file import open_predictor  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
+from powerinfer.hardware.description import NO_GPU, load  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, hang_neurons  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import claim, dense_on_gpu, shared_on_gpu, whole_layers  # noqa: E402
-from powerinfer.placement.hardware import NO_GPU, load  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
-from powerinfer.runtime.hybrid import HybridFfn, hang_neurons  # noqa: E402
-from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
+from powerinfer.prepare.packing import pack  # noqa: E402
 
 CONTEXT, CHUNK, REQUESTS = 96, 48, 3
 OPTIONS: dict[str, Any] = {"threads": 1, "context": CONTEXT, "prefill_chunk": CHUNK, "max_batch": REQUESTS}

@@ -18,7 +18,7 @@ import torch
 from stored_weights import stored_evenly
 
 from powerinfer.config import ModelConfig, RopeConfig
-from powerinfer.formats.pack import bundle_layout
+from powerinfer.formats.bundle_file import bundle_layout
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu, reference

@@ -26,14 +26,14 @@ from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
+from powerinfer.formats.bundle_file import PART_TYPES  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.pack import PART_TYPES  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
+from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
+from powerinfer.hardware.description import load, save  # noqa: E402
+from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
-from powerinfer.placement import gpu_rates, hardware, measure  # noqa: E402
 from powerinfer.placement.budget import claim, dense_on_gpu  # noqa: E402
-from powerinfer.placement.gpu_rates import GpuEffort, GpuRates  # noqa: E402
-from powerinfer.placement.hardware import load, save  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
@@ -189,7 +189,7 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-def machine(rates: GpuRates, engine: EngineConfig, **more: Any) -> hardware.Hardware:
+def machine(rates: GpuRates, engine: EngineConfig, **more: Any) -> description.Hardware:
     """The description of another machine with this GPU, kept as if it had been measured here."""
     made = dataclasses.replace(
         load("pc-low"),
@@ -258,9 +258,9 @@ def test_torch_is_not_imported_where_there_is_no_driver(cache: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is one")
     code = (
-        "import sys\nfrom powerinfer.runtime import engine, placing\n"
+        "import sys\nfrom powerinfer.hybrid import placing\nfrom powerinfer.runtime import engine\n"
         "assert not {'powerinfer.kernels.gpu', 'powerinfer.devices.gpu'} & set(sys.modules)\n"
-        "from powerinfer.config import EngineConfig\nfrom powerinfer.placement import measure\n"
+        "from powerinfer.config import EngineConfig\nfrom powerinfer.hardware import measure\n"
         "assert measure.gpu_beside(EngineConfig(), print) is None\nassert measure.known(EngineConfig()) is None\n"
         "assert 'torch' not in sys.modules\n"
     )
@@ -292,13 +292,13 @@ def one_by_one(llm: LLM) -> list[str]:
     return [llm.generate(prompt, SHORT).text for prompt in PROMPTS]
 
 
-def request_of(path: Path, made: hardware.Hardware) -> PlanRequest:
+def request_of(path: Path, made: description.Hardware) -> PlanRequest:
     checkpoint = open_checkpoint(path)
     found, profile = checkpoint_model(checkpoint), open_profile(checkpoint, None)
     return PlanRequest(found, profile, made, context=CONTEXT, chunk=32, requests=3, selector="exact")
 
 
-def vram_for(path: Path, made: hardware.Hardware, groups: int) -> int:
+def vram_for(path: Path, made: description.Hardware, groups: int) -> int:
     """That holds all but neurons, and so many groups of them."""
     request = request_of(path, made)
     return dense_on_gpu(request)[-1][1] + groups * GROUP * request.model.gpu_neuron

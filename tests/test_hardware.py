@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.pack import PART_TYPES
-from powerinfer.placement import hardware
-from powerinfer.placement.hardware import Disk, Hardware, load, ready_made, save
+from powerinfer.formats.bundle_file import PART_TYPES
+from powerinfer.hardware import description as hardware
+from powerinfer.hardware.description import Disk, Hardware, load, ready_made, save
 
 
 def document() -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import pytest
 
+from powerinfer import hub
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats import hub
 
 CONTENT = bytes(range(256)) * 64
 MODEL = hub.WheelModel(

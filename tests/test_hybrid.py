@@ -26,16 +26,17 @@ from powerinfer.devices.stage import Stage  # noqa: E402
 from powerinfer.devices.step import cuda_graphs  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.formats.bundle_file import open_bundles, some_bytes  # noqa: E402
+from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.pack import open_bundles, some_bytes  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
+from powerinfer.hybrid import ffn as hybrid  # noqa: E402
+from powerinfer.hybrid.adjust import trades  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
-from powerinfer.runtime import hybrid  # noqa: E402
-from powerinfer.runtime.adjust import trades  # noqa: E402
-from powerinfer.runtime.hybrid import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
-from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
+from powerinfer.prepare.packing import pack  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -443,7 +444,7 @@ def test_trades_are_clear_ones() -> None:
     assert len(leave) == len(come) == 0
     assert len(trades(fired, np.array([], np.int32), cold)[0]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("powerinfer.runtime.adjust.NOISE", 0.0)
+        patch.setattr("powerinfer.hybrid.adjust.NOISE", 0.0)
         assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
 
 

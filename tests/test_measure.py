@@ -16,12 +16,12 @@ import pytest
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.pack import PART_TYPES
+from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.hardware import cpu_rates, description, disk_rates, measure
+from powerinfer.hardware.cpu_rates import Effort, Group, fit_cache, fit_rows
+from powerinfer.hardware.description import Device, load
 from powerinfer.kernels import cpu
-from powerinfer.placement import cpu_rates, disk_rates, hardware, measure
-from powerinfer.placement.cpu_rates import Effort, Group, fit_cache, fit_rows
-from powerinfer.placement.hardware import Device, load
 
 ONE = EngineConfig(threads=1)
 LITTLE = Effort(
@@ -104,10 +104,10 @@ def test_threads_and_instruction_sets_have_files_of_their_own(cache: Path) -> No
     assert measure.known(ONE) is not None and len(list(cache.iterdir())) == 2
 
 
-def keep_something(engine: EngineConfig) -> hardware.Hardware:
+def keep_something(engine: EngineConfig) -> description.Hardware:
     """The description of another machine, as if it had been measured here."""
     machine = dataclasses.replace(load("pc-low"), key=measure.machine_key(engine))
-    hardware.save(machine, measure.kept_at(machine.key))
+    description.save(machine, measure.kept_at(machine.key))
     return machine
 
 
@@ -252,7 +252,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_the_verb(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(engine: EngineConfig, progress: Any = None, say: Any = None, **more: Any) -> hardware.Hardware:
+    def small(engine: EngineConfig, progress: Any = None, say: Any = None, **more: Any) -> description.Hardware:
         return real(engine, progress, say, LITTLE, **more)
 
     real = measure.measure_and_keep

@@ -8,7 +8,7 @@ import pytest
 from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.pack import n_groups
+from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout, Predictor

@@ -23,10 +23,10 @@ from test_cli import error_line, powerinfer
 from powerinfer.cli.common import read_size
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.pack import PART_TYPES
+from powerinfer.formats.bundle_file import PART_TYPES
+from powerinfer.hardware.description import Hardware, load, save
 from powerinfer.neurons import Placement, Profile, Tier
 from powerinfer.placement import budget, cost, plan
-from powerinfer.placement.hardware import Hardware, load, save
 from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, read_plan, save_plan
 from powerinfer.placement.power_law import FAMILIES, Law, assumed_profile, fit_skew
 from powerinfer.placement.shapes import SHAPES, Model, described_model
@@ -847,7 +847,7 @@ def test_ram_is_what_the_process_takes(smollm2: Path) -> None:
     code = f"""
 import dataclasses, json
 from powerinfer import LLM, SamplingParams
-from powerinfer.placement.hardware import load
+from powerinfer.hardware.description import load
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.shapes import checkpoint_model

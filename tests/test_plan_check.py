@@ -15,7 +15,7 @@ from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from powerinfer.config import EngineConfig
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.placement.hardware import Hardware, load
+from powerinfer.hardware.description import Hardware, load
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from powerinfer.cli.main import main
 from powerinfer.formats import prepared
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile
+from powerinfer.prepare import packing, training
 from powerinfer.report import plots
 from powerinfer.report.findings import findings
-from powerinfer.sparsity import packing, training
 
 QUICK = ["--window", "64", "--tokens", "1024", "--steps", "4", "--hardware", "pc-8gb", "--threads", "1"]
 FILES = {"profile.safetensors", "samples.safetensors", "predictor.safetensors", "neurons.safetensors", "report"}
@@ -130,8 +130,8 @@ def test_a_described_and_a_measured_machine(
 ) -> None:
     from dataclasses import replace
 
-    from powerinfer.placement import measure
-    from powerinfer.placement.hardware import load
+    from powerinfer.hardware import measure
+    from powerinfer.hardware.description import load
 
     monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "cache"))
     described = load("pc-8gb")

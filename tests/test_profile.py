@@ -26,9 +26,9 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile, open_profile_file
 from powerinfer.formats.samples_file import open_samples
 from powerinfer.models import load
-from powerinfer.sparsity import profile
-from powerinfer.sparsity.calibrate import HALVINGS, MOST, calibrate, held_out, thresholds_at
-from powerinfer.sparsity.corpus import open_corpora, read_windows
+from powerinfer.prepare import profile
+from powerinfer.prepare.calibrate import HALVINGS, MOST, calibrate, held_out, thresholds_at
+from powerinfer.prepare.corpus import open_corpora, read_windows
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WINDOW = 48

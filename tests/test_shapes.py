@@ -13,8 +13,9 @@ from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.bundle_file import open_bundles
+from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.pack import open_bundles
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import NATIVE_TYPES
@@ -24,7 +25,7 @@ from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement import shapes
 from powerinfer.placement.power_law import FAMILIES
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
-from powerinfer.sparsity.packing import choose_types, pack
+from powerinfer.prepare.packing import pack
 
 PUBLISHED = {  # as their authors count them, in 1e9
     "opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 175, "falcon-7b": 7, "falcon-40b": 41,

@@ -22,12 +22,13 @@ from model_files import family_gguf  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.errors import RequestError  # noqa: E402
+from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Predictor  # noqa: E402
+from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.sparsity.attach import Sparsity, attach  # noqa: E402
-from powerinfer.sparsity.packing import choose_types, pack  # noqa: E402
 
 RELU = [
     case

@@ -22,19 +22,20 @@ from test_sparse import case_named, model_of, packed  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.devices import stage as staging  # noqa: E402
 from powerinfer.devices.stage import BESIDE, Stage, buffer_bytes  # noqa: E402
+from powerinfer.formats.bundle_file import gather, open_bundles, pieces  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.pack import gather, open_bundles, pieces  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid import crossing  # noqa: E402
+from powerinfer.hybrid.crossing import Crossing  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
-from powerinfer.placement import budget, measure  # noqa: E402
+from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import dense_on_gpu  # noqa: E402
-from powerinfer.placement.hardware import load  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
-from powerinfer.runtime import crossing  # noqa: E402
-from powerinfer.runtime.crossing import Crossing  # noqa: E402
 
 CPU = torch.device("cpu")
 TOKENS = 37  # more than those whose products read a weight once

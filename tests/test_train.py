@@ -35,11 +35,11 @@ from powerinfer.formats.predictor_file import PredictorFile, open_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.formats.samples_file import SamplesFile, open_samples, write_samples
 from powerinfer.models import load
+from powerinfer.prepare import fitting, training
+from powerinfer.prepare.fitting import LayerFit, margins, split_rows
+from powerinfer.prepare.training import MIN_ROWS, current, model_bytes, train
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.request import SamplingParams
-from powerinfer.sparsity import fitting, training
-from powerinfer.sparsity.fitting import LayerFit, margins, split_rows
-from powerinfer.sparsity.training import MIN_ROWS, current, model_bytes, train
 
 ROWS, WINDOW = 2000, 40
 QUICK = TrainConfig(steps=200, batch=128, share=1.0, type="f16")

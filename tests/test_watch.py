@@ -18,8 +18,8 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
 from powerinfer.errors import ModelError
+from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.formats.pack import open_bundles
 from powerinfer.kernels import cpu, reference
 from powerinfer.models import load
 
@@ -193,7 +193,8 @@ def test_bins_of_magnitudes() -> None:
 
 def test_what_is_silenced_is_what_selector_threshold_leaves_out(tmp_path: Path) -> None:
     """Dense with zeros, and sparse from bundles: the same answer, for thresholds of layers."""
-    from powerinfer.sparsity.packing import choose_types, pack
+    from powerinfer.formats.bundle_types import choose_types
+    from powerinfer.prepare.packing import pack
 
     path = tiny_llama(tmp_path / "m.gguf", "silu")
     checkpoint = open_checkpoint(path)

@@ -24,6 +24,7 @@ from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sp
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.request import SamplingParams
+from powerinfer.system import peak_memory
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -61,7 +62,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "decode_tok_s": _spread(decode),
             **_bytes_read(llm, _spread(decode)["median"]),
             "load_s": llm.load_s,
-            "peak_rss_mb": peak_rss_mb(),
+            "peak_rss_mb": peak_memory() / (1 << 20),
             "choices": llm.choices,
             **({"sparsity": llm.sparsity} if llm.sparsity else {}),
             **({"trace": _trace(llm, Path(args.trace))} if args.trace else {}),
@@ -118,19 +119,6 @@ def _bytes_read(llm: LLM, decode_tok_s: float) -> dict[str, Any]:
     read = llm.bytes_per_token
     return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * decode_tok_s / 1e9}
 
-
-def peak_rss_mb(status: Path = Path("/proc/self/status")) -> float:
-    """Most memory this process has had resident, in MiB."""
-    try:
-        # not ru_maxrss, which on Linux begins with the size of the process that started this one
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].split()[0]) / (1 << 10)
-    except (OSError, KeyError, ValueError):
-        import resource
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
 def _show(document: dict[str, Any], out: Output) -> None:

@@ -225,7 +225,7 @@ def printable(text: str) -> str:
 def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
     """The engine for -m and the engine flags, with progress on stderr."""
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.hub import resolve_model
+    from powerinfer.hub import resolve_model
 
     options = dataclasses.asdict(config_from(args, EngineConfig, **overrides))
     path = resolve_model(args.model, say=out.note)

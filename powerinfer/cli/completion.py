@@ -70,7 +70,7 @@ def words(verb: str, previous: str) -> list[str]:
 
 
 def _models() -> list[str]:
-    from powerinfer.formats.hub import CATALOGUE, list_stored
+    from powerinfer.hub import CATALOGUE, list_stored
 
     return sorted({*CATALOGUE, *(model.name for model in list_stored())})
 

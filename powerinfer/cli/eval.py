@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 def _usual_context(args: argparse.Namespace, out: Output) -> int:
     """512 tokens, or as many as the model takes."""
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.formats.hub import resolve_model
+    from powerinfer.hub import resolve_model
 
     return min(512, open_checkpoint(resolve_model(args.model, say=out.note)).config.context_length)
 

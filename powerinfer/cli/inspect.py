@@ -20,8 +20,8 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
+    from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
-    from powerinfer.formats.pack import BundleFile
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
     from powerinfer.report.planned import PlanFacts
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.formats.hub import resolve_model
+    from powerinfer.hub import resolve_model
 
     engine = config_from(args, EngineConfig)
     path = resolve_model(args.model, say=out.note)

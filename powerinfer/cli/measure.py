@@ -20,7 +20,7 @@ from powerinfer.cli.common import Output, config_flags, config_from
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
-    from powerinfer.placement.hardware import Device, Hardware
+    from powerinfer.hardware.description import Device, Hardware
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.placement.measure import gpu_beside, kept_at, known, measure_and_keep
+    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep
 
     engine = config_from(args, EngineConfig)
     begin = time.perf_counter()

@@ -20,8 +20,8 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from powerinfer.formats.pack import BundleFile
-    from powerinfer.sparsity.packing import Packed
+    from powerinfer.formats.bundle_file import BundleFile
+    from powerinfer.prepare.packing import Packed
 
 CONTEXT = 128  # tokens of the check's windows
 TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
@@ -48,9 +48,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
+    from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.formats.hub import resolve_model
-    from powerinfer.sparsity.packing import choose_types, current, pack
+    from powerinfer.hub import resolve_model
+    from powerinfer.prepare.packing import current, pack
 
     engine = config_from(args, EngineConfig)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)

@@ -26,8 +26,8 @@ from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from powerinfer.hardware.description import Hardware
     from powerinfer.neurons import Profile
-    from powerinfer.placement.hardware import Hardware
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.power_law import Law
     from powerinfer.placement.shapes import Model
@@ -67,7 +67,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     place: Path | None = None
     if args.shape is None:
         from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.formats.hub import resolve_model
+        from powerinfer.hub import resolve_model
 
         path = resolve_model(args.model, say=out.note)
         place = None if args.dry_run else prepared_folder(path, engine.prepared)
@@ -128,8 +128,8 @@ def _request(
 
 def _hardware(wanted: PlanConfig, engine: EngineConfig, out: Output) -> Hardware:
     from powerinfer.cli.progress import Bar
-    from powerinfer.placement.hardware import load
-    from powerinfer.placement.measure import gpu_beside, measured
+    from powerinfer.hardware.description import load
+    from powerinfer.hardware.measure import gpu_beside, measured
 
     if wanted.hardware is not None:
         return load(wanted.hardware)

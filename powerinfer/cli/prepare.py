@@ -30,11 +30,11 @@ from powerinfer.config import EngineConfig, PlanConfig, ProfileConfig, TrainConf
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 
 if TYPE_CHECKING:
+    from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint, Progress
-    from powerinfer.formats.pack import BundleFile
     from powerinfer.placement.plan import PlanRequest
+    from powerinfer.prepare.profile import Task
     from powerinfer.report.planned import PlanFacts
-    from powerinfer.sparsity.profile import Task
 
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
 ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa")
@@ -172,7 +172,7 @@ class Work:
 
 
 def measure(work: Work, progress: Progress) -> Outcome:
-    from powerinfer.placement.measure import kept_at, known, measure_and_keep
+    from powerinfer.hardware.measure import kept_at, known, measure_and_keep
 
     if work.planning.hardware is not None:
         return not_needed(f"--hardware {work.planning.hardware}")
@@ -199,7 +199,7 @@ def profile(work: Work, progress: Progress) -> Outcome:
 
 def train(work: Work, progress: Progress) -> Outcome:
     from powerinfer.cli import train as verb
-    from powerinfer.sparsity import training
+    from powerinfer.prepare import training
 
     if (why := work.why_no_training) is not None:
         return not_needed(why)
@@ -223,14 +223,15 @@ def train(work: Work, progress: Progress) -> Outcome:
 
 def pack(work: Work, progress: Progress) -> Outcome:
     from powerinfer.cli import pack as verb
+    from powerinfer.formats.bundle_types import choose_types
     from powerinfer.placement.budget import claim
-    from powerinfer.sparsity import packing
+    from powerinfer.prepare import packing
 
     if work.dense and not claim(work.request("all", fresh=True)).bundles:
         return not_needed(f"every neuron is computed, from the model's own matrices{_why_all(work)}")
     bundles, packed = packed_bundles(work), None
     if bundles is None:
-        types = packing.choose_types(work.checkpoint)
+        types = choose_types(work.checkpoint)
         packed = packing.pack(work.checkpoint, work.engine.prepared, types, progress)
         bundles = packed.bundles
         for note in types.notes:
@@ -242,7 +243,7 @@ def pack(work: Work, progress: Progress) -> Outcome:
 
 def packed_bundles(work: Work) -> BundleFile | None:
     """The bundles that are there, of whatever types, if they can be used; None as well where all is made anew."""
-    from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.kernels.cpu import part_bytes
 
     if work.args.force:
@@ -310,7 +311,7 @@ def check(work: Work) -> None:
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.prepared import PREDICTOR, PreparedFile
     from powerinfer.kernels import cpu
-    from powerinfer.sparsity import training
+    from powerinfer.prepare import training
 
     cpu.choices(work.engine)
     if work.why_no_training is None:
@@ -335,12 +336,12 @@ def check_budgets(work: Work) -> None:
 
 def needed_bytes(work: Work) -> int:
     """About the bytes that the steps will write; files that they replace stay until then, so they do not count."""
-    from powerinfer.formats.pack import bundle_layout
+    from powerinfer.formats.bundle_file import bundle_layout
+    from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.kernels.cpu import part_bytes
-    from powerinfer.sparsity import packing
-    from powerinfer.sparsity.profile import current as current_profile
-    from powerinfer.sparsity.training import model_bytes
+    from powerinfer.prepare.profile import current as current_profile
+    from powerinfer.prepare.training import model_bytes
 
     config, prepared = work.checkpoint.config, work.engine.prepared
     neurons = config.n_layers * config.d_ff
@@ -350,7 +351,7 @@ def needed_bytes(work: Work) -> int:
         if work.why_no_training is None:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and packed_bundles(work) is None:
-        types = packing.choose_types(work.checkpoint)
+        types = choose_types(work.checkpoint)
         total += neurons * bundle_layout(config, types.gate, types.down, part_bytes).stride
     return total
 
@@ -419,7 +420,7 @@ def opened(args: argparse.Namespace, out: Output) -> Work:
     from powerinfer.cli import plan, profile
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.formats.hub import resolve_model
+    from powerinfer.hub import resolve_model
 
     engine, profiling, planning = (config_from(args, kind) for kind in (EngineConfig, ProfileConfig, PlanConfig))
     training = TrainConfig(**{name: value for name, value in vars(args).items() if name in TRAINING})

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.profile_file import ProfileFile
     from powerinfer.formats.tokenizer import Tokenizer
-    from powerinfer.sparsity.corpus import Windows
-    from powerinfer.sparsity.profile import State, Task
+    from powerinfer.prepare.corpus import Windows
+    from powerinfer.prepare.profile import State, Task
 
 ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
 WINDOW = 512
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.formats.hub import resolve_model
+    from powerinfer.hub import resolve_model
 
     options, engine = config_from(args, ProfileConfig), config_from(args, EngineConfig)
     check(options)
@@ -98,8 +98,8 @@ def read(
     RequestError for a corpus that cannot be read, or options that do not suit the model.
     """
     from powerinfer.formats.samples_file import row_bytes
-    from powerinfer.sparsity.corpus import SAMPLE_SOURCE, open_corpora, read_windows
-    from powerinfer.sparsity.profile import Task
+    from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora, read_windows
+    from powerinfer.prepare.profile import Task
     from powerinfer.sparsity.selectors import RECTIFIED
 
     config = checkpoint.config
@@ -127,7 +127,7 @@ def make(
     say: takes remarks for people. ModelError for a model that computes numbers which are not finite, PowerInferError
     when something cannot be written.
     """
-    from powerinfer.sparsity.profile import Saved, State, current, profile
+    from powerinfer.prepare.profile import Saved, State, current, profile
 
     config, windows = checkpoint.config, task.windows
     found = None if force else current(checkpoint, engine.prepared, task)
@@ -158,7 +158,7 @@ def make(
 
 def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress | None) -> CpuExecutor:
     from powerinfer.models import load
-    from powerinfer.sparsity.profile import contexts
+    from powerinfer.prepare.profile import contexts
 
     together = contexts(windows.size)
     chunk = max(EngineConfig.prefill_chunk, together * windows.size) if together > 1 else EngineConfig.prefill_chunk
@@ -180,8 +180,8 @@ def _calibrated(
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
     """(thresholds of the layers, what they cost). What is measured is noted in `state`, and saved."""
     from powerinfer.evaluate import windows_perplexity
+    from powerinfer.prepare.calibrate import HALVINGS, Silenced, calibrate, held_out, measure_magnitudes, thresholds_at
     from powerinfer.runtime.engine import LLM
-    from powerinfer.sparsity.calibrate import HALVINGS, Silenced, calibrate, held_out, measure_magnitudes, thresholds_at
 
     config = checkpoint.config
     scored, rest = held_out(len(windows.ids))

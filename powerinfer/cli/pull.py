@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from powerinfer.cli.common import Output
-from powerinfer.formats.hub import DEFAULT_MODEL, StoredModel, list_stored, pull
+from powerinfer.hub import DEFAULT_MODEL, StoredModel, list_stored, pull
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         folder = Path(args.out or f"{args.plan}.report")
     else:
         from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.formats.hub import resolve_model
+        from powerinfer.hub import resolve_model
 
         engine = config_from(args, EngineConfig)
         checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)

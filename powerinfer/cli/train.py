@@ -35,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.formats.hub import resolve_model
-    from powerinfer.sparsity.training import current, train
+    from powerinfer.hub import resolve_model
+    from powerinfer.prepare.training import current, train
 
     engine, config = config_from(args, EngineConfig), config_from(args, TrainConfig)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)

@@ -35,14 +35,17 @@ PI_INLINE void settle() { __asm__ volatile("" : : : "memory"); }
   _tile_stored(c, to, 64l)
 
 // Two products, of 32 k each or the halves of one block. Tiles are named in the instruction: hence macros.
-#define PI_TILE_PAIR(c0, c1, pair, to)                                                            \
-  PI_TILE_PRODUCT(c0, 4, 6, q + (pair) * 2 * A, codes + (pair) * 2 * B, to);                      \
+#define PI_TILE_PAIR(c0, c1, pair, to)                                       \
+  PI_TILE_PRODUCT(c0, 4, 6, q + (pair) * 2 * A, codes + (pair) * 2 * B, to); \
   PI_TILE_PRODUCT(c1, 5, 7, q + (pair) * 2 * A + A, codes + (pair) * 2 * B + B, (to) + 256)
 
 // Scales of the activations of one token tile, [block][16 tokens].
-struct TileScales { const float *d, *sd; };
+struct TileScales {
+  const float *d, *sd;
+};
 
-template <class W> PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* meta, int64_t b, const TileScales& a) {
+template <class W>
+PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* meta, int64_t b, const TileScales& a) {
   const Scales f = W::scales(meta, b);
   f32x16 first = f.d, second = f.d;
   if constexpr (W::HALVES == 2) {
@@ -51,7 +54,8 @@ template <class W> PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* ti
   }
   unroll<0, 16>([&](auto t) __attribute__((always_inline)) {
     f32x16 value = _mm512_cvtepi32_ps(_mm512_load_si512(tile + t.value * 16));
-    if constexpr (W::HALVES == 2) value = f_fma(_mm512_cvtepi32_ps(_mm512_load_si512(tile + 256 + t.value * 16)), second, f_mul(value, first));
+    if constexpr (W::HALVES == 2)
+      value = f_fma(_mm512_cvtepi32_ps(_mm512_load_si512(tile + 256 + t.value * 16)), second, f_mul(value, first));
     sum[t.value] = f_fma(f_mul(value, f_set(a.d[b * 16 + t.value])), f.d, sum[t.value]);
     if constexpr (W::MIN) sum[t.value] = f_fma(f.m, f_set(a.sd[b * 16 + t.value]), sum[t.value]);
   });
@@ -59,7 +63,8 @@ template <class W> PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* ti
 
 // One panel by up to 16 tokens.
 template <class W>
-void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const uint8_t* meta, int64_t p, int64_t t0, int tokens, const TileScales& a, int32_t* sums) {
+void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const uint8_t* meta, int64_t p, int64_t t0,
+              int tokens, const TileScales& a, int32_t* sums) {
   const int64_t k = x->k, nb = k / 32;
   const int8_t* q = x->q + t0 * k;
   f32x16 sum[16];
@@ -67,12 +72,12 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   // The tiles of the next pair are under way while the sums of this one are scaled.
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = A * 16;
   const int64_t pairs = W::HALVES == 2 ? nb : nb / 2;
-#define PI_ADD_PAIR(pair, from)                              \
-  if constexpr (W::HALVES == 2) {                            \
-    add_block<W>(sum, from, meta, pair, a);                  \
-  } else {                                                   \
-    add_block<W>(sum, from, meta, 2 * (pair), a);            \
-    add_block<W>(sum, (from) + 256, meta, 2 * (pair) + 1, a);  \
+#define PI_ADD_PAIR(pair, from)                               \
+  if constexpr (W::HALVES == 2) {                             \
+    add_block<W>(sum, from, meta, pair, a);                   \
+  } else {                                                    \
+    add_block<W>(sum, from, meta, 2 * (pair), a);             \
+    add_block<W>(sum, (from) + 256, meta, 2 * (pair) + 1, a); \
   }
   int64_t i = 0;
   if (pairs > 0) { PI_TILE_PAIR(0, 1, 0, sums); }
@@ -102,7 +107,8 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   });
 }
 
-template <class W> bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+template <class W>
+bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   if (tokens <= 24) return false;  // the vector kernels stream weights better than a mostly empty tile
   const int64_t k = x->k, nb = k / 32, stride = pi_panel_bytes(l->type, k), codes_bytes = pi_codes_bytes(l->type, k);
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = W::HALVES == 2 ? 4 : 8;
@@ -196,7 +202,8 @@ void amx_bf16(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_
         const int64_t left = end - t;
         const int n = left >= 32 ? 32 : left > 16 ? 16 : (int)left, rows = n == 32 ? 16 : n;
         if (rows != configured) configure(configured = rows, 64, 16);
-        if (p + 2 <= p1) amx_bf16_tiles<2>(l, x, p, t, n, (float*)scratch); else amx_bf16_tiles<1>(l, x, p, t, n, (float*)scratch);
+        if (p + 2 <= p1) amx_bf16_tiles<2>(l, x, p, t, n, (float*)scratch);
+        else amx_bf16_tiles<1>(l, x, p, t, n, (float*)scratch);
         t += n;
       }
     }

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "pack.h"
+#include "panels.h"
 
 namespace {
 
@@ -46,7 +46,8 @@ struct Work {
   void dots(const PiPart& part, const std::vector<float>& bias, float* out) const {
     kernels->neurons->dots(&part, block.index, n, x, tokens, out, NeuronBlock::NEURONS);
     if (bias.empty()) return;
-    for (int64_t t = 0; t < tokens; t++) for (int64_t j = 0; j < n; j++) out[t * NeuronBlock::NEURONS + j] += bias[(size_t)block.index[j]];
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t j = 0; j < n; j++) out[t * NeuronBlock::NEURONS + j] += bias[(size_t)block.index[j]];
   }
 
   // Activations of the first product; zero where a neuron does not count for a token.
@@ -54,10 +55,15 @@ struct Work {
     if (!f.known) dots(b.first(), b.first_bias(), block.h);
     for (int64_t t = 0; t < tokens; t++) {
       float* a = h(t);
-      if (f.known) for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
+      if (f.known)
+        for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
       else kernels->activate(b.act == PI_DRELU ? PI_RELU : b.act, b.threshold, a, nullptr, pi_round_up(n, PI_LANES));
-      if (f.wanted) for (int64_t j = 0; j < n; j++) if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
-      if (f.most > 0.0f) for (int64_t j = 0; j < n; j++) if (fabsf(a[j]) <= f.most) a[j] = 0.0f;
+      if (f.wanted)
+        for (int64_t j = 0; j < n; j++)
+          if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
+      if (f.most > 0.0f)
+        for (int64_t j = 0; j < n; j++)
+          if (fabsf(a[j]) <= f.most) a[j] = 0.0f;
     }
   }
 
@@ -89,7 +95,9 @@ struct Work {
   // Makes pairs of the cells in `meet`, those of a neuron together.
   void list_pairs() {
     count = 0;
-    for (int64_t j = 0; j < n; j++) for (uint32_t left = block.meet[j]; left; left &= left - 1) block.pairs[count++] = {block.index[j], __builtin_ctz(left)};
+    for (int64_t j = 0; j < n; j++)
+      for (uint32_t left = block.meet[j]; left; left &= left - 1)
+        block.pairs[count++] = {block.index[j], __builtin_ctz(left)};
   }
 
   // Pairs of what is wanted, if that is few.
@@ -109,14 +117,16 @@ struct Work {
       kernels->neurons->keep(h(t), 0, 1, n, 1, 0.0f, 0, block.position, &own);
       for (int64_t i = 0; i < own; i++) block.meet[block.position[i]] |= 1u << t;
     }
-    for (int64_t j = 0, i = 0; j < n; j++) for (uint32_t left = block.meet[j]; left; left &= left - 1) block.more[i++] = h(__builtin_ctz(left))[j];
+    for (int64_t j = 0, i = 0; j < n; j++)
+      for (uint32_t left = block.meet[j]; left; left &= left - 1) block.more[i++] = h(__builtin_ctz(left))[j];
     list_pairs();
     memcpy(block.h, block.more, (size_t)count * sizeof(float));
   }
 
   void dot_pairs(const PiPart& part, const std::vector<float>& bias, float* out) const {
     kernels->neurons->dot_pairs(&part, block.pairs, count, x, out);
-    if (!bias.empty()) for (int64_t i = 0; i < count; i++) out[i] += bias[(size_t)block.pairs[i].neuron];
+    if (!bias.empty())
+      for (int64_t i = 0; i < count; i++) out[i] += bias[(size_t)block.pairs[i].neuron];
   }
 
   void activate_pairs(const Firing& f) {
@@ -127,7 +137,9 @@ struct Work {
       dot_pairs(b.first(), b.first_bias(), a);
       kernels->activate(b.act == PI_DRELU ? PI_RELU : b.act, b.threshold, a, nullptr, pi_round_up(count, PI_LANES));
     }
-    if (f.most > 0.0f) for (int64_t i = 0; i < count; i++) if (fabsf(a[i]) <= f.most) a[i] = 0.0f;
+    if (f.most > 0.0f)
+      for (int64_t i = 0; i < count; i++)
+        if (fabsf(a[i]) <= f.most) a[i] = 0.0f;
   }
 
   void multiply_up_pairs() {
@@ -159,11 +171,13 @@ struct Work {
         int8_t codes[PI_GROUP];
         int16_t sums[2];
         for (int64_t i = j; i < end; i++) whole[block.index[i] % PI_GROUP] = h(t)[i];
-        kernels->forms(whole, PI_GROUP, PI_FORM_Q8, nullptr, codes, block.d + t * NeuronBlock::NEURONS + groups, &sum, sums);
+        kernels->forms(whole, PI_GROUP, PI_FORM_Q8, nullptr, codes, block.d + t * NeuronBlock::NEURONS + groups, &sum,
+                       sums);
         for (int64_t i = j; i < end; i++) block.q[t * NeuronBlock::NEURONS + i] = codes[block.index[i] % PI_GROUP];
       }
     }
-    kernels->neurons->add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS, tokens, out, ldo, block.sums.data());
+    kernels->neurons->add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS,
+                                 tokens, out, ldo, block.sums.data());
     return groups;
   }
 
@@ -174,7 +188,8 @@ struct Work {
     int64_t groups = 0;
     for (int64_t i = 0, end; i < count; i = end, groups++) {
       uint32_t left = 0;
-      for (end = i; end < count && block.pairs[end].neuron / PI_GROUP == block.pairs[i].neuron / PI_GROUP; end++) left |= 1u << block.pairs[end].token;
+      for (end = i; end < count && block.pairs[end].neuron / PI_GROUP == block.pairs[i].neuron / PI_GROUP; end++)
+        left |= 1u << block.pairs[end].token;
       for (; left; left &= left - 1) {
         const int32_t t = __builtin_ctz(left);
         Work one{kernels, b, x, 1, block, 0};
@@ -194,7 +209,8 @@ struct Work {
 int64_t block_of(const Bundles& b, const int32_t* index, int64_t left) {
   if (left <= NeuronBlock::NEURONS) return left;
   int64_t n = NeuronBlock::NEURONS;
-  if (pi_shared_bytes(b.down.type, b.down.k)) while (index[n - 1] / PI_GROUP == index[n] / PI_GROUP) n--;
+  if (pi_shared_bytes(b.down.type, b.down.k))
+    while (index[n - 1] / PI_GROUP == index[n] / PI_GROUP) n--;
   return n;
 }
 
@@ -218,10 +234,12 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out) {
 }
 
 int64_t part_source_bytes(int type, int64_t rows, int64_t k) {
-  return type == PI_Q4_0X32 ? (rows + PI_GROUP - 1) / PI_GROUP * stored_row_bytes(PI_Q4_0, PI_GROUP * k) : rows * stored_row_bytes(type, k);
+  return type == PI_Q4_0X32 ? (rows + PI_GROUP - 1) / PI_GROUP * stored_row_bytes(PI_Q4_0, PI_GROUP * k)
+                            : rows * stored_row_bytes(type, k);
 }
 
-void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch, int64_t at) {
+void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
+               int64_t at) {
   const int64_t codes = pi_part_codes(type, k);
   uint8_t* const shared = group + PI_GROUP * pitch;
   for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_part_bytes(type, k));
@@ -247,7 +265,8 @@ void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, 
     for (int64_t b = 0; b < k / 32; b++) {
       const uint8_t* block = src + b * (type == PI_Q8_0 ? 34 : 18);
       memcpy(row + codes + 2 * b, block, 2);
-      for (int i = 0; i < 32; i++) put(row, 32 * b + i, type == PI_Q8_0 ? block[2 + i] : i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4);
+      for (int i = 0; i < 32; i++)
+        put(row, 32 * b + i, type == PI_Q8_0 ? block[2 + i] : i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4);
     }
   }
 }
@@ -267,8 +286,9 @@ void unpack_part(int kind, const PiPart& part, int64_t i, float* out) {
   }
 }
 
-void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
-                 float* out, int64_t ldo, NeuronCounts& counts, int64_t* fired) {
+void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
+                 int64_t n, const Firing& firing, NeuronBlock& block, float* out, int64_t ldo, NeuronCounts& counts,
+                 int64_t* fired) {
   PiActs acts = *x;
   if (wants_lanes(b.up.type) || (b.gated() && wants_lanes(b.gate.type))) {
     block.lanes.resize((size_t)(pi_lanes_bytes(x->k) * tokens));
@@ -301,8 +321,11 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     }
     counts.active += active;
     counts.down += w.n;
-    if (fired && pairs) for (int64_t i = 0; i < w.count; i++) fired[block.pairs[i].neuron]++;
-    else if (fired) for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
+    if (fired && pairs)
+      for (int64_t i = 0; i < w.count; i++) fired[block.pairs[i].neuron]++;
+    else if (fired)
+      for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
     if (b.down.type == PI_Q4_0X32) counts.shared += pairs ? w.add_groups_of_pairs(out, ldo) : w.add_groups(out, ldo);
     else if (pairs) kernels->neurons->add_pairs(&b.down, block.pairs, w.count, block.h, out, ldo);
     else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);

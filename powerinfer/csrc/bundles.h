@@ -9,7 +9,8 @@
 int64_t part_source_bytes(int type, int64_t rows, int64_t k);
 // One part of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, and the part at byte `at` of each. Neurons that
 // are missing become zeros.
-void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch, int64_t at);
+void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
+               int64_t at);
 // The values of neuron i of a part.
 void unpack_part(int kind, const PiPart& part, int64_t i, float* out);
 
@@ -19,7 +20,7 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 // An FFN's neurons: h = act(gate . n + gate_bias) * (up . n + up_bias), or without a gate act(up . n + up_bias).
 struct Bundles {
   PiPart gate, up, down;  // gate.groups null: no gate
-  int64_t neurons;  // places: where groups have fewer bundles, some are empty
+  int64_t neurons;        // places: where groups have fewer bundles, some are empty
   int act;
   float threshold;
   std::vector<float> gate_bias, up_bias;  // empty: none
@@ -45,13 +46,15 @@ struct NeuronBlock {
   PiPair pairs[CELLS];     // neurons with tokens, where few are left; then h has a value of each
 };
 
-struct NeuronCounts {  // rows of bundles that were read, scales that rows share, and neurons that were not zero, of all tokens
+struct
+    NeuronCounts {  // rows of bundles that were read, scales that rows share, and neurons that were not zero, of all tokens
   int64_t first, up, down, shared, active;
 };
 
 // How the neurons of a list become active.
 struct Firing {
-  const float* known;      // activations of the first product that are there already: [t * ld + neuron]; null: from the bundles
+  const float*
+      known;  // activations of the first product that are there already: [t * ld + neuron]; null: from the bundles
   int64_t ld;
   const uint32_t* wanted;  // where not null, a neuron counts for token t only if bit t of its word is set
   float most;              // activations up to `most` in magnitude count as zero
@@ -60,5 +63,6 @@ struct Firing {
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a gate fired, then
 // down where h is not zero, in one pass over the list. A row meets the tokens that need it, or, where those are many, all.
 // tokens: at most PI_NEURON_TOKENS. fired: by place, to which the tokens that a neuron fired for are added.
-void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index, int64_t n, const Firing& firing, NeuronBlock& block,
-                 float* out, int64_t ldo, NeuronCounts& counts, int64_t* fired = nullptr);
+void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
+                 int64_t n, const Firing& firing, NeuronBlock& block, float* out, int64_t ldo, NeuronCounts& counts,
+                 int64_t* fired = nullptr);

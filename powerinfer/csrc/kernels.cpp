@@ -6,8 +6,12 @@
 
 namespace {
 
-template <int n> struct Index { static constexpr int value = n; };
-template <int i, int n, class F> __attribute__((always_inline)) inline void unroll(F&& f) {
+template <int n>
+struct Index {
+  static constexpr int value = n;
+};
+template <int i, int n, class F>
+__attribute__((always_inline)) inline void unroll(F&& f) {
   if constexpr (i < n) {
     f(Index<i>{});
     unroll<i + 1, n>(f);
@@ -25,16 +29,21 @@ PI_INLINE int32_t word(const int8_t* p) {
 // of 16 rows; scales() the factor of the block and, with MIN, what is added per unit of activation. Codes below zero are stored moved up by
 // OFFSET, which the integer sum takes out again. HALVES 2: each 16 k have a factor of their own (Q6_K).
 
-struct Scales { f32x16 d, m; };
+struct Scales {
+  f32x16 d, m;
+};
 
 struct WQ4_0 {
   static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 32;
   static constexpr bool SIGNED = false, MIN = false, WIDE = false;
-  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+  template <int g, int>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     u8x64 raw = b_load(codes + b * 256 + (g & 3) * 64);
     return g < 4 ? b_low4(raw) : b_high4(raw);
   }
-  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b * 32), f_zero()};
+  }
 };
 
 struct WQ4_1 : WQ4_0 {
@@ -48,14 +57,19 @@ struct WQ4_1 : WQ4_0 {
 struct WQ5_0 {
   static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 320, SCALE_BYTES = 32;
   static constexpr bool SIGNED = false, MIN = false, WIDE = false;
-  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+  template <int g, int>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b * 320;
     u8x64 raw = b_load(q + (g & 3) * 64), low = g < 4 ? b_low4(raw) : b_high4(raw), bits = b_load(q + 256);
     u8x64 bit;
-    if constexpr (g < 4) bit = b_shl<4 - g>(bits); else if constexpr (g == 4) bit = bits; else bit = b_shr<g - 4>(bits);
+    if constexpr (g < 4) bit = b_shl<4 - g>(bits);
+    else if constexpr (g == 4) bit = bits;
+    else bit = b_shr<g - 4>(bits);
     return b_or(low, b_and(bit, b_set(16)));
   }
-  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b * 32), f_zero()};
+  }
 };
 
 struct WQ5_1 : WQ5_0 {
@@ -67,8 +81,13 @@ struct WQ5_1 : WQ5_0 {
 struct WQ8_0 {
   static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 512, SCALE_BYTES = 32;
   static constexpr bool SIGNED = true, MIN = false, WIDE = false;
-  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
-  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b * 32), f_zero()}; }
+  template <int g, int>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    return b_load(codes + b * 512 + g * 64);
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b * 32), f_zero()};
+  }
 };
 
 // Per 256 k: d, dmin, then sc and m of each 32.
@@ -82,7 +101,8 @@ PI_INLINE Scales k_scales(const uint8_t* meta, int64_t b) {
 struct WQ4_K {
   static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 40;
   static constexpr bool SIGNED = false, MIN = true, WIDE = false;
-  template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+  template <int g, int i>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     u8x64 raw = b_load(codes + b / 2 * 512 + g * 64);
     return i ? b_high4(raw) : b_low4(raw);
   }
@@ -91,7 +111,8 @@ struct WQ4_K {
 
 struct WQ5_K : WQ4_K {
   static constexpr int BLOCK_BYTES = 320;
-  template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+  template <int g, int i>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b / 8 * 2560;
     u8x64 raw = b_load(q + b % 8 / 2 * 512 + g * 64), low = i ? b_high4(raw) : b_low4(raw);
     return b_or(low, b_shl<4>(b_and(b_shr(b_load(q + 2048 + g * 64), (int)(b % 8)), b_set(1))));
@@ -101,35 +122,47 @@ struct WQ5_K : WQ4_K {
 struct WQ6_K {
   static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2, BLOCK_BYTES = 384, SCALE_BYTES = 36;
   static constexpr bool SIGNED = false, MIN = false, WIDE = false;
-  template <int g, int i> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+  template <int g, int i>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
     const uint8_t* q = codes + b / 4 * 1536;
-    u8x64 raw = b_load(q + (i & 1) * 512 + g * 64), low = i < 2 ? b_low4(raw) : b_high4(raw), bits = b_load(q + 1024 + g * 64);
-    if constexpr (i < 2) bits = b_shl<4 - 2 * i>(bits); else if constexpr (i == 3) bits = b_shr<2>(bits);
+    u8x64 raw = b_load(q + (i & 1) * 512 + g * 64), low = i < 2 ? b_low4(raw) : b_high4(raw),
+          bits = b_load(q + 1024 + g * 64);
+    if constexpr (i < 2) bits = b_shl<4 - 2 * i>(bits);
+    else if constexpr (i == 3) bits = b_shr<2>(bits);
     return b_or(low, b_and(bits, b_set(0x30)));
   }
-  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return {f_load_f16(meta + b / 8 * 288), f_zero()}; }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b / 8 * 288), f_zero()};
+  }
   static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) {
     return i_float(i_load_s8(meta + b / 8 * 288 + 32 + b % 8 * 32 + 16 * h));
   }
 };
 
-template <class W> PI_INLINE i32x16 start(int32_t sum) {
+template <class W>
+PI_INLINE i32x16 start(int32_t sum) {
   if constexpr (W::SIGNED) return dot_s_start(sum);
   return i_set(-W::OFFSET * sum);
 }
 
 // Codes of a panel widened to a byte each, [block][8 groups][64]: unpacking once pays when many tokens follow.
-template <class W> struct Wide : W {
+template <class W>
+struct Wide : W {
   static constexpr bool WIDE = true;
   static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
-  template <int g, int> static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) { return b_load(codes + b * 512 + g * 64); }
+  template <int g, int>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    return b_load(codes + b * 512 + g * 64);
+  }
 };
 
-template <class W> void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
+template <class W>
+void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
       unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
-        b_store(out + (b0 + i.value) * 512 + g.value * 64, b_sub(W::template group<g.value, i.value>(codes, b0 + i.value), b_set(offset)));
+        b_store(out + (b0 + i.value) * 512 + g.value * 64,
+                b_sub(W::template group<g.value, i.value>(codes, b0 + i.value), b_set(offset)));
       });
     });
   }
@@ -178,7 +211,9 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
         }
         unroll<0, 8 / W::HALVES>([&](auto j) __attribute__((always_inline)) {
           // Low and high nibbles of one load follow each other where they belong to the same block.
-          constexpr int g = W::HALVES == 2 ? h.value * 4 + j.value : W::UNROLL == 1 && !W::SIGNED ? j.value / 2 + j.value % 2 * 4 : j.value;
+          constexpr int g = W::HALVES == 2                 ? h.value * 4 + j.value
+                            : W::UNROLL == 1 && !W::SIGNED ? j.value / 2 + j.value % 2 * 4
+                                                           : j.value;
           int32_t a[T];
 #pragma GCC unroll 16
           for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + g * 4);
@@ -187,7 +222,8 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
             u8x64 c = W::template group<g, i.value>(w.codes + p * w.codes_stride, b);
             // One line of it with each group, until all are asked for.
             constexpr int line = (h.value * (8 / W::HALVES) + j.value) * 64;
-            if constexpr (!W::WIDE && line < W::BLOCK_BYTES) __builtin_prefetch(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
+            if constexpr (!W::WIDE && line < W::BLOCK_BYTES)
+              __builtin_prefetch(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
           }
@@ -197,7 +233,8 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
           if constexpr (W::HALVES == 2) {
             f32x16 f = WQ6_K::half(w.scales + p * w.scales_stride, b, h.value);
 #pragma GCC unroll 16
-            for (int t = 0; t < T; t++) value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
+            for (int t = 0; t < T; t++)
+              value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
           } else {
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) value[p][t] = i_float(acc[p][t]);
@@ -296,7 +333,8 @@ PI_INLINE void tile_bf16(const uint8_t* w, int64_t stride, const PiActs* x, int6
 
 // ---- The matrix product: tiles of P panels by T tokens ------------------------------------------------------------
 
-template <int P, int T> PI_INLINE void put(const PiLinear* l, int64_t p0, int64_t t0, const f32x16 (&sum)[P][T]) {
+template <int P, int T>
+PI_INLINE void put(const PiLinear* l, int64_t p0, int64_t t0, const f32x16 (&sum)[P][T]) {
 #pragma GCC unroll 16
   for (int p = 0; p < P; p++) {
 #pragma GCC unroll 16
@@ -311,7 +349,8 @@ template <int P, int T> PI_INLINE void put(const PiLinear* l, int64_t p0, int64_
 }
 
 // Panels [p0, p0 + P) of the matrix, which are the first of `w`.
-template <class W, int P, int T> void tile(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p0, int64_t t0) {
+template <class W, int P, int T>
+void tile(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p0, int64_t t0) {
   f32x16 sum[P][T];
   if constexpr (__is_same(W, WBF16)) tile_bf16<P, T>(w.codes, w.codes_stride, x, t0, sum);
   else if constexpr (__is_same(W, WF32) || __is_same(W, WF16)) tile_f<W, P, T>(w.codes, w.codes_stride, x, t0, sum);
@@ -325,15 +364,19 @@ PI_INLINE Panels panels_at(const PiLinear* l, int64_t k, int64_t p, int64_t some
   return {codes, codes + pi_codes_bytes(l->type, k), stride, stride, some * stride};
 }
 
-template <class W, int P, int T> PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1) {
+template <class W, int P, int T>
+PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1) {
   int64_t p = p0;
   for (; p + P <= p1; p += P) tile<W, P, T>(l, panels_at(l, x->k, p, P), x, p, 0);
-  if constexpr (P > 2) for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, panels_at(l, x->k, p, 2), x, p, 0);
-  if constexpr (P > 1) for (; p < p1; p++) tile<W, 1, T>(l, panels_at(l, x->k, p), x, p, 0);
+  if constexpr (P > 2)
+    for (; p + 2 <= p1; p += 2) tile<W, 2, T>(l, panels_at(l, x->k, p, 2), x, p, 0);
+  if constexpr (P > 1)
+    for (; p < p1; p++) tile<W, 1, T>(l, panels_at(l, x->k, p), x, p, 0);
 }
 
 // Tokens [t, end) by P panels, in the largest tiles that fit.
-template <class W, int P, int T> PI_INLINE int64_t along(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p, int64_t t, int64_t end) {
+template <class W, int P, int T>
+PI_INLINE int64_t along(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p, int64_t t, int64_t end) {
   for (; t + T <= end; t += T) tile<W, P, T>(l, w, x, p, t);
   if constexpr (T > 8) return along<W, P, 8>(l, w, x, p, t, end);
   else if constexpr (T > 4) return along<W, P, 4>(l, w, x, p, t, end);
@@ -349,10 +392,12 @@ PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
   return some < tile ? tile : some / tile * tile;
 }
 
-template <class W, int P, int T> void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
+template <class W, int P, int T>
+void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
   // Few tokens: the matrix passes by once, in four address streams, which feed one core best, or in two where the sums need the registers.
   if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);
-  if constexpr (T > 1) if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
+  if constexpr (T > 1)
+    if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
   if constexpr (T >= 8) {
     switch (tokens) {
       case 3: return sweep<W, 4, 3>(l, x, p0, p1);
@@ -368,12 +413,14 @@ template <class W, int P, int T> void product(const PiLinear* l, const PiActs* x
     const int64_t end = m + some < tokens ? m + some : tokens;
     int64_t p = p0;
     for (; p + P <= p1; p += P) along<W, P, T>(l, panels_at(l, x->k, p, P), x, p, m, end);
-    if constexpr (P > 1) for (; p < p1; p++) along<W, 1, T>(l, panels_at(l, x->k, p), x, p, m, end);
+    if constexpr (P > 1)
+      for (; p < p1; p++) along<W, 1, T>(l, panels_at(l, x->k, p), x, p, m, end);
   }
 }
 
 // The same for quantised weights and many tokens: codes are widened once, then used for all tokens.
-template <class W> void product_q(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+template <class W>
+void product_q(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   if (tokens < WIDE_FROM) return product<W, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T);
@@ -382,10 +429,14 @@ template <class W> void product_q(const PiLinear* l, const PiActs* x, int64_t p0
     const int64_t end = m + some < tokens ? m + some : tokens;
     for (int64_t p = p0; p < p1; p += P) {
       const Panels own = panels_at(l, x->k, p);
-      const Panels w = {W::SIGNED ? own.codes : wide, own.scales, W::SIGNED ? own.codes_stride : nb * 512, own.scales_stride};
+      const Panels w = {W::SIGNED ? own.codes : wide, own.scales, W::SIGNED ? own.codes_stride : nb * 512,
+                        own.scales_stride};
       const bool whole = p + P <= p1;
-      if constexpr (!W::SIGNED) for (int i = 0; i < (whole ? P : 1); i++) widen<W>(own.codes + i * own.codes_stride, nb, wide + i * nb * 512, 0);
-      if (whole) along<Wide<W>, P, T>(l, w, x, p, m, end); else along<Wide<W>, 1, T>(l, w, x, p, m, end);
+      if constexpr (!W::SIGNED)
+        for (int i = 0; i < (whole ? P : 1); i++)
+          widen<W>(own.codes + i * own.codes_stride, nb, wide + i * nb * 512, 0);
+      if (whole) along<Wide<W>, P, T>(l, w, x, p, m, end);
+      else along<Wide<W>, 1, T>(l, w, x, p, m, end);
     }
   }
 }
@@ -456,15 +507,18 @@ struct LastLanes {
 };
 
 // f(lanes, i) for every i at which lanes of a row of n begin.
-template <class F> PI_INLINE void along_row(int64_t n, F&& f) {
+template <class F>
+PI_INLINE void along_row(int64_t n, F&& f) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) f(Lanes{}, i);
   if (i < n) f(LastLanes{(int)(n - i)}, i);
 }
 
 // Mean of a row or of its squares, in two chains of sixteen lanes.
-template <bool squares> PI_INLINE float row_mean(const float* x, int64_t n) {
-  const auto more = [](f32x16 v, f32x16 sum) __attribute__((always_inline)) { return squares ? f_fma(v, v, sum) : f_add(v, sum); };
+template <bool squares>
+PI_INLINE float row_mean(const float* x, int64_t n) {
+  const auto more = [](f32x16 v, f32x16 sum)
+                        __attribute__((always_inline)) { return squares ? f_fma(v, v, sum) : f_add(v, sum); };
   f32x16 a = f_zero(), b = f_zero();
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
@@ -485,7 +539,8 @@ void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out) 
 // Two passes: the variance is that of the centred row, so a mean far from zero costs no digits.
 void layer_norm(const float* x, const float* w, const float* b, int64_t n, float eps, float* out) {
   const f32x16 mean = f_set(row_mean<false>(x, n));
-  along_row(n, [&](auto lanes, int64_t i) __attribute__((always_inline)) { lanes.store(out + i, f_sub(lanes.load(x + i), mean)); });
+  along_row(n, [&](auto lanes, int64_t i)
+                   __attribute__((always_inline)) { lanes.store(out + i, f_sub(lanes.load(x + i), mean)); });
   const f32x16 by = f_set(1.0f / __builtin_sqrtf(row_mean<true>(out, n) + eps));
   along_row(n, [&](auto lanes, int64_t i) __attribute__((always_inline)) {
     const f32x16 v = f_mul(f_mul(lanes.load(out + i), by), lanes.load(w + i));
@@ -493,13 +548,15 @@ void layer_norm(const float* x, const float* w, const float* b, int64_t n, float
   });
 }
 
-template <int act> PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
+template <int act>
+PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
   if constexpr (act == PI_SILU) return f_div(x, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), x))));
   const f32x16 kept = f_above(x, threshold);
   return act == PI_RELU2 ? f_mul(kept, kept) : kept;
 }
 
-template <int act> void activate_as(float threshold, float* gate, const float* up, int64_t n) {
+template <int act>
+void activate_as(float threshold, float* gate, const float* up, int64_t n) {
   const f32x16 t = f_set(act == PI_FATRELU ? threshold : 0.0f);
   for (int64_t i = 0; i < n; i += 16) {
     f32x16 a = activated<act>(f_load(gate + i), t);
@@ -548,7 +605,8 @@ PI_INLINE void f16_saturated(uint16_t* p, f32x16 v) {
 void store_kv(int type, uint8_t* head, int slot, const float* k, const float* v, int n) {
   if (type == PI_KV_F32) {
     float* keys = (float*)head;
-    if (k) for (int i = 0; i < n; i++) keys[i * PI_PAGE + slot] = k[i];
+    if (k)
+      for (int i = 0; i < n; i++) keys[i * PI_PAGE + slot] = k[i];
     if (v) memcpy(keys + (int64_t)n * PI_PAGE + (int64_t)slot * n, v, (size_t)n * 4);
   } else if (type == PI_KV_F16) {
     uint16_t *keys = (uint16_t*)head, *values = keys + (int64_t)n * PI_PAGE + (int64_t)slot * n;
@@ -594,7 +652,8 @@ void store_kv(int type, uint8_t* head, int slot, const float* k, const float* v,
 struct KvF32 {
   const float *keys, *values;
   int n;
-  PI_INLINE_MEMBER KvF32(const uint8_t* head, int n) : keys((const float*)head), values(keys + (int64_t)n * PI_PAGE), n(n) {}
+  PI_INLINE_MEMBER KvF32(const uint8_t* head, int n)
+      : keys((const float*)head), values(keys + (int64_t)n * PI_PAGE), n(n) {}
   PI_INLINE_MEMBER f32x16 key(int i, int half) const { return f_load(keys + i * PI_PAGE + 16 * half); }
   PI_INLINE_MEMBER f32x16 value(int slot, int i) const { return f_load(values + slot * n + i); }
 };
@@ -602,7 +661,8 @@ struct KvF32 {
 struct KvF16 {
   const uint16_t *keys, *values;
   int n;
-  PI_INLINE_MEMBER KvF16(const uint8_t* head, int n) : keys((const uint16_t*)head), values(keys + (int64_t)n * PI_PAGE), n(n) {}
+  PI_INLINE_MEMBER KvF16(const uint8_t* head, int n)
+      : keys((const uint16_t*)head), values(keys + (int64_t)n * PI_PAGE), n(n) {}
   PI_INLINE_MEMBER f32x16 key(int i, int half) const { return f_load_f16(keys + i * PI_PAGE + 16 * half); }
   PI_INLINE_MEMBER f32x16 value(int slot, int i) const { return f_load_f16(values + slot * n + i); }
 };
@@ -611,12 +671,14 @@ struct KvQ8_0 {
   const int8_t *keys, *values;
   const uint16_t *key_scales, *value_scales;
   int n, blocks;
-  PI_INLINE_MEMBER KvQ8_0(const uint8_t* head, int n) : keys((const int8_t*)head), values(keys + (int64_t)n * PI_PAGE), n(n), blocks((n + 31) / 32) {
+  PI_INLINE_MEMBER KvQ8_0(const uint8_t* head, int n)
+      : keys((const int8_t*)head), values(keys + (int64_t)n * PI_PAGE), n(n), blocks((n + 31) / 32) {
     key_scales = (const uint16_t*)(values + (int64_t)n * PI_PAGE);
     value_scales = key_scales + blocks * PI_PAGE;
   }
   PI_INLINE_MEMBER f32x16 key(int i, int half) const {
-    return f_mul(i_float(i_load_s8(keys + i * PI_PAGE + 16 * half)), f_load_f16(key_scales + i / 32 * PI_PAGE + 16 * half));
+    return f_mul(i_float(i_load_s8(keys + i * PI_PAGE + 16 * half)),
+                 f_load_f16(key_scales + i / 32 * PI_PAGE + 16 * half));
   }
   PI_INLINE_MEMBER f32x16 value(int slot, int i) const {
     uint16_t h[16];
@@ -650,14 +712,16 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     const int64_t base = page * PI_PAGE;
     const int slots = last - base + 1 < PI_PAGE ? (int)(last - base + 1) : (int)PI_PAGE;
     // The processor's own prefetcher stops at the end of a page: ask for the next one, a line a turn.
-    [[maybe_unused]] const uint8_t* next = a->kv + a->pages[page < last / PI_PAGE ? page + 1 : page] * a->page_bytes + g * a->head_bytes;
+    [[maybe_unused]] const uint8_t* next =
+        a->kv + a->pages[page < last / PI_PAGE ? page + 1 : page] * a->page_bytes + g * a->head_bytes;
     [[maybe_unused]] const int64_t ahead = a->head_bytes / n;
     f32x16 s[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_zero();
     for (int i = 0; i < n; i++) {
       f32x16 k0 = kv.key(i, 0), k1 = kv.key(i, 1);
-      if constexpr (R <= 4) for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + i * ahead + line);
+      if constexpr (R <= 4)
+        for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + i * ahead + line);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         f32x16 x = f_set(q[r][i]);
@@ -728,18 +792,24 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     f32x16 by = f_set(total[r]);
     for (int i = 0; i < a->head_dim; i += 16) {
       f32x16 v = f_div(f_load(acc + r * n + i), by);
-      if (i + 16 <= a->head_dim) f_store(out + i, v); else f_store_n(out + i, v, a->head_dim - i);
+      if (i + 16 <= a->head_dim) f_store(out + i, v);
+      else f_store_n(out + i, v, a->head_dim - i);
     }
   }
 }
 
-template <class Kv> void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scratch) {
+template <class Kv>
+void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scratch) {
   int64_t r = r0;
   for (; r + TILE_A <= r1; r += TILE_A) attend<Kv, TILE_A>(a, g, r, scratch);
-  if constexpr (TILE_A > 6) for (; r + 6 <= r1; r += 6) attend<Kv, 6>(a, g, r, scratch);
-  if constexpr (TILE_A > 4) for (; r + 4 <= r1; r += 4) attend<Kv, 4>(a, g, r, scratch);
-  if constexpr (TILE_A > 3) for (; r + 3 <= r1; r += 3) attend<Kv, 3>(a, g, r, scratch);
-  if constexpr (TILE_A > 2) for (; r + 2 <= r1; r += 2) attend<Kv, 2>(a, g, r, scratch);
+  if constexpr (TILE_A > 6)
+    for (; r + 6 <= r1; r += 6) attend<Kv, 6>(a, g, r, scratch);
+  if constexpr (TILE_A > 4)
+    for (; r + 4 <= r1; r += 4) attend<Kv, 4>(a, g, r, scratch);
+  if constexpr (TILE_A > 3)
+    for (; r + 3 <= r1; r += 3) attend<Kv, 3>(a, g, r, scratch);
+  if constexpr (TILE_A > 2)
+    for (; r + 2 <= r1; r += 2) attend<Kv, 2>(a, g, r, scratch);
   for (; r < r1; r++) attend<Kv, 1>(a, g, r, scratch);
 }
 
@@ -755,7 +825,15 @@ extern "C" const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL);
 namespace {
 
 const PiKernels kernels = {
-    PI_STRING(PI_LEVEL), linear, forms, rms_norm, layer_norm, activate, rope, scale, store_kv,
+    PI_STRING(PI_LEVEL),
+    linear,
+    forms,
+    rms_norm,
+    layer_norm,
+    activate,
+    rope,
+    scale,
+    store_kv,
     {attention<KvF32>, attention<KvF16>, attention<KvQ8_0>},
     &PI_JOIN(pi_neurons_, PI_LEVEL),
 };

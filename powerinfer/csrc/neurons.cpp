@@ -17,9 +17,11 @@ PI_INLINE int32_t neuron_of(int32_t neuron) { return neuron; }
 PI_INLINE int32_t neuron_of(const PiPair& pair) { return pair.neuron; }
 
 // R rows of a list, and those whose turn is `ahead` rows later.
-template <int R> struct Rows {
+template <int R>
+struct Rows {
   const uint8_t *now[R], *next[R];
-  template <class I> PI_INLINE_MEMBER Rows(const PiPart* part, const I* list, int64_t left, int64_t ahead = R) {
+  template <class I>
+  PI_INLINE_MEMBER Rows(const PiPart* part, const I* list, int64_t left, int64_t ahead = R) {
     for (int r = 0; r < R; r++) {
       now[r] = pi_row(part, neuron_of(list[r]));
       next[r] = r + ahead < left ? pi_row(part, neuron_of(list[r + ahead])) : now[r];
@@ -34,20 +36,27 @@ template <int R> struct Rows {
 // ---- A row's part against the activations -------------------------------------------------------------------------
 
 // The tokens that R rows meet: the same T from t on, or each row its own.
-template <int R, int N> struct Same {
+template <int R, int N>
+struct Same {
   enum { T = N, TOKENS = N };
   int64_t token[TOKENS];
-  PI_INLINE_MEMBER explicit Same(int64_t t) { for (int i = 0; i < N; i++) token[i] = t + i; }
+  PI_INLINE_MEMBER explicit Same(int64_t t) {
+    for (int i = 0; i < N; i++) token[i] = t + i;
+  }
   static PI_INLINE_MEMBER int of(int, int t) { return t; }
 };
-template <int R> struct Own {
+template <int R>
+struct Own {
   enum { T = 1, TOKENS = R };
   int64_t token[TOKENS];
-  PI_INLINE_MEMBER explicit Own(const PiPair* pairs) { for (int r = 0; r < R; r++) token[r] = pairs[r].token; }
+  PI_INLINE_MEMBER explicit Own(const PiPair* pairs) {
+    for (int r = 0; r < R; r++) token[r] = pairs[r].token;
+  }
   static PI_INLINE_MEMBER int of(int r, int) { return r; }
 };
 
-template <int R, int T> struct Sums {
+template <int R, int T>
+struct Sums {
   f32x16 v[R][T];
   PI_INLINE_MEMBER Sums() {
 #pragma GCC unroll 8
@@ -57,13 +66,15 @@ template <int R, int T> struct Sums {
     }
   }
   PI_INLINE_MEMBER void put(float* out, int64_t ldo) const {
-    for (int r = 0; r < R; r++) for (int t = 0; t < T; t++) out[t * ldo + r] = f_sum(v[r][t]);
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < T; t++) out[t * ldo + r] = f_sum(v[r][t]);
   }
 };
 
 struct DotF16 {
   enum { TOKENS = SHARED_TOKENS };
-  template <int R, class M> static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+  template <int R, class M>
+  static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
     enum { T = M::T };
     Sums<R, T> sum;
     const int64_t k = x->k;
@@ -88,7 +99,8 @@ struct DotF16 {
 
 struct DotBF16 {
   enum { TOKENS = SHARED_TOKENS };
-  template <int R, class M> static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+  template <int R, class M>
+  static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
     enum { T = M::T };
     Sums<R, T> sum;
     for (int64_t i = 0; i < x->k; i += 32) {
@@ -118,7 +130,9 @@ struct DotBF16 {
 struct CodesQ8_0 {
   enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8 };
   static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return dot_vs_start(sum); }
-  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) { return dot_vs(acc, raw, b_load(q + 64 * v)); }
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
+    return dot_vs(acc, raw, b_load(q + 64 * v));
+  }
 };
 struct CodesQ4_0 {
   enum { TYPE = PI_Q4_0, BLOCK = 16, VECTORS = 4 };
@@ -128,9 +142,11 @@ struct CodesQ4_0 {
   }
 };
 
-template <class C> struct DotQ {
+template <class C>
+struct DotQ {
   enum { TOKENS = SHARED_TOKENS > 2 ? 2 : SHARED_TOKENS };
-  template <int R, class M> static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+  template <int R, class M>
+  static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
     enum { T = M::T };
     Sums<R, T> sum;
     const int64_t nb = x->k / 32, codes = pi_part_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
@@ -163,26 +179,35 @@ template <class C> struct DotQ {
       for (int r = 0; r < R; r++) {
         const f32x16 d = f_load_f16(w.now[r] + codes + 2 * b);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(i_float(s[r][t]), f_mul(d, f_load((const float*)(a[meet.of(r, t)] + at_lanes + PI_LANES_D))), sum.v[r][t]);
+        for (int t = 0; t < T; t++)
+          sum.v[r][t] = f_fma(i_float(s[r][t]),
+                              f_mul(d, f_load((const float*)(a[meet.of(r, t)] + at_lanes + PI_LANES_D))), sum.v[r][t]);
       }
     }
     sum.put(out, ldo);
   }
 };
 
-template <class D, int R, int T> PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
+template <class D, int R, int T>
+PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t tokens, float* out, int64_t ldo) {
   for (; t + T <= tokens; t += T) D::rows(w, x, Same<R, T>(t), out + t * ldo, ldo);
   if constexpr (T > 1) dot_tokens<D, R, T / 2>(w, x, t, tokens, out, ldo);
 }
 
-template <class D> void dots_of(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out, int64_t ldo) {
+template <class D>
+void dots_of(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
+             int64_t ldo) {
   int64_t j = 0;
-  if (tokens == 1) for (; j + ROWS <= n; j += ROWS) dot_tokens<D, ROWS, 1>(Rows<ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
-  for (; j + SHARED_ROWS <= n; j += SHARED_ROWS) dot_tokens<D, SHARED_ROWS, D::TOKENS>(Rows<SHARED_ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
+  if (tokens == 1)
+    for (; j + ROWS <= n; j += ROWS)
+      dot_tokens<D, ROWS, 1>(Rows<ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
+  for (; j + SHARED_ROWS <= n; j += SHARED_ROWS)
+    dot_tokens<D, SHARED_ROWS, D::TOKENS>(Rows<SHARED_ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
   for (; j < n; j++) dot_tokens<D, 1, D::TOKENS>(Rows<1>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
 }
 
-void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out, int64_t ldo) {
+void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
+          int64_t ldo) {
   switch (part->type) {
     case PI_F16: return dots_of<DotF16>(part, index, n, x, tokens, out, ldo);
     case PI_BF16: return dots_of<DotBF16>(part, index, n, x, tokens, out, ldo);
@@ -191,12 +216,14 @@ void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, 
   }
 }
 
-template <class D, int R> int64_t some_pairs(const PiPart* part, const PiPair* pairs, int64_t j, int64_t n, const PiActs* x, float* out) {
+template <class D, int R>
+int64_t some_pairs(const PiPart* part, const PiPair* pairs, int64_t j, int64_t n, const PiActs* x, float* out) {
   for (; j + R <= n; j += R) D::rows(Rows<R>(part, pairs + j, n - j), x, Own<R>(pairs + j), out + j, 1);
   return j;
 }
 
-template <class D> void dot_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
+template <class D>
+void dot_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
   int64_t j = some_pairs<D, ROWS>(part, pairs, 0, n, x, out);
   if constexpr (ROWS > SHARED_ROWS) j = some_pairs<D, SHARED_ROWS>(part, pairs, j, n, x, out);
   some_pairs<D, 1>(part, pairs, j, n, x, out);
@@ -215,7 +242,7 @@ void dot_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs*
 // Columns run inside, so that the sums stay in the L1 cache. The sum of a column is a plain chain over the rows: leaving
 // out a row whose factor is zero does not change a bit.
 
-enum { PIECE = 512 };  // columns whose scales are multiplied in one go
+enum { PIECE = 512 };                // columns whose scales are multiplied in one go
 constexpr int64_t ADDED_TOKENS = 8;  // to which rows are added in one go
 
 struct AddF16 {
@@ -225,7 +252,9 @@ struct AddBF16 {
   static PI_INLINE_MEMBER f32x16 load(const uint8_t* row, int64_t c) { return f_load_bf16(row + 2 * c); }
 };
 
-template <class A, int R> PI_INLINE void add_float(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+template <class A, int R>
+PI_INLINE void add_float(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh,
+                         int64_t tokens, float* out, int64_t ldo) {
   for (int64_t c = begin; c < stop; c += 16) {
     if (c % 32 == 0) w.ask(2 * c);
     f32x16 row[R];
@@ -237,13 +266,15 @@ template <class A, int R> PI_INLINE void add_float(const Rows<R>& w, int64_t k, 
       f32x16 v = n == 16 ? f_load(o) : f_load_n(o, n);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) v = f_fma(row[r], f_set(h[t * ldh + r]), v);
-      if (n == 16) f_store(o, v); else f_store_n(o, v, n);
+      if (n == 16) f_store(o, v);
+      else f_store_n(o, v, n);
     }
   }
 }
 
 // h * d of every token and row, for the sixteen blocks from column c on, which is a multiple of 512.
-template <int R> struct Factors {
+template <int R>
+struct Factors {
   alignas(64) float v[ADDED_TOKENS][R][16];
   PI_INLINE_MEMBER Factors(const Rows<R>& w, int64_t codes, int64_t c, const float* h, int64_t ldh, int64_t tokens) {
 #pragma GCC unroll 8
@@ -256,7 +287,9 @@ template <int R> struct Factors {
 };
 
 struct AddQ8_0 {
-  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+  template <int R>
+  static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h,
+                                    int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
     for (int64_t p = begin; p < stop; p += PIECE) {
       const Factors<R> f(w, pi_part_codes(PI_Q8_0, k), p, h, ldh, tokens);
       const int64_t end = p + PIECE < k ? p + PIECE : k;
@@ -288,7 +321,8 @@ struct AddQ8_0 {
 
 struct AddQ4_0 {
   // Block s of the 128 columns at o.
-  template <int s, int R> static PI_INLINE_MEMBER void block(const u8x64 (&raw)[R], const float (&f)[R][16], int b, float* o) {
+  template <int s, int R>
+  static PI_INLINE_MEMBER void block(const u8x64 (&raw)[R], const float (&f)[R][16], int b, float* o) {
     f32x16 v = f_load(o), u = f_load(o + 16);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -300,7 +334,9 @@ struct AddQ4_0 {
     f_store(o + 16, u);
   }
 
-  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+  template <int R>
+  static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h,
+                                    int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
     for (int64_t p = begin; p < stop; p += PIECE) {
       const Factors<R> f(w, pi_part_codes(PI_Q4_0, k), p, h, ldh, tokens);
       const int64_t end = p + PIECE < k ? p + PIECE : k;
@@ -322,24 +358,35 @@ struct AddQ4_0 {
   }
 };
 
-template <class A> struct Float {
-  template <int R> static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+template <class A>
+struct Float {
+  template <int R>
+  static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h,
+                                    int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
     add_float<A>(w, k, begin, stop, h, ldh, tokens, out, ldo);
   }
 };
 
-template <class A, int R> void add_rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
-  for (int64_t t = 0; t < tokens; t += ADDED_TOKENS) A::rows(w, k, 0, k, h + t * ldh, ldh, tokens - t < ADDED_TOKENS ? tokens - t : ADDED_TOKENS, out + t * ldo, ldo);
+template <class A, int R>
+void add_rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+  for (int64_t t = 0; t < tokens; t += ADDED_TOKENS)
+    A::rows(w, k, 0, k, h + t * ldh, ldh, tokens - t < ADDED_TOKENS ? tokens - t : ADDED_TOKENS, out + t * ldo, ldo);
 }
 
-template <class A> void add_of(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+template <class A>
+void add_of(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens,
+            float* out, int64_t ldo) {
   int64_t j = 0;
-  for (; j + ROWS <= n; j += ROWS) add_rows<A>(Rows<ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
-  if constexpr (ROWS > SHARED_ROWS) for (; j + SHARED_ROWS <= n; j += SHARED_ROWS) add_rows<A>(Rows<SHARED_ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
+  for (; j + ROWS <= n; j += ROWS)
+    add_rows<A>(Rows<ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
+  if constexpr (ROWS > SHARED_ROWS)
+    for (; j + SHARED_ROWS <= n; j += SHARED_ROWS)
+      add_rows<A>(Rows<SHARED_ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
   for (; j < n; j++) add_rows<A>(Rows<1>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
 }
 
-void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
+void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
+         int64_t ldo) {
   switch (part->type) {
     case PI_F16: return add_of<Float<AddF16>>(part, index, n, h, ldh, tokens, out, ldo);
     case PI_BF16: return add_of<Float<AddBF16>>(part, index, n, h, ldh, tokens, out, ldo);
@@ -349,10 +396,12 @@ void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, in
 }
 
 // Columns in pieces, so that those of many tokens stay in the L1 cache.
-template <class A> void add_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
+template <class A>
+void add_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
   for (int64_t c = 0; c < part->k; c += PIECE) {
     const int64_t stop = c + PIECE < part->k ? c + PIECE : part->k;
-    for (int64_t j = 0; j < n; j++) A::rows(Rows<1>(part, pairs + j, n - j, ROWS), part->k, c, stop, h + j, 0, 1, out + pairs[j].token * ldo, 0);
+    for (int64_t j = 0; j < n; j++)
+      A::rows(Rows<1>(part, pairs + j, n - j, ROWS), part->k, c, stop, h + j, 0, 1, out + pairs[j].token * ldo, 0);
   }
 }
 
@@ -373,7 +422,8 @@ struct Ahead {
   int64_t n, j = 0, line = 0, lines;
   const uint8_t* at;
   bool scales = false;
-  PI_INLINE_MEMBER Ahead(const PiPart* p, const int32_t* list, int64_t count) : part(p), index(list), n(count), lines(pi_part_bytes(p->type, p->k) / 64), at(pi_row(p, list[0])) {}
+  PI_INLINE_MEMBER Ahead(const PiPart* p, const int32_t* list, int64_t count)
+      : part(p), index(list), n(count), lines(pi_part_bytes(p->type, p->k) / 64), at(pi_row(p, list[0])) {}
   PI_INLINE_MEMBER void ask(int64_t count) {
     while (count > 0 && at) {
       const int64_t end = line + count < lines ? line + count : lines;
@@ -407,7 +457,9 @@ struct GroupStep {
 
 // Four rows side by side meet four factors as the words that an integer product wants, so a column's sum over the group is
 // a whole number, and the scales that its rows share are read and multiplied once.
-template <int Q> PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead, float* out, int32_t* sums) {
+template <int Q>
+PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead,
+                        float* out, int32_t* sums) {
   for (int64_t c = 0; c < k; c += 128) {
     ahead.ask(lines);
     i32x16 s[8];
@@ -443,7 +495,8 @@ template <int Q> PI_INLINE void add_some(const GroupStep& g, const uint8_t* scal
   }
 }
 
-void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d, int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums) {
+void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+                int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums) {
   enum { DISTANCE = 4 };  // rows
   if (n == 0) return;
   const int64_t k = part->k;
@@ -477,14 +530,16 @@ void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_
 // Writes first + i for every bit i of the mask.
 PI_INLINE void append(uint32_t mask, int32_t first, int32_t* out) {
 #if defined(__AVX512F__)
-  const __m512i at = _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i at = _mm512_add_epi32(_mm512_set1_epi32(first),
+                                      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   _mm512_storeu_si512(out, _mm512_maskz_compress_epi32((__mmask16)mask, at));
 #else
   for (; mask; mask &= mask - 1) *out++ = first + __builtin_ctz(mask);
 #endif
 }
 
-int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first, int32_t* out, int64_t* counts) {
+int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first,
+             int32_t* out, int64_t* counts) {
   int64_t kept = 0;
   const f32x16 limit = f_set(most);
   for (int64_t j = 0; j < n; j += 16) {

@@ -72,7 +72,8 @@ void Pool::barrier() {
     return;
   }
   for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-    if (spins < SPINS_BEFORE_YIELDING) cpu_relax(); else sched_yield();
+    if (spins < SPINS_BEFORE_YIELDING) cpu_relax();
+    else sched_yield();
   }
 }
 

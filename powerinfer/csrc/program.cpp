@@ -35,7 +35,8 @@ struct Embed : Op {
       float *x = p.x + i * p.ldx, *row = direct ? x : p.gate + i * p.ldh;
       look_up(*in.table, step.token[i], row);
       if (in.positions) look_up(*in.positions, step.position[i] + in.offset, x);
-      if (in.positions && !in.project) for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
+      if (in.positions && !in.project)
+        for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
     }
     if (in.project) {
       p.pool->barrier();
@@ -59,7 +60,8 @@ struct AttentionIn : Op {
   void run(Thread& t, const Step& step) const override {
     Program& p = *t.program;
     const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads, pad = p.head_pad;
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, form_of(*in.q) | form_of(*in.k) | form_of(*in.v));
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm,
+                                   form_of(*in.q) | form_of(*in.k) | form_of(*in.v));
     // Whole heads to each thread: it can rotate them and store them without waiting for another.
     int64_t begin, end;
     share(heads + 2 * kv, 1, p.pool->threads(), t.id, &begin, &end);
@@ -82,9 +84,11 @@ struct AttentionIn : Op {
           } else if (h < heads + kv) {
             if (in.k_norm) normalise_row(p.kernels, in.k_norm, x, p.sizes.head_dim, x);
             p.kernels->rope(x, cos, sin, half);
-            p.kernels->store_kv(p.cache->type, page + (h - heads) * p.cache->head_bytes, (int)(position % PI_PAGE), x, nullptr, (int)pad);
+            p.kernels->store_kv(p.cache->type, page + (h - heads) * p.cache->head_bytes, (int)(position % PI_PAGE), x,
+                                nullptr, (int)pad);
           } else {
-            p.kernels->store_kv(p.cache->type, page + (h - heads - kv) * p.cache->head_bytes, (int)(position % PI_PAGE), nullptr, x, (int)pad);
+            p.kernels->store_kv(p.cache->type, page + (h - heads - kv) * p.cache->head_bytes, (int)(position % PI_PAGE),
+                                nullptr, x, (int)pad);
           }
         }
       }
@@ -93,10 +97,13 @@ struct AttentionIn : Op {
   }
 
   // The heads of one matrix that fall into this thread's [begin, end) of all heads.
-  void part(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, const Step& step, int64_t begin, int64_t end, int64_t first, int64_t count) const {
+  void part(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, const Step& step, int64_t begin,
+            int64_t end, int64_t first, int64_t count) const {
     Program& p = *t.program;
-    const int64_t b = std::max<int64_t>(begin - first, 0), e = std::min(end - first, count), panels = p.head_pad / PI_LANES;
-    if (b < e) p.linear(t, w, bias, acts, p.qkv + first * p.head_pad, p.ldqkv, step.tokens, false, b * panels, e * panels);
+    const int64_t b = std::max<int64_t>(begin - first, 0), e = std::min(end - first, count),
+                  panels = p.head_pad / PI_LANES;
+    if (b < e)
+      p.linear(t, w, bias, acts, p.qkv + first * p.head_pad, p.ldqkv, step.tokens, false, b * panels, e * panels);
   }
 };
 
@@ -121,7 +128,8 @@ struct Attention : Op {
       for (const Run& run : step.runs) {
         for (int64_t r = 0; r < run.count * group; r += PI_ATTENTION_ROWS) {
           for (int64_t g = 0; g < kv; g++, item++) {
-            if (item % threads == t.id) rows_of(t, run, (int)g, r, std::min<int64_t>(r + PI_ATTENTION_ROWS, run.count * group));
+            if (item % threads == t.id)
+              rows_of(t, run, (int)g, r, std::min<int64_t>(r + PI_ATTENTION_ROWS, run.count * group));
           }
         }
       }
@@ -185,7 +193,8 @@ struct Ffn : Op {
   void dense(Thread& t, const Step& step) const {
     Program& p = *t.program;
     const int64_t tokens = step.tokens, k = in.down->k;
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, in.norm, form_of(*in.up) | (in.gate ? form_of(*in.gate) : 0));
+    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, tokens, nullptr, in.norm,
+                                   form_of(*in.up) | (in.gate ? form_of(*in.gate) : 0));
     int64_t p0, p1;
     share(in.up->panels, 2, p.pool->threads(), t.id, &p0, &p1);  // two panels: a whole block of the activations below
     if (in.gate) p.linear(t, *in.gate, in.gate_bias, acts, p.gate, p.ldh, tokens, false, p0, p1);
@@ -198,7 +207,9 @@ struct Ffn : Op {
         if (watch) check_inputs(t, *watch, i, c0, (p1 - p0) * PI_LANES);
         if (watch && watch->gate) look_at_gate(t, *watch, i, c0, (p1 - p0) * PI_LANES);
         p.kernels->activate(in.act, in.threshold, row, in.gate ? p.up + i * p.ldh + c0 : nullptr, (p1 - p0) * PI_LANES);
-        if (watch && !watch->gate) p.kernels->neurons->fires(row, (p1 - p0) * PI_LANES, 0.0f, watch->bits.data() + i * watch->words + c0 / PI_LANES);
+        if (watch && !watch->gate)
+          p.kernels->neurons->fires(row, (p1 - p0) * PI_LANES, 0.0f,
+                                    watch->bits.data() + i * watch->words + c0 / PI_LANES);
         if (watch && watch->silence) silence(t, *watch, row, c1 - c0);
       }
     }
@@ -269,7 +280,8 @@ struct Normalise : Op {
     Program& p = *t.program;
     int64_t begin, end;
     share(step.tokens, 1, p.pool->threads(), t.id, &begin, &end);
-    for (int64_t i = begin; i < end; i++) normalise_row(p.kernels, norm, p.x + i * p.ldx, p.sizes.d_model, p.x + i * p.ldx);
+    for (int64_t i = begin; i < end; i++)
+      normalise_row(p.kernels, norm, p.x + i * p.ldx, p.sizes.d_model, p.x + i * p.ldx);
     p.pool->barrier();
   }
 };
@@ -286,7 +298,8 @@ struct Head : Op {
     const int64_t rows = step.logit_rows;
     const bool planes = form_of(*w) == PI_FORM_Q8;
     const int form = planes ? PI_FORM_F32 : form_of(*w);
-    const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, rows, step.logit_row, norm, project ? form_of(*project) : form);
+    const PiActs* acts =
+        p.prepare(t, p.x, p.ldx, p.sizes.d_model, rows, step.logit_row, norm, project ? form_of(*project) : form);
     int64_t p0, p1;
     if (project) {
       share(project->panels, 1, p.pool->threads(), t.id, &p0, &p1);
@@ -297,7 +310,8 @@ struct Head : Op {
     share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
     if (planes) {
       for (int64_t i = 0; i < rows; i += Program::HEAD_ROWS) {
-        both_planes(t, acts->f + i * acts->ldf, acts->ldf, std::min(rows - i, Program::HEAD_ROWS), step.logits + i * step.logit_stride, step.logit_stride, p0, p1);
+        both_planes(t, acts->f + i * acts->ldf, acts->ldf, std::min(rows - i, Program::HEAD_ROWS),
+                    step.logits + i * step.logit_stride, step.logit_stride, p0, p1);
       }
     } else {
       p.linear(t, *w, {}, acts, step.logits, step.logit_stride, rows, false, p0, p1);
@@ -306,7 +320,8 @@ struct Head : Op {
   }
 
   // Every thread splits the few rows for itself; its own columns of the sums are nobody else's.
-  void both_planes(Thread& t, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo, int64_t p0, int64_t p1) const {
+  void both_planes(Thread& t, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo, int64_t p0,
+                   int64_t p1) const {
     Program& p = *t.program;
     const int64_t k = w->k, nb = k / 32;
     for (int64_t i = 0; i < 2 * rows; i++) {
@@ -317,7 +332,8 @@ struct Head : Op {
         for (int64_t j = 0; j < k; j++) t.head.f[(size_t)j] = row[j] - d[j / 32] * (float)q[j];
         row = t.head.f.data();
       }
-      p.kernels->forms(row, k, PI_FORM_Q8, nullptr, t.head.q.data() + i * k, t.head.d.data() + i * nb, t.head.sd.data() + i * nb, t.head.s.data() + i * 2 * nb);
+      p.kernels->forms(row, k, PI_FORM_Q8, nullptr, t.head.q.data() + i * k, t.head.d.data() + i * nb,
+                       t.head.sd.data() + i * nb, t.head.s.data() + i * 2 * nb);
     }
     const PiActs acts{nullptr, nullptr, t.head.q.data(), t.head.d.data(), t.head.sd.data(), t.head.s.data(), k, 0, 0};
     const int64_t c0 = p0 * PI_LANES, c1 = p1 * PI_LANES;
@@ -349,13 +365,30 @@ Vector padded(Vector v) {
 }  // namespace
 
 Cache::Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages)
-    : type(type), layers(layers), kv_heads(kv_heads), head_dim(head_dim), head_pad((int)pi_round_up(head_dim, PI_LANES)), pages(pages),
-      head_bytes(pi_kv_head_bytes(type, head_pad)), layer_bytes(head_bytes * kv_heads), page_bytes(layer_bytes * layers), memory_(pages * page_bytes) {}
+    : type(type),
+      layers(layers),
+      kv_heads(kv_heads),
+      head_dim(head_dim),
+      head_pad((int)pi_round_up(head_dim, PI_LANES)),
+      pages(pages),
+      head_bytes(pi_kv_head_bytes(type, head_pad)),
+      layer_bytes(head_bytes * kv_heads),
+      page_bytes(layer_bytes * layers),
+      memory_(pages * page_bytes) {}
 
-Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s, Vector frequencies, float rope_factor)
-    : sizes(s), cache(std::move(cache_)), kernels(kernels_), pool(std::move(pool_)), head_pad(pi_round_up(s.head_dim, PI_LANES)),
-      ldx(pi_round_up(s.d_model, PI_LANES)), ldqkv((s.heads + 2 * s.kv_heads) * head_pad), lda(pi_round_up(s.heads * s.head_dim, PI_LANES)),
-      ldh(pi_round_up(std::max({s.d_ff, s.d_model, s.embed_dim}), 2 * PI_LANES)), frequencies_(std::move(frequencies)), rope_factor_(rope_factor) {
+Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s,
+                 Vector frequencies, float rope_factor)
+    : sizes(s),
+      cache(std::move(cache_)),
+      kernels(kernels_),
+      pool(std::move(pool_)),
+      head_pad(pi_round_up(s.head_dim, PI_LANES)),
+      ldx(pi_round_up(s.d_model, PI_LANES)),
+      ldqkv((s.heads + 2 * s.kv_heads) * head_pad),
+      lda(pi_round_up(s.heads * s.head_dim, PI_LANES)),
+      ldh(pi_round_up(std::max({s.d_ff, s.d_model, s.embed_dim}), 2 * PI_LANES)),
+      frequencies_(std::move(frequencies)),
+      rope_factor_(rope_factor) {
   check(s.heads % s.kv_heads == 0, "the number of heads is not a multiple of the number of key/value heads");
   check(s.kv_heads == cache->kv_heads && s.head_dim == cache->head_dim, "the cache was made for other heads");
   check(2 * (int64_t)frequencies_.size() <= s.head_dim, "more rotary frequencies than a head has pairs");
@@ -373,7 +406,8 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
   const int64_t alone = std::max(ALONE, std::max(wide, s.d_ff)) + 32 * 64;
   // The scratch of a smaller k may be the larger one: it holds more tokens.
   int64_t scratch = 0;
-  for (int64_t k : {s.d_model, s.heads * s.head_dim, s.d_ff, s.embed_dim}) scratch = std::max(scratch, pi_linear_scratch(k));
+  for (int64_t k : {s.d_model, s.heads * s.head_dim, s.d_ff, s.embed_dim})
+    scratch = std::max(scratch, pi_linear_scratch(k));
   threads_.resize((size_t)pool->threads());
   for (int i = 0; i < pool->threads(); i++) {
     Thread& t = threads_[(size_t)i];
@@ -393,8 +427,13 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
 Program::~Program() = default;
 
 Watch::Watch(int64_t d_ff, int64_t max_tokens, int threads)
-    : d_ff(d_ff), max_tokens(max_tokens), words(pi_round_up(d_ff, 2 * PI_LANES) / PI_LANES), counts((size_t)(words * PI_LANES)),
-      bits((size_t)(max_tokens * words)), magnitudes((size_t)threads * BINS), damaged((size_t)threads) {}
+    : d_ff(d_ff),
+      max_tokens(max_tokens),
+      words(pi_round_up(d_ff, 2 * PI_LANES) / PI_LANES),
+      counts((size_t)(words * PI_LANES)),
+      bits((size_t)(max_tokens * words)),
+      magnitudes((size_t)threads * BINS),
+      damaged((size_t)threads) {}
 
 void Watch::clear() {
   std::fill(counts.begin(), counts.end(), 0);
@@ -419,7 +458,8 @@ int64_t Program::rope_half() const { return (int64_t)frequencies_.size(); }
 
 void Program::embed(EmbedInput in) {
   check(in.table->k == sizes.embed_dim, "the embedding table has rows of another width than embed_dim");
-  check(in.project ? in.project->rows == sizes.d_model && in.project->k == sizes.embed_dim : sizes.embed_dim == sizes.d_model,
+  check(in.project ? in.project->rows == sizes.d_model && in.project->k == sizes.embed_dim
+                   : sizes.embed_dim == sizes.d_model,
         "the embedding's projection does not lead from embed_dim to the width of the model");
   table_rows = in.table->rows;
   if (in.positions) {
@@ -434,8 +474,10 @@ void Program::embed(EmbedInput in) {
 
 void Program::attention_input(AttentionInput in) {
   const int64_t q = sizes.heads * head_pad, kv = sizes.kv_heads * head_pad;
-  check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv, "q, k or v has another number of rows than its heads need");
-  check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model, "q, k or v has another number of columns than d_model");
+  check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv,
+        "q, k or v has another number of rows than its heads need");
+  check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model,
+        "q, k or v has another number of columns than d_model");
   check_norm(in.norm, sizes.d_model, "the attention norm");
   check_bias(in.q_bias, q, "q");
   check_bias(in.k_bias, kv, "k");
@@ -468,8 +510,11 @@ void Program::project(std::shared_ptr<Matrix> w, Vector bias) {
 void Program::ffn(FfnInput in) {
   const int64_t neurons = in.up->rows;  // those of the layer that rest here
   check(neurons <= sizes.d_ff, "an FFN has more neurons than d_ff");
-  for (const auto& w : {in.gate, in.up}) check(!w || (w->rows == neurons && w->k == sizes.d_model), "gate or up has another width than d_model, or than the other");
-  check(in.down->rows == sizes.d_model && in.down->k == neurons, "down has another width than d_model, or than up has neurons");
+  for (const auto& w : {in.gate, in.up})
+    check(!w || (w->rows == neurons && w->k == sizes.d_model),
+          "gate or up has another width than d_model, or than the other");
+  check(in.down->rows == sizes.d_model && in.down->k == neurons,
+        "down has another width than d_model, or than up has neurons");
   check(in.gate || in.gate_bias.empty(), "a bias of gate without a gate");
   check_bias(in.gate_bias, neurons, "gate");
   check_bias(in.up_bias, neurons, "up");
@@ -481,11 +526,15 @@ void Program::ffn(FfnInput in) {
   ops_.push_back(std::move(op));
 }
 
-void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every) {
+void Program::sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most,
+                       int64_t recall_every) {
   auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
   check(ffn && ffn->in.up, "that operator is not an FFN with matrices");
-  check(bundles->neurons == ffn->in.up->rows && bundles->up.k == sizes.d_model, "the bundles have another shape than the FFN");
-  check(bundles->gated() == (bool)ffn->in.gate && bundles->act == ffn->in.act && bundles->threshold == ffn->in.threshold, "the bundles are of another kind of FFN");
+  check(bundles->neurons == ffn->in.up->rows && bundles->up.k == sizes.d_model,
+        "the bundles have another shape than the FFN");
+  check(
+      bundles->gated() == (bool)ffn->in.gate && bundles->act == ffn->in.act && bundles->threshold == ffn->in.threshold,
+      "the bundles are of another kind of FFN");
   check(most >= 0.0f && recall_every >= 0, "a threshold or an interval is negative");
   make_neuron_scratch(predictor.get(), bundles->neurons);
   bundles->gate_bias = ffn->in.gate_bias;
@@ -498,20 +547,25 @@ void Program::make_neuron_scratch(const Predictor* predictor, int64_t of) {
   int64_t rank = 0;
   if (predictor) {
     rank = predictor->in->rows;
-    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == of, "the predictor has another shape than the FFN");
+    check(predictor->in->k == sizes.d_model && predictor->out->k == rank && predictor->out->rows == of,
+          "the predictor has another shape than the FFN");
     check(predictor->floor >= 0, "the floor of a predictor is negative");
     check(rank <= sizes.d_model, "the predictor's rank exceeds the width of the model");
     for (Thread& t : threads_) t.scratch.resize(std::max(t.scratch.size(), (size_t)pi_linear_scratch(rank) + 64));
   }
-  if (!neurons || neurons->ldr < pi_round_up(rank, PI_LANES)) neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, rank);
+  if (!neurons || neurons->ldr < pi_round_up(rank, PI_LANES))
+    neurons = std::make_unique<NeuronScratch>(pool->threads(), sizes.d_ff, sizes.d_model, rank);
 }
 
-void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most) {
-  check(bundles->up.k == sizes.d_model && (int64_t)bundles->members.size() <= sizes.d_ff, "the bundles have another shape than the model's FFNs");
+void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor,
+                          float most) {
+  check(bundles->up.k == sizes.d_model && (int64_t)bundles->members.size() <= sizes.d_ff,
+        "the bundles have another shape than the model's FFNs");
   check_bias(in.down_bias, sizes.d_model, "down");
   check_norm(in.norm, sizes.d_model, "the FFN norm");
   check(most >= 0.0f, "a threshold is negative");
-  check(!predictor || (!in.replace && (int64_t)bundles->members.size() == bundles->neurons), "a predictor is for an FFN that has all of its neurons");
+  check(!predictor || (!in.replace && (int64_t)bundles->members.size() == bundles->neurons),
+        "a predictor is for an FFN that has all of its neurons");
   in.down_bias = padded(std::move(in.down_bias));
   make_neuron_scratch(predictor.get(), bundles->neurons);
   auto op = std::make_unique<Ffn>();
@@ -524,7 +578,8 @@ void Program::replace_bundles(size_t op, std::shared_ptr<Bundles> bundles) {
   auto* ffn = op < ops_.size() ? dynamic_cast<Ffn*>(ops_[op].get()) : nullptr;
   check(ffn && ffn->sparse && !ffn->in.up && !ffn->sparse->predictor, "that operator is not an FFN of bundles alone");
   const Bundles& old = *ffn->sparse->bundles;
-  check(bundles->up.k == old.up.k && (int64_t)bundles->members.size() <= sizes.d_ff && bundles->act == old.act && bundles->threshold == old.threshold && bundles->gated() == old.gated(),
+  check(bundles->up.k == old.up.k && (int64_t)bundles->members.size() <= sizes.d_ff && bundles->act == old.act &&
+            bundles->threshold == old.threshold && bundles->gated() == old.gated(),
         "the bundles are of another kind of FFN");
   ffn->sparse->stats = {};
   if (!ffn->sparse->fired.empty()) ffn->sparse->fired.assign((size_t)bundles->neurons, 0);
@@ -558,7 +613,9 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
   if (form_of(*op->w) == PI_FORM_Q8) {
     const size_t k = (size_t)op->w->k, rows = 2 * (size_t)HEAD_ROWS;
     planes = (float*)memory_.allocate((int64_t)rows * op->w->panels * PI_LANES * 4);
-    for (Thread& t : threads_) t.head = {Vector(k), Vector(rows * k / 32), Vector(rows * k / 32), std::vector<int8_t>(rows * k), std::vector<int16_t>(rows * k / 16)};
+    for (Thread& t : threads_)
+      t.head = {Vector(k), Vector(rows * k / 32), Vector(rows * k / 32), std::vector<int8_t>(rows * k),
+                std::vector<int16_t>(rows * k / 16)};
   }
   ops_.push_back(std::move(op));
 }
@@ -576,7 +633,8 @@ void Program::rotations(Thread& t, const Step& step) {
   }
 }
 
-const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Norm& norm, int forms) {
+const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index,
+                               const Norm& norm, int forms) {
   const int64_t ldf = pi_round_up(k, PI_LANES), ldb = pi_round_up(k, 32);
   const bool alone = tokens == 1 || tokens * ldb <= ALONE, moved = norm || index;
   float* f = alone ? t.f.data() : input.f;
@@ -591,15 +649,18 @@ const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t 
     if (norm) normalise_row(kernels, norm, row, k, f + i * ldf);
     else if (index) memcpy(f + i * ldf, row, (size_t)k * 4);
     if (moved) row = f + i * ldf;
-    if (forms & ~PI_FORM_F32) kernels->forms(row, k, forms, b + i * ldb, q + i * k, d + i * (k / 32), sd + i * (k / 32), s + i * (k / 16));
+    if (forms & ~PI_FORM_F32)
+      kernels->forms(row, k, forms, b + i * ldb, q + i * k, d + i * (k / 32), sd + i * (k / 32), s + i * (k / 16));
   }
   PiActs* acts = alone ? &t.acts : &input.acts;
-  if (alone || t.id == 0) *acts = moved ? PiActs{f, b, q, d, sd, s, k, ldf, ldb} : PiActs{src, b, q, d, sd, s, k, ld, ldb};
+  if (alone || t.id == 0)
+    *acts = moved ? PiActs{f, b, q, d, sd, s, k, ldf, ldb} : PiActs{src, b, q, d, sd, s, k, ld, ldb};
   if (!alone) pool->barrier();
   return acts;
 }
 
-void Program::linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo, int64_t tokens, bool add, int64_t p0, int64_t p1) {
+void Program::linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
+                     int64_t tokens, bool add, int64_t p0, int64_t p1) {
   if (p0 >= p1) return;
   PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
   kernels->linear(&l, acts, p0, p1, tokens, (void*)(((uintptr_t)t.scratch.data() + 63) & ~(uintptr_t)63));
@@ -611,7 +672,8 @@ void Program::multiply_down(Thread& t, const FfnInput& in, int64_t tokens, int64
   const auto& m = middle;
   if (form != PI_FORM_F32) {
     for (int64_t i = 0; i < tokens && c0 < c1; i++) {
-      kernels->forms(gate + i * ldh + c0, c1 - c0, form, m.b + i * ldb + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32, m.sd + (i * k + c0) / 32, m.s + (i * k + c0) / 16);
+      kernels->forms(gate + i * ldh + c0, c1 - c0, form, m.b + i * ldb + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32,
+                     m.sd + (i * k + c0) / 32, m.s + (i * k + c0) / 16);
     }
   }
   pool->barrier();

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "pack.h"
+#include "panels.h"
 #include "pool.h"
 #include "table.h"
 
@@ -70,13 +70,17 @@ class Program;
 struct Thread {
   int id;
   Program* program;
-  PiActs acts;                // forms that this thread makes for itself alone
+  PiActs acts;  // forms that this thread makes for itself alone
   Vector f, d, sd, attention;
   std::vector<uint16_t> b;
   std::vector<int8_t> q;
   std::vector<int16_t> s;
   std::vector<uint8_t> scratch;
-  struct { Vector f, d, sd; std::vector<int8_t> q; std::vector<int16_t> s; } head;  // two planes of few rows
+  struct {
+    Vector f, d, sd;
+    std::vector<int8_t> q;
+    std::vector<int16_t> s;
+  } head;  // two planes of few rows
 };
 
 struct Op {
@@ -138,7 +142,8 @@ class SparseFfn;
 
 class Program {
  public:
-  Program(std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const PiKernels* kernels, Sizes sizes, Vector frequencies, float rope_factor);
+  Program(std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const PiKernels* kernels, Sizes sizes,
+          Vector frequencies, float rope_factor);
   ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
@@ -150,9 +155,10 @@ class Program {
   void attention_input(AttentionInput in);               // q, cache = rope(norm(x) . q, k, v)
   void attention(int layer, int window);                 // attended = softmax(q k) v
   void project(std::shared_ptr<Matrix> w, Vector bias);  // x += w . attended
-  void ffn(FfnInput in);                                 // x += down . (act(gate . n) * (up . n)), n = norm(x); plain: act(up . n)
+  void ffn(FfnInput in);  // x += down . (act(gate . n) * (up . n)), n = norm(x); plain: act(up . n)
   // Gives operator `op`, an FFN, its neurons as bundles, and a predictor or null; it runs as before until its `ways` say else.
-  void sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most, int64_t recall_every);
+  void sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most,
+                int64_t recall_every);
   SparseFfn& sparse(size_t op) const;  // invalid_argument where there is none
   // An FFN that has its neurons as bundles alone, all of them or some: every gate is computed, or, of neurons that
   // `names` tells, only those. in: norm, down_bias and replace; steps of any size. predictor: of an FFN that has all of
@@ -160,8 +166,9 @@ class Program {
   void neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most);
   // Other neurons for such an FFN; it begins to count anew.
   void replace_bundles(size_t op, std::shared_ptr<Bundles> bundles);
-  void normalise(Norm norm);                             // x = norm(x)
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);  // logits = w . project . norm(x); project may be null
+  void normalise(Norm norm);  // x = norm(x)
+  void head(Norm norm, std::shared_ptr<Matrix> project,
+            std::shared_ptr<Matrix> w);  // logits = w . project . norm(x); project may be null
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -199,11 +206,13 @@ class Program {
 
   // Brings rows of src into the forms asked for, normalised first; index names the rows, null: all
   // in order. Few elements: every thread makes its own copy. Many: the threads share the work and meet.
-  const PiActs* prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index, const Norm& norm, int forms);
+  const PiActs* prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index,
+                        const Norm& norm, int forms);
   // x += down . h, where this thread has made columns [c0, c1) of h, in `gate`; whole blocks of 32 but at the end.
   void multiply_down(Thread& t, const FfnInput& in, int64_t tokens, int64_t c0, int64_t c1);
   int64_t rope_half() const;  // rotary pairs of a head
-  void linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo, int64_t tokens, bool add, int64_t p0, int64_t p1);
+  void linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
+              int64_t tokens, bool add, int64_t p0, int64_t p1);
 
  private:
   friend struct RunOps;

@@ -12,7 +12,16 @@
 #include <immintrin.h>
 // Register tiles: tokens and panels of the quantised kernels, of those on widened codes, which pay from WIDE_FROM tokens on, and of the float ones;
 // query rows of attention.
-enum { TILE_Q = 8, TILE_Q_PANELS = 2, TILE_WIDE = 6, TILE_WIDE_PANELS = 2, WIDE_FROM = 48, TILE_F = 12, TILE_F_PANELS = 2, TILE_A = 12 };
+enum {
+  TILE_Q = 8,
+  TILE_Q_PANELS = 2,
+  TILE_WIDE = 6,
+  TILE_WIDE_PANELS = 2,
+  WIDE_FROM = 48,
+  TILE_F = 12,
+  TILE_F_PANELS = 2,
+  TILE_A = 12
+};
 typedef __m512 f32x16;
 typedef __m512i i32x16;
 typedef __m512i u8x64;
@@ -33,12 +42,16 @@ PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) { return _mm512_maskz_mov_ps(_mm512
 PI_INLINE float f_sum(f32x16 a) { return _mm512_reduce_add_ps(a); }
 PI_INLINE float f_hmax(f32x16 a) { return _mm512_reduce_max_ps(a); }
 PI_INLINE f32x16 f_load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-PI_INLINE void f_store_f16(void* p, f32x16 v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+PI_INLINE void f_store_f16(void* p, f32x16 v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
 // Lanes below n keep `v`, the others become `other`.
 PI_INLINE f32x16 f_keep_below(f32x16 v, int n, f32x16 other) {
   return _mm512_mask_mov_ps(other, n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1, v);
 }
-PI_INLINE f32x16 f_pow2(i32x16 n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
+PI_INLINE f32x16 f_pow2(i32x16 n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+}
 PI_INLINE i32x16 i_set(int32_t x) { return _mm512_set1_epi32(x); }
 PI_INLINE i32x16 i_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
 PI_INLINE int32_t i_sum(i32x16 a) { return _mm512_reduce_add_epi32(a); }
@@ -64,8 +77,14 @@ PI_INLINE u8x64 b_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
 PI_INLINE u8x64 b_sub(u8x64 a, u8x64 b) { return _mm512_sub_epi8(a, b); }
 // Shifts work on 16 bits: callers mask away what crosses from the neighbouring byte.
 PI_INLINE u8x64 b_shr(u8x64 a, int n) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(n)); }
-template <int n> PI_INLINE u8x64 b_shl(u8x64 a) { return _mm512_slli_epi16(a, n); }
-template <int n> PI_INLINE u8x64 b_shr(u8x64 a) { return _mm512_srli_epi16(a, n); }
+template <int n>
+PI_INLINE u8x64 b_shl(u8x64 a) {
+  return _mm512_slli_epi16(a, n);
+}
+template <int n>
+PI_INLINE u8x64 b_shr(u8x64 a) {
+  return _mm512_srli_epi16(a, n);
+}
 PI_INLINE i32x16 dot_u(i32x16 acc, u8x64 w, int32_t a) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a)); }
 // The unit multiplies unsigned by signed: a signed weight is moved up by 128, and dot_s_start takes that out again.
 PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
@@ -74,24 +93,33 @@ PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
 // Sums of four products of neighbouring bytes, both sides vectors: codes of 0..15, and signed codes.
 PI_INLINE i32x16 dot_vu(i32x16 acc, u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(acc, w, q); }
-PI_INLINE i32x16 dot_vs(i32x16 acc, u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), q); }
-PI_INLINE i32x16 dot_vs_start(i32x16 sum) { return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, 7)); }
+PI_INLINE i32x16 dot_vs(i32x16 acc, u8x64 w, u8x64 q) {
+  return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), q);
+}
+PI_INLINE i32x16 dot_vs_start(i32x16 sum) {
+  return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, 7));
+}
 PI_INLINE i32x16 i_load(const void* p) { return _mm512_loadu_si512(p); }
 PI_INLINE void i_store(void* p, i32x16 v) { _mm512_storeu_si512(p, v); }
 PI_INLINE i32x16 i_sub(i32x16 a, i32x16 b) { return _mm512_sub_epi32(a, b); }
 // Byte j of word l of z[i] is byte 16 (l / 4) + 4 i + l % 4 of row j.
 PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
-  const __m512i ab = _mm512_unpacklo_epi8(a, b), AB = _mm512_unpackhi_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d), CD = _mm512_unpackhi_epi8(c, d);
+  const __m512i ab = _mm512_unpacklo_epi8(a, b), AB = _mm512_unpackhi_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d),
+                CD = _mm512_unpackhi_epi8(c, d);
   z[0] = _mm512_unpacklo_epi16(ab, cd);
   z[1] = _mm512_unpackhi_epi16(ab, cd);
   z[2] = _mm512_unpacklo_epi16(AB, CD);
   z[3] = _mm512_unpackhi_epi16(AB, CD);
 }
-template <int n> PI_INLINE i32x16 i_shl(i32x16 a) { return _mm512_slli_epi32(a, n); }
+template <int n>
+PI_INLINE i32x16 i_shl(i32x16 a) {
+  return _mm512_slli_epi32(a, n);
+}
 // Bit i: not x[i] <= y[i], so NaN counts.
 PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLE_UQ); }
 // Nibble s of each lane's 32 bits, less 8.
-template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
+template <int s>
+PI_INLINE f32x16 f_code(u8x64 v) {
   const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * s), values);  // the index is the low four bits
 }
@@ -107,26 +135,51 @@ PI_INLINE f32x16 dot_vbf16(f32x16 acc, const void* w, const void* x) {
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
-enum { TILE_Q = 2, TILE_Q_PANELS = 1, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, WIDE_FROM = 4, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
-struct f32x16 { __m256 a, b; };
-struct i32x16 { __m256i a, b; };
-struct u8x64 { __m256i a, b; };
-#define F2(op) f32x16{op(x.a, y.a), op(x.b, y.b)}
+enum {
+  TILE_Q = 2,
+  TILE_Q_PANELS = 1,
+  TILE_WIDE = 2,
+  TILE_WIDE_PANELS = 1,
+  WIDE_FROM = 4,
+  TILE_F = 4,
+  TILE_F_PANELS = 1,
+  TILE_A = 3
+};
+struct f32x16 {
+  __m256 a, b;
+};
+struct i32x16 {
+  __m256i a, b;
+};
+struct u8x64 {
+  __m256i a, b;
+};
+#define F2(op) \
+  f32x16 { op(x.a, y.a), op(x.b, y.b) }
 PI_INLINE f32x16 f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 PI_INLINE f32x16 f_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 PI_INLINE f32x16 f_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-PI_INLINE void f_store(float* p, f32x16 v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
+PI_INLINE void f_store(float* p, f32x16 v) {
+  _mm256_storeu_ps(p, v.a);
+  _mm256_storeu_ps(p + 8, v.b);
+}
 PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) { return F2(_mm256_add_ps); }
 PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) { return F2(_mm256_sub_ps); }
 PI_INLINE f32x16 f_mul(f32x16 x, f32x16 y) { return F2(_mm256_mul_ps); }
 PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { return F2(_mm256_div_ps); }
 PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return F2(_mm256_max_ps); }
 PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return F2(_mm256_min_ps); }
-PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
-  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, t.a, _CMP_NLE_UQ)), _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, t.b, _CMP_NLE_UQ))};
+PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
-PI_INLINE f32x16 f_abs(f32x16 x) { __m256 s = _mm256_set1_ps(-0.0f); return {_mm256_andnot_ps(s, x.a), _mm256_andnot_ps(s, x.b)}; }
+PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
+  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, t.a, _CMP_NLE_UQ)),
+          _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, t.b, _CMP_NLE_UQ))};
+}
+PI_INLINE f32x16 f_abs(f32x16 x) {
+  __m256 s = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(s, x.a), _mm256_andnot_ps(s, x.b)};
+}
 PI_INLINE float f_sum(f32x16 x) {
   __m256 s = _mm256_add_ps(x.a, x.b);
   __m128 r = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
@@ -191,15 +244,29 @@ PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   *even = {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16))};
   *odd = {_mm256_castsi256_ps(_mm256_and_si256(x, m)), _mm256_castsi256_ps(_mm256_and_si256(y, m))};
 }
-PI_INLINE u8x64 b_load(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
-PI_INLINE void b_store(void* p, u8x64 x) { _mm256_storeu_si256((__m256i*)p, x.a); _mm256_storeu_si256((__m256i*)p + 1, x.b); }
+PI_INLINE u8x64 b_load(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PI_INLINE void b_store(void* p, u8x64 x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)p + 1, x.b);
+}
 PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
 PI_INLINE u8x64 b_set(int x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-PI_INLINE u8x64 b_shr(u8x64 x, int n) { __m128i c = _mm_cvtsi32_si128(n); return {_mm256_srl_epi16(x.a, c), _mm256_srl_epi16(x.b, c)}; }
-template <int n> PI_INLINE u8x64 b_shl(u8x64 x) { return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)}; }
-template <int n> PI_INLINE u8x64 b_shr(u8x64 x) { return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)}; }
+PI_INLINE u8x64 b_shr(u8x64 x, int n) {
+  __m128i c = _mm_cvtsi32_si128(n);
+  return {_mm256_srl_epi16(x.a, c), _mm256_srl_epi16(x.b, c)};
+}
+template <int n>
+PI_INLINE u8x64 b_shl(u8x64 x) {
+  return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)};
+}
+template <int n>
+PI_INLINE u8x64 b_shr(u8x64 x) {
+  return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)};
+}
 #if defined(__AVXVNNI__)
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) {
   __m256i x = _mm256_set1_epi32(a);
@@ -210,7 +277,9 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   return dot_u(c, {_mm256_xor_si256(w.a, m), _mm256_xor_si256(w.b, m)}, a);
 }
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return i_set(-128 * sum); }
-PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {_mm256_dpbusd_avx_epi32(c.a, w.a, q.a), _mm256_dpbusd_avx_epi32(c.b, w.b, q.b)}; }
+PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) {
+  return {_mm256_dpbusd_avx_epi32(c.a, w.a, q.a), _mm256_dpbusd_avx_epi32(c.b, w.b, q.b)};
+}
 #else
 // maddubs saturates at 2^15: codes of up to 6 bits (2 * 63 * 127) and |w| <= 128 against |a| <= 127 stay below.
 PI_INLINE __m256i dot4(__m256i c, __m256i u, __m256i s) {
@@ -222,31 +291,45 @@ PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   __m256i x = _mm256_set1_epi32(a);
-  return {dot4(c.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a)), dot4(c.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
+  return {dot4(c.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(x, w.a)),
+          dot4(c.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(x, w.b))};
 }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
 PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {dot4(c.a, w.a, q.a), dot4(c.b, w.b, q.b)}; }
 #endif
 PI_INLINE i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {  // |w| by q with the sign of w: |w| = 128 is right too
-  return dot_vu(c, {_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
+  return dot_vu(c, {_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)},
+                {_mm256_sign_epi8(q.a, w.a), _mm256_sign_epi8(q.b, w.b)});
 }
 PI_INLINE i32x16 dot_vs_start(i32x16) { return i_set(0); }
-PI_INLINE i32x16 i_load(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
-PI_INLINE void i_store(void* p, i32x16 x) { _mm256_storeu_si256((__m256i*)p, x.a); _mm256_storeu_si256((__m256i*)p + 1, x.b); }
+PI_INLINE i32x16 i_load(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PI_INLINE void i_store(void* p, i32x16 x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)p + 1, x.b);
+}
 PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
-  const u8x64 ab = {_mm256_unpacklo_epi8(a.a, b.a), _mm256_unpacklo_epi8(a.b, b.b)}, AB = {_mm256_unpackhi_epi8(a.a, b.a), _mm256_unpackhi_epi8(a.b, b.b)};
-  const u8x64 cd = {_mm256_unpacklo_epi8(c.a, d.a), _mm256_unpacklo_epi8(c.b, d.b)}, CD = {_mm256_unpackhi_epi8(c.a, d.a), _mm256_unpackhi_epi8(c.b, d.b)};
+  const u8x64 ab = {_mm256_unpacklo_epi8(a.a, b.a), _mm256_unpacklo_epi8(a.b, b.b)},
+              AB = {_mm256_unpackhi_epi8(a.a, b.a), _mm256_unpackhi_epi8(a.b, b.b)};
+  const u8x64 cd = {_mm256_unpacklo_epi8(c.a, d.a), _mm256_unpacklo_epi8(c.b, d.b)},
+              CD = {_mm256_unpackhi_epi8(c.a, d.a), _mm256_unpackhi_epi8(c.b, d.b)};
   z[0] = {_mm256_unpacklo_epi16(ab.a, cd.a), _mm256_unpacklo_epi16(ab.b, cd.b)};
   z[1] = {_mm256_unpackhi_epi16(ab.a, cd.a), _mm256_unpackhi_epi16(ab.b, cd.b)};
   z[2] = {_mm256_unpacklo_epi16(AB.a, CD.a), _mm256_unpacklo_epi16(AB.b, CD.b)};
   z[3] = {_mm256_unpackhi_epi16(AB.a, CD.a), _mm256_unpackhi_epi16(AB.b, CD.b)};
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
-template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
-PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
-  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ)) | (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ)) << 8;
+template <int n>
+PI_INLINE i32x16 i_shl(i32x16 x) {
+  return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)};
 }
-template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
+PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
+  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ)) |
+         (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ)) << 8;
+}
+template <int s>
+PI_INLINE f32x16 f_code(u8x64 v) {
   __m256i low = _mm256_set1_epi32(15), eight = _mm256_set1_epi32(8);
   return {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(v.a, 4 * s), low), eight)),
           _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(v.b, 4 * s), low), eight))};
@@ -254,46 +337,119 @@ template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
 
 #elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
-enum { TILE_Q = 2, TILE_Q_PANELS = 1, TILE_WIDE = 2, TILE_WIDE_PANELS = 1, WIDE_FROM = 4, TILE_F = 4, TILE_F_PANELS = 1, TILE_A = 3 };
-struct f32x16 { float32x4_t v[4]; };
-struct i32x16 { int32x4_t v[4]; };
-struct u8x64 { uint8x16_t v[4]; };
+enum {
+  TILE_Q = 2,
+  TILE_Q_PANELS = 1,
+  TILE_WIDE = 2,
+  TILE_WIDE_PANELS = 1,
+  WIDE_FROM = 4,
+  TILE_F = 4,
+  TILE_F_PANELS = 1,
+  TILE_A = 3
+};
+struct f32x16 {
+  float32x4_t v[4];
+};
+struct i32x16 {
+  int32x4_t v[4];
+};
+struct u8x64 {
+  uint8x16_t v[4];
+};
 #define EACH for (int i = 0; i < 4; i++)
-PI_INLINE f32x16 f_set(float x) { f32x16 r; EACH r.v[i] = vdupq_n_f32(x); return r; }
+PI_INLINE f32x16 f_set(float x) {
+  f32x16 r;
+  EACH r.v[i] = vdupq_n_f32(x);
+  return r;
+}
 PI_INLINE f32x16 f_zero() { return f_set(0.0f); }
-PI_INLINE f32x16 f_load(const float* p) { f32x16 r; EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
+PI_INLINE f32x16 f_load(const float* p) {
+  f32x16 r;
+  EACH r.v[i] = vld1q_f32(p + 4 * i);
+  return r;
+}
 PI_INLINE void f_store(float* p, f32x16 x) { EACH vst1q_f32(p + 4 * i, x.v[i]); }
-PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) { EACH x.v[i] = vaddq_f32(x.v[i], y.v[i]); return x; }
-PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) { EACH x.v[i] = vsubq_f32(x.v[i], y.v[i]); return x; }
-PI_INLINE f32x16 f_mul(f32x16 x, f32x16 y) { EACH x.v[i] = vmulq_f32(x.v[i], y.v[i]); return x; }
-PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) { EACH x.v[i] = vdivq_f32(x.v[i], y.v[i]); return x; }
-PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { EACH z.v[i] = vfmaq_f32(z.v[i], x.v[i], y.v[i]); return z; }
-PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { EACH x.v[i] = vmaxq_f32(x.v[i], y.v[i]); return x; }
-PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { EACH x.v[i] = vminq_f32(x.v[i], y.v[i]); return x; }
+PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) {
+  EACH x.v[i] = vaddq_f32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) {
+  EACH x.v[i] = vsubq_f32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE f32x16 f_mul(f32x16 x, f32x16 y) {
+  EACH x.v[i] = vmulq_f32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE f32x16 f_div(f32x16 x, f32x16 y) {
+  EACH x.v[i] = vdivq_f32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) {
+  EACH z.v[i] = vfmaq_f32(z.v[i], x.v[i], y.v[i]);
+  return z;
+}
+PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) {
+  EACH x.v[i] = vmaxq_f32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) {
+  EACH x.v[i] = vminq_f32(x.v[i], y.v[i]);
+  return x;
+}
 PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
   EACH x.v[i] = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x.v[i]), vcleq_f32(x.v[i], t.v[i])));
   return x;
 }
-PI_INLINE f32x16 f_abs(f32x16 x) { EACH x.v[i] = vabsq_f32(x.v[i]); return x; }
+PI_INLINE f32x16 f_abs(f32x16 x) {
+  EACH x.v[i] = vabsq_f32(x.v[i]);
+  return x;
+}
 PI_INLINE float f_sum(f32x16 x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.v[0], x.v[1]), vaddq_f32(x.v[2], x.v[3]))); }
 PI_INLINE float f_hmax(f32x16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
-PI_INLINE f32x16 f_load_f16(const void* p) { f32x16 r; EACH r.v[i] = vcvt_f32_f16(vld1_f16((const float16_t*)p + 4 * i)); return r; }
+PI_INLINE f32x16 f_load_f16(const void* p) {
+  f32x16 r;
+  EACH r.v[i] = vcvt_f32_f16(vld1_f16((const float16_t*)p + 4 * i));
+  return r;
+}
 PI_INLINE void f_store_f16(void* p, f32x16 x) { EACH vst1_f16((float16_t*)p + 4 * i, vcvt_f16_f32(x.v[i])); }
 PI_INLINE f32x16 f_keep_below(f32x16 x, int n, f32x16 other) {
   static const int32_t lane[4] = {0, 1, 2, 3};
   EACH x.v[i] = vbslq_f32(vcgtq_s32(vdupq_n_s32(n - 4 * i), vld1q_s32(lane)), x.v[i], other.v[i]);
   return x;
 }
-PI_INLINE f32x16 f_pow2(i32x16 n) { f32x16 r; EACH r.v[i] = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); return r; }
-PI_INLINE i32x16 i_set(int32_t x) { i32x16 r; EACH r.v[i] = vdupq_n_s32(x); return r; }
-PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { EACH x.v[i] = vaddq_s32(x.v[i], y.v[i]); return x; }
-PI_INLINE int32_t i_sum(i32x16 x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3]))); }
-PI_INLINE f32x16 i_float(i32x16 x) { f32x16 r; EACH r.v[i] = vcvtq_f32_s32(x.v[i]); return r; }
-PI_INLINE i32x16 i_round(f32x16 x) { i32x16 r; EACH r.v[i] = vcvtnq_s32_f32(x.v[i]); return r; }
+PI_INLINE f32x16 f_pow2(i32x16 n) {
+  f32x16 r;
+  EACH r.v[i] = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23));
+  return r;
+}
+PI_INLINE i32x16 i_set(int32_t x) {
+  i32x16 r;
+  EACH r.v[i] = vdupq_n_s32(x);
+  return r;
+}
+PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) {
+  EACH x.v[i] = vaddq_s32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE int32_t i_sum(i32x16 x) {
+  return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3])));
+}
+PI_INLINE f32x16 i_float(i32x16 x) {
+  f32x16 r;
+  EACH r.v[i] = vcvtq_f32_s32(x.v[i]);
+  return r;
+}
+PI_INLINE i32x16 i_round(f32x16 x) {
+  i32x16 r;
+  EACH r.v[i] = vcvtnq_s32_f32(x.v[i]);
+  return r;
+}
 PI_INLINE i32x16 i_load_s8(const void* p) {
   int8x16_t b = vld1q_s8((const int8_t*)p);
   int16x8_t lo = vmovl_s8(vget_low_s8(b)), hi = vmovl_s8(vget_high_s8(b));
-  return {{vmovl_s16(vget_low_s16(lo)), vmovl_s16(vget_high_s16(lo)), vmovl_s16(vget_low_s16(hi)), vmovl_s16(vget_high_s16(hi))}};
+  return {{vmovl_s16(vget_low_s16(lo)), vmovl_s16(vget_high_s16(lo)), vmovl_s16(vget_low_s16(hi)),
+           vmovl_s16(vget_high_s16(hi))}};
 }
 PI_INLINE i32x16 i_load_u8(const void* p) {
   uint8x16_t b = vld1q_u8((const uint8_t*)p);
@@ -306,7 +462,8 @@ PI_INLINE i32x16 i_load_u8(const void* p) {
   return r;
 }
 PI_INLINE void i_store_s8(void* p, i32x16 x) {
-  int16x8_t lo = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1])), hi = vcombine_s16(vqmovn_s32(x.v[2]), vqmovn_s32(x.v[3]));
+  int16x8_t lo = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1])),
+            hi = vcombine_s16(vqmovn_s32(x.v[2]), vqmovn_s32(x.v[3]));
   vst1q_s8((int8_t*)p, vcombine_s8(vqmovn_s16(lo), vqmovn_s16(hi)));
 }
 PI_INLINE f32x16 f_load_bf16(const void* p) {
@@ -321,15 +478,43 @@ PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
     odd->v[i] = vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000u)));
   }
 }
-PI_INLINE u8x64 b_load(const void* p) { u8x64 r; EACH r.v[i] = vld1q_u8((const uint8_t*)p + 16 * i); return r; }
+PI_INLINE u8x64 b_load(const void* p) {
+  u8x64 r;
+  EACH r.v[i] = vld1q_u8((const uint8_t*)p + 16 * i);
+  return r;
+}
 PI_INLINE void b_store(void* p, u8x64 x) { EACH vst1q_u8((uint8_t*)p + 16 * i, x.v[i]); }
-PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { EACH x.v[i] = vsubq_u8(x.v[i], y.v[i]); return x; }
-PI_INLINE u8x64 b_set(int x) { u8x64 r; EACH r.v[i] = vdupq_n_u8((uint8_t)x); return r; }
-PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { EACH x.v[i] = vandq_u8(x.v[i], y.v[i]); return x; }
-PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { EACH x.v[i] = vorrq_u8(x.v[i], y.v[i]); return x; }
-PI_INLINE u8x64 b_shr(u8x64 x, int n) { EACH x.v[i] = vshlq_u8(x.v[i], vdupq_n_s8((int8_t)-n)); return x; }
-template <int n> PI_INLINE u8x64 b_shl(u8x64 x) { EACH x.v[i] = vshlq_n_u8(x.v[i], n); return x; }
-template <int n> PI_INLINE u8x64 b_shr(u8x64 x) { EACH x.v[i] = vshrq_n_u8(x.v[i], n); return x; }
+PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) {
+  EACH x.v[i] = vsubq_u8(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE u8x64 b_set(int x) {
+  u8x64 r;
+  EACH r.v[i] = vdupq_n_u8((uint8_t)x);
+  return r;
+}
+PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) {
+  EACH x.v[i] = vandq_u8(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) {
+  EACH x.v[i] = vorrq_u8(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE u8x64 b_shr(u8x64 x, int n) {
+  EACH x.v[i] = vshlq_u8(x.v[i], vdupq_n_s8((int8_t)-n));
+  return x;
+}
+template <int n>
+PI_INLINE u8x64 b_shl(u8x64 x) {
+  EACH x.v[i] = vshlq_n_u8(x.v[i], n);
+  return x;
+}
+template <int n>
+PI_INLINE u8x64 b_shr(u8x64 x) {
+  EACH x.v[i] = vshrq_n_u8(x.v[i], n);
+  return x;
+}
 PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
   EACH c.v[i] = vdotq_s32(c.v[i], vreinterpretq_s8_u8(w.v[i]), x);
@@ -343,27 +528,41 @@ PI_INLINE i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {
 }
 PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return dot_vs(c, w, q); }
 PI_INLINE i32x16 dot_vs_start(i32x16) { return i_set(0); }
-PI_INLINE i32x16 i_load(const void* p) { i32x16 r; EACH r.v[i] = vld1q_s32((const int32_t*)p + 4 * i); return r; }
+PI_INLINE i32x16 i_load(const void* p) {
+  i32x16 r;
+  EACH r.v[i] = vld1q_s32((const int32_t*)p + 4 * i);
+  return r;
+}
 PI_INLINE void i_store(void* p, i32x16 x) { EACH vst1q_s32((int32_t*)p + 4 * i, x.v[i]); }
 PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
   EACH {
-    const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(a.v[i], b.v[i])), AB = vreinterpretq_u16_u8(vzip2q_u8(a.v[i], b.v[i]));
-    const uint16x8_t cd = vreinterpretq_u16_u8(vzip1q_u8(c.v[i], d.v[i])), CD = vreinterpretq_u16_u8(vzip2q_u8(c.v[i], d.v[i]));
+    const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(a.v[i], b.v[i])),
+                     AB = vreinterpretq_u16_u8(vzip2q_u8(a.v[i], b.v[i]));
+    const uint16x8_t cd = vreinterpretq_u16_u8(vzip1q_u8(c.v[i], d.v[i])),
+                     CD = vreinterpretq_u16_u8(vzip2q_u8(c.v[i], d.v[i]));
     z[0].v[i] = vreinterpretq_u8_u16(vzip1q_u16(ab, cd));
     z[1].v[i] = vreinterpretq_u8_u16(vzip2q_u16(ab, cd));
     z[2].v[i] = vreinterpretq_u8_u16(vzip1q_u16(AB, CD));
     z[3].v[i] = vreinterpretq_u8_u16(vzip2q_u16(AB, CD));
   }
 }
-PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { EACH x.v[i] = vsubq_s32(x.v[i], y.v[i]); return x; }
-template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { EACH x.v[i] = vshlq_n_s32(x.v[i], n); return x; }
+PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) {
+  EACH x.v[i] = vsubq_s32(x.v[i], y.v[i]);
+  return x;
+}
+template <int n>
+PI_INLINE i32x16 i_shl(i32x16 x) {
+  EACH x.v[i] = vshlq_n_s32(x.v[i], n);
+  return x;
+}
 PI_INLINE uint32_t f_not_le(f32x16 x, f32x16 y) {
   static const uint32_t bit[4] = {1, 2, 4, 8};
   uint32_t r = 0;
   EACH r |= vaddvq_u32(vbicq_u32(vld1q_u32(bit), vcleq_f32(x.v[i], y.v[i]))) << 4 * i;
   return r;
 }
-template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
+template <int s>
+PI_INLINE f32x16 f_code(u8x64 v) {
   f32x16 r;
   EACH {
     uint32x4_t n = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(v.v[i]), vdupq_n_s32(-4 * s)), vdupq_n_u32(15));
@@ -377,7 +576,16 @@ template <int s> PI_INLINE f32x16 f_code(u8x64 v) {
 // loops, out of line, where those fall short.
 #include <math.h>
 #define PI_PLAIN static __attribute__((noinline, unused))
-enum { TILE_Q = 1, TILE_Q_PANELS = 1, TILE_WIDE = 1, TILE_WIDE_PANELS = 1, WIDE_FROM = 2, TILE_F = 1, TILE_F_PANELS = 1, TILE_A = 1 };
+enum {
+  TILE_Q = 1,
+  TILE_Q_PANELS = 1,
+  TILE_WIDE = 1,
+  TILE_WIDE_PANELS = 1,
+  WIDE_FROM = 2,
+  TILE_F = 1,
+  TILE_F_PANELS = 1,
+  TILE_A = 1
+};
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
@@ -386,7 +594,10 @@ typedef uint8_t u8x64 __attribute__((vector_size(64)));
 PI_PLAIN float half_to_float(uint16_t h) {
   uint32_t s = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023, u;
   float f;
-  if (e == 0) { f = (float)m * 5.9604644775390625e-8f; return s ? -f : f; }
+  if (e == 0) {
+    f = (float)m * 5.9604644775390625e-8f;
+    return s ? -f : f;
+  }
   u = s | (e == 31 ? 0x7f800000u : (e + 112) << 23) | m << 13;
   memcpy(&f, &u, 4);
   return f;
@@ -398,12 +609,19 @@ PI_PLAIN uint16_t float_to_half(float f) {
   u &= 0x7fffffff;
   if (u > 0x7f800000) return s | 0x7e00;
   if (u >= 0x477ff000) return s | 0x7c00;
-  if (u < 0x38800000) { memcpy(&f, &u, 4); return s | (uint16_t)nearbyintf(f * 16777216.0f); }
+  if (u < 0x38800000) {
+    memcpy(&f, &u, 4);
+    return s | (uint16_t)nearbyintf(f * 16777216.0f);
+  }
   return s | (uint16_t)((u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13);
 }
 PI_INLINE f32x16 f_set(float x) { return x - (f32x16){}; }
 PI_INLINE f32x16 f_zero() { return (f32x16){}; }
-PI_INLINE f32x16 f_load(const float* p) { f32x16 r; memcpy(&r, p, 64); return r; }
+PI_INLINE f32x16 f_load(const float* p) {
+  f32x16 r;
+  memcpy(&r, p, 64);
+  return r;
+}
 PI_INLINE void f_store(float* p, f32x16 x) { memcpy(p, &x, 64); }
 PI_INLINE f32x16 f_add(f32x16 x, f32x16 y) { return x + y; }
 PI_INLINE f32x16 f_sub(f32x16 x, f32x16 y) { return x - y; }
@@ -414,24 +632,59 @@ PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return x > y ? x : y; }
 PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return x < y ? x : y; }
 PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) { return x <= t ? (f32x16){} : x; }
 PI_INLINE f32x16 f_abs(f32x16 x) { return (f32x16)((u32x16)x & 0x7fffffffu); }
-PI_PLAIN float f_sum(f32x16 x) { for (int n = 8; n; n /= 2) for (int i = 0; i < n; i++) x[i] += x[i + n]; return x[0]; }
-PI_PLAIN float f_hmax(f32x16 x) { float m = x[0]; EACH m = x[i] > m ? x[i] : m; return m; }
-PI_PLAIN f32x16 f_load_f16(const void* p) { f32x16 r; uint16_t h[16]; memcpy(h, p, 32); EACH r[i] = half_to_float(h[i]); return r; }
-PI_PLAIN void f_store_f16(void* p, f32x16 x) { uint16_t h[16]; EACH h[i] = float_to_half(x[i]); memcpy(p, h, 32); }
-PI_PLAIN f32x16 f_keep_below(f32x16 x, int n, f32x16 other) { EACH x[i] = i < n ? x[i] : other[i]; return x; }
+PI_PLAIN float f_sum(f32x16 x) {
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) x[i] += x[i + n];
+  return x[0];
+}
+PI_PLAIN float f_hmax(f32x16 x) {
+  float m = x[0];
+  EACH m = x[i] > m ? x[i] : m;
+  return m;
+}
+PI_PLAIN f32x16 f_load_f16(const void* p) {
+  f32x16 r;
+  uint16_t h[16];
+  memcpy(h, p, 32);
+  EACH r[i] = half_to_float(h[i]);
+  return r;
+}
+PI_PLAIN void f_store_f16(void* p, f32x16 x) {
+  uint16_t h[16];
+  EACH h[i] = float_to_half(x[i]);
+  memcpy(p, h, 32);
+}
+PI_PLAIN f32x16 f_keep_below(f32x16 x, int n, f32x16 other) {
+  EACH x[i] = i < n ? x[i] : other[i];
+  return x;
+}
 PI_INLINE f32x16 f_pow2(i32x16 n) { return (f32x16)((n + 127) << 23); }
 PI_INLINE i32x16 i_set(int32_t x) { return x - (i32x16){}; }
 PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { return x + y; }
-PI_PLAIN int32_t i_sum(i32x16 x) { int32_t s = 0; EACH s += x[i]; return s; }
+PI_PLAIN int32_t i_sum(i32x16 x) {
+  int32_t s = 0;
+  EACH s += x[i];
+  return s;
+}
 PI_INLINE f32x16 i_float(i32x16 x) { return __builtin_convertvector(x, f32x16); }
 PI_PLAIN i32x16 i_round(f32x16 x) {  // out of range and NaN as on x86
   i32x16 r;
   EACH r[i] = x[i] > -2147483648.0f && x[i] < 2147483648.0f ? (int32_t)nearbyintf(x[i]) : INT32_MIN;
   return r;
 }
-PI_PLAIN i32x16 i_load_s8(const void* p) { i32x16 r; EACH r[i] = ((const int8_t*)p)[i]; return r; }
-PI_PLAIN i32x16 i_load_u8(const void* p) { i32x16 r; EACH r[i] = ((const uint8_t*)p)[i]; return r; }
-PI_PLAIN void i_store_s8(void* p, i32x16 x) { EACH ((int8_t*)p)[i] = (int8_t)(x[i] > 127 ? 127 : x[i] < -128 ? -128 : x[i]); }
+PI_PLAIN i32x16 i_load_s8(const void* p) {
+  i32x16 r;
+  EACH r[i] = ((const int8_t*)p)[i];
+  return r;
+}
+PI_PLAIN i32x16 i_load_u8(const void* p) {
+  i32x16 r;
+  EACH r[i] = ((const uint8_t*)p)[i];
+  return r;
+}
+PI_PLAIN void i_store_s8(void* p, i32x16 x) {
+  EACH((int8_t*)p)[i] = (int8_t)(x[i] > 127 ? 127 : x[i] < -128 ? -128 : x[i]);
+}
 PI_PLAIN f32x16 f_load_bf16(const void* p) {
   uint16_t h[16];
   u32x16 u;
@@ -445,16 +698,32 @@ PI_INLINE void f_load_pairs(const void* p, f32x16* even, f32x16* odd) {
   *even = (f32x16)(w << 16);
   *odd = (f32x16)(w & 0xffff0000u);
 }
-PI_INLINE u8x64 b_load(const void* p) { u8x64 r; memcpy(&r, p, 64); return r; }
+PI_INLINE u8x64 b_load(const void* p) {
+  u8x64 r;
+  memcpy(&r, p, 64);
+  return r;
+}
 PI_INLINE void b_store(void* p, u8x64 x) { memcpy(p, &x, 64); }
 PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { return x - y; }
 PI_INLINE u8x64 b_set(int x) { return (uint8_t)x - (u8x64){}; }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return x & y; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return x | y; }
-PI_PLAIN u8x64 b_shr(u8x64 x, int n) { for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] >> n); return x; }
-PI_PLAIN u8x64 b_left(u8x64 x, int n) { for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] << n); return x; }
-template <int n> PI_INLINE u8x64 b_shl(u8x64 x) { return b_left(x, n); }
-template <int n> PI_INLINE u8x64 b_shr(u8x64 x) { return b_shr(x, n); }
+PI_PLAIN u8x64 b_shr(u8x64 x, int n) {
+  for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] >> n);
+  return x;
+}
+PI_PLAIN u8x64 b_left(u8x64 x, int n) {
+  for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] << n);
+  return x;
+}
+template <int n>
+PI_INLINE u8x64 b_shl(u8x64 x) {
+  return b_left(x, n);
+}
+template <int n>
+PI_INLINE u8x64 b_shr(u8x64 x) {
+  return b_shr(x, n);
+}
 PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   int8_t x[4], v[64];
   memcpy(x, &a, 4);
@@ -472,21 +741,38 @@ PI_PLAIN i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {
   memcpy(a, &w, 64);
   memcpy(b, &q, 64);
   i32x16 r;
-  EACH r[i] = a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] + a[4 * i + 3] * b[4 * i + 3];
+  EACH r[i] =
+      a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] + a[4 * i + 3] * b[4 * i + 3];
   return c + r;
 }
 PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return dot_vs(c, w, q); }  // codes are below 128
 PI_INLINE i32x16 dot_vs_start(i32x16) { return i_set(0); }
-PI_INLINE i32x16 i_load(const void* p) { i32x16 r; memcpy(&r, p, 64); return r; }
+PI_INLINE i32x16 i_load(const void* p) {
+  i32x16 r;
+  memcpy(&r, p, 64);
+  return r;
+}
 PI_INLINE void i_store(void* p, i32x16 x) { memcpy(p, &x, 64); }
 PI_PLAIN void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
   const u8x64 rows[4] = {a, b, c, d};
-  for (int i = 0; i < 4; i++) for (int l = 0; l < 16; l++) for (int j = 0; j < 4; j++) z[i][4 * l + j] = rows[j][16 * (l / 4) + 4 * i + l % 4];
+  for (int i = 0; i < 4; i++)
+    for (int l = 0; l < 16; l++)
+      for (int j = 0; j < 4; j++) z[i][4 * l + j] = rows[j][16 * (l / 4) + 4 * i + l % 4];
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return x - y; }
-template <int n> PI_INLINE i32x16 i_shl(i32x16 x) { return x << n; }
-PI_PLAIN uint32_t f_not_le(f32x16 x, f32x16 y) { uint32_t r = 0; EACH r |= (uint32_t)!(x[i] <= y[i]) << i; return r; }
-template <int s> PI_INLINE f32x16 f_code(u8x64 v) { return i_float((i32x16)((u32x16)v >> 4 * s & 15) - 8); }
+template <int n>
+PI_INLINE i32x16 i_shl(i32x16 x) {
+  return x << n;
+}
+PI_PLAIN uint32_t f_not_le(f32x16 x, f32x16 y) {
+  uint32_t r = 0;
+  EACH r |= (uint32_t)!(x[i] <= y[i]) << i;
+  return r;
+}
+template <int s>
+PI_INLINE f32x16 f_code(u8x64 v) {
+  return i_float((i32x16)((u32x16)v >> 4 * s & 15) - 8);
+}
 #endif
 
 PI_INLINE u8x64 b_low4(u8x64 x) { return b_and(x, b_set(15)); }

@@ -23,7 +23,11 @@ void columns(const Thread& t, const Matrix& w, int64_t* p0, int64_t* p1, int64_t
 }  // namespace
 
 NeuronScratch::NeuronScratch(int threads, int64_t d_ff, int64_t d_model, int64_t rank)
-    : ldz(pi_round_up(d_ff, PI_GROUP)), ldr(pi_round_up(rank, PI_LANES)), wanted((size_t)ldz), z((size_t)(ldz * PI_NEURON_TOKENS)), hidden((size_t)(ldr * PI_NEURON_TOKENS)),
+    : ldz(pi_round_up(d_ff, PI_GROUP)),
+      ldr(pi_round_up(rank, PI_LANES)),
+      wanted((size_t)ldz),
+      z((size_t)(ldz * PI_NEURON_TOKENS)),
+      hidden((size_t)(ldr * PI_NEURON_TOKENS)),
       shares((size_t)threads) {
   for (Share& s : shares) {
     s.listed.resize((size_t)(ldz + PI_LANES));
@@ -33,26 +37,33 @@ NeuronScratch::NeuronScratch(int threads, int64_t d_ff, int64_t d_model, int64_t
 }
 
 SparseFfn::SparseFfn(std::shared_ptr<Bundles> b, std::unique_ptr<Predictor> p, float most, int64_t recall_every)
-    : bundles(std::move(b)), predictor(std::move(p)), most_(most), above_(predictor ? nextafterf(predictor->threshold, -INFINITY) : 0.0f), recall_every_(recall_every) {}
+    : bundles(std::move(b)),
+      predictor(std::move(p)),
+      most_(most),
+      above_(predictor ? nextafterf(predictor->threshold, -INFINITY) : 0.0f),
+      recall_every_(recall_every) {}
 
 void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
   Program& p = *t.program;
   NeuronScratch& s = *p.neurons;
   Share& own = s.shares[(size_t)t.id];
-  const bool predicted = way == WAY_PREDICTED, named = way == WAY_NAMED, sampled = predicted && recall_every_ && stats.steps % recall_every_ == 0;
+  const bool predicted = way == WAY_PREDICTED, named = way == WAY_NAMED,
+             sampled = predicted && recall_every_ && stats.steps % recall_every_ == 0;
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
   own.sampled_active = own.sampled_found = 0;
   const PiActs* acts = nullptr;
   if (predicted) predict(t, step);
   else if (!named) acts = fire(t, step, in);
   else {
-    acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms());
+    acts =
+        p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms());
     take_named(t, step);
   }
   p.pool->barrier();
   if (predicted) {
     reach_floor(t, step);
-    acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
+    acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm,
+                     bundles->forms() | (sampled ? pi_form(first_matrix(in).type) | pi_form(in.up->type) : 0));
     if (sampled) sample(t, step, in, acts);
   }
   if (way == WAY_EXACT && many(s, step.tokens)) {
@@ -66,7 +77,8 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
   if (several && predicted) mark_candidates(t, step, n);
   std::fill(own.sums.begin(), own.sums.begin() + step.tokens * p.ldx, 0.0f);
   own.done = {};
-  add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n, {predicted || named ? nullptr : p.gate, p.ldh, several ? s.wanted.data() : nullptr, most_}, own.block,
+  add_neurons(p.kernels, *bundles, acts, step.tokens, own.part.data(), n,
+              {predicted || named ? nullptr : p.gate, p.ldh, several ? s.wanted.data() : nullptr, most_}, own.block,
               own.sums.data(), p.ldx, own.done, fired.empty() || !step.counted ? nullptr : fired.data());
   p.pool->barrier();
   add_sums(t, step, in);
@@ -79,12 +91,15 @@ const PiActs* SparseFfn::fire(Thread& t, const Step& step, const FfnInput& in) {
   Program& p = *t.program;
   Share& own = p.neurons->shares[(size_t)t.id];
   const Matrix& w = first_matrix(in);
-  const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm, pi_form(w.type) | pi_form(in.up->type) | bundles->forms());
+  const PiActs* acts = p.prepare(t, p.x, p.ldx, p.sizes.d_model, step.tokens, nullptr, in.norm,
+                                 pi_form(w.type) | pi_form(in.up->type) | bundles->forms());
   int64_t p0, p1, c0, c1;
   columns(t, w, &p0, &p1, &c0, &c1);
   p.linear(t, w, first_bias(in), acts, p.gate, p.ldh, step.tokens, false, p0, p1);
-  for (int64_t i = 0; i < step.tokens; i++) p.kernels->activate(plain_act(in.act), in.threshold, p.gate + i * p.ldh + c0, nullptr, (p1 - p0) * PI_LANES);
-  own.n = p.kernels->neurons->keep(p.gate + c0, p.ldh, step.tokens, c1 - c0, 1, most_, (int32_t)c0, own.listed.data(), own.counts);
+  for (int64_t i = 0; i < step.tokens; i++)
+    p.kernels->activate(plain_act(in.act), in.threshold, p.gate + i * p.ldh + c0, nullptr, (p1 - p0) * PI_LANES);
+  own.n = p.kernels->neurons->keep(p.gate + c0, p.ldh, step.tokens, c1 - c0, 1, most_, (int32_t)c0, own.listed.data(),
+                                   own.counts);
   return acts;
 }
 
@@ -92,7 +107,8 @@ const PiActs* SparseFfn::fire(Thread& t, const Step& step, const FfnInput& in) {
 // some share in it: what fires for few of them is quick to multiply, though it be read.
 bool SparseFfn::many(const NeuronScratch& s, int64_t tokens) const {
   int64_t listed = 0, cells = 0;
-  for (const Share& share : s.shares) listed += share.n, cells += std::accumulate(share.counts, share.counts + tokens, (int64_t)0);
+  for (const Share& share : s.shares)
+    listed += share.n, cells += std::accumulate(share.counts, share.counts + tokens, (int64_t)0);
   const double least = dense_above * (double)bundles->neurons;
   return (double)listed > least && 4.0 * (double)cells > least * (double)tokens;
 }
@@ -108,7 +124,9 @@ void SparseFfn::finish_densely(Thread& t, const Step& step, const FfnInput& in, 
   own.done = {0, in.gate ? n : 0, n, 0, 0};
   for (int64_t i = 0; i < step.tokens && n; i++) {
     float *h = p.gate + i * p.ldh + c0, *up = p.up + i * p.ldh + c0;
-    if (most_ > 0.0f) for (int64_t j = 0; j < n; j++) if (fabsf(h[j]) <= most_) h[j] = 0.0f;
+    if (most_ > 0.0f)
+      for (int64_t j = 0; j < n; j++)
+        if (fabsf(h[j]) <= most_) h[j] = 0.0f;
     if (in.gate) {
       if (in.act == PI_DRELU) p.kernels->activate(PI_RELU, 0.0f, up, nullptr, (p1 - p0) * PI_LANES);
       for (int64_t j = 0; j < n; j++) h[j] *= up[j];
@@ -154,11 +172,13 @@ void SparseFfn::predict(Thread& t, const Step& step) {
   NeuronScratch& s = *p.neurons;
   const Matrix &in = *predictor->in, &out = *predictor->out;
   const Norm none;
-  const PiActs* acts = p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, none, pi_form(in.type));
+  const PiActs* acts =
+      p.prepare(t, p.x + step.first * p.ldx, p.ldx, p.sizes.d_model, step.tokens, nullptr, none, pi_form(in.type));
   int64_t p0, p1, c0, c1;
   columns(t, in, &p0, &p1, &c0, &c1);
   p.linear(t, in, {}, acts, s.hidden.data(), s.ldr, step.tokens, false, p0, p1);
-  for (int64_t i = 0; i < step.tokens; i++) p.kernels->activate(PI_RELU, 0.0f, s.hidden.data() + i * s.ldr + c0, nullptr, (p1 - p0) * PI_LANES);
+  for (int64_t i = 0; i < step.tokens; i++)
+    p.kernels->activate(PI_RELU, 0.0f, s.hidden.data() + i * s.ldr + c0, nullptr, (p1 - p0) * PI_LANES);
   p.pool->barrier();
   acts = p.prepare(t, s.hidden.data(), s.ldr, in.rows, step.tokens, nullptr, none, pi_form(out.type));
   columns(t, out, &p0, &p1, &c0, &c1);
@@ -174,7 +194,8 @@ void SparseFfn::list(Thread& t, const Step& step) {
   int64_t p0, p1, c0, c1;
   columns(t, *predictor->out, &p0, &p1, &c0, &c1);
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  own.n = p.kernels->neurons->keep(s.z.data() + c0, s.ldz, step.tokens, c1 - c0, 0, above_, (int32_t)c0, own.listed.data(), own.counts);
+  own.n = p.kernels->neurons->keep(s.z.data() + c0, s.ldz, step.tokens, c1 - c0, 0, above_, (int32_t)c0,
+                                   own.listed.data(), own.counts);
 }
 
 // Which tokens each neuron of this thread's part is a candidate of.
@@ -206,8 +227,12 @@ void SparseFfn::reach_floor(Thread& t, const Step& step) {
     for (int64_t i : few) {
       float* z = s.z.data() + i * s.ldz;
       std::iota(order.begin(), order.end(), 0);
-      const auto guess = [z](int32_t i) { return isnan(z[i]) ? INFINITY : z[i]; };  // an order even where weights are no numbers
-      std::nth_element(order.begin(), order.begin() + (floor - 1), order.end(), [guess](int32_t a, int32_t b) { return guess(a) > guess(b) || (guess(a) == guess(b) && a < b); });
+      const auto guess = [z](int32_t i) {
+        return isnan(z[i]) ? INFINITY : z[i];
+      };  // an order even where weights are no numbers
+      std::nth_element(order.begin(), order.begin() + (floor - 1), order.end(), [guess](int32_t a, int32_t b) {
+        return guess(a) > guess(b) || (guess(a) == guess(b) && a < b);
+      });
       for (int64_t j = 0; j < floor; j++) z[order[(size_t)j]] = INFINITY;
     }
   }
@@ -278,8 +303,10 @@ void SparseFfn::add_sums(Thread& t, const Step& step, const FfnInput& in) {
       const float* more = p.neurons->shares[other].sums.data() + i * p.ldx;
       for (int64_t c = c0; c < c1; c++) sum[c] += more[c];
     }
-    if (in.down_bias.empty()) for (int64_t c = c0; c < c1; c++) x[c] += sum[c];
-    else for (int64_t c = c0; c < c1; c++) x[c] += sum[c] + in.down_bias[(size_t)c];
+    if (in.down_bias.empty())
+      for (int64_t c = c0; c < c1; c++) x[c] += sum[c];
+    else
+      for (int64_t c = c0; c < c1; c++) x[c] += sum[c] + in.down_bias[(size_t)c];
   }
 }
 

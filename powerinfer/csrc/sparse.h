@@ -6,7 +6,13 @@
 #include "bundles.h"
 #include "program.h"
 
-enum Way { WAY_DENSE, WAY_EXACT, WAY_PREDICTED, N_WAYS, WAY_NAMED = N_WAYS };  // named: of an FFN that has bundles alone
+enum Way {
+  WAY_DENSE,
+  WAY_EXACT,
+  WAY_PREDICTED,
+  N_WAYS,
+  WAY_NAMED = N_WAYS
+};  // named: of an FFN that has bundles alone
 
 // Guesses z = out . relu(in . x) from the residual stream before the norm; neurons with z >= threshold are candidates, and if
 // these are fewer than `floor`, the `floor` largest.
@@ -39,7 +45,7 @@ class NeuronScratch {
   };
   const int64_t ldz, ldr;
   std::vector<uint32_t> wanted;  // by place, of what is listed: the tokens that want it, a bit each
-  Vector z, hidden;  // [tokens, d_ff], [tokens, rank]
+  Vector z, hidden;              // [tokens, d_ff], [tokens, rank]
   std::vector<Share> shares;
 };
 
@@ -51,11 +57,12 @@ class SparseFfn {
   void run(Thread& t, const Step& step, const FfnInput& in, Way way);
 
   Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
-  bool predicts = true;    // of an FFN that has bundles alone, and a predictor: whether it is asked
+  bool predicts = true;                 // of an FFN that has bundles alone, and a predictor: whether it is asked
   double dense_above = 1;  // `exact`: of the neurons, the share that may fire until the rest of the step goes densely
   NeuronStats stats = {};
   std::shared_ptr<Bundles> bundles;
-  std::vector<int64_t> fired;  // by place, tokens that each neuron fired for, as far as `stats` counts; empty: not counted
+  std::vector<int64_t>
+      fired;  // by place, tokens that each neuron fired for, as far as `stats` counts; empty: not counted
   const std::unique_ptr<Predictor> predictor;
 
  private:

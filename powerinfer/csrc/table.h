@@ -18,7 +18,20 @@
 #pragma once
 #include <stdint.h>
 
-enum PiType { PI_F32, PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1, PI_Q5_0, PI_Q5_1, PI_Q4_K, PI_Q5_K, PI_Q6_K, PI_N_TYPES };
+enum PiType {
+  PI_F32,
+  PI_F16,
+  PI_BF16,
+  PI_Q8_0,
+  PI_Q4_0,
+  PI_Q4_1,
+  PI_Q5_0,
+  PI_Q5_1,
+  PI_Q4_K,
+  PI_Q5_K,
+  PI_Q6_K,
+  PI_N_TYPES
+};
 
 // Forms an activation row can take; a weight type wants exactly one (pi_form).
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
@@ -32,7 +45,9 @@ enum { PI_LANES = 16, PI_PAGE = 32 };
 
 static inline int64_t pi_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-static inline int pi_form(int type) { return type == PI_BF16 ? PI_FORM_BF16 : type <= PI_F16 ? PI_FORM_F32 : PI_FORM_Q8; }
+static inline int pi_form(int type) {
+  return type == PI_BF16 ? PI_FORM_BF16 : type <= PI_F16 ? PI_FORM_F32 : PI_FORM_Q8;
+}
 
 // Elements of one stored block of a type, along k.
 static inline int64_t pi_block(int type) { return type <= PI_BF16 ? 1 : type >= PI_Q4_K ? 256 : 32; }
@@ -44,8 +59,10 @@ static inline int64_t pi_codes_bytes(int type, int64_t k) {
     case PI_F16: return k * 32;
     case PI_BF16: return pi_round_up(k, 32) * 32;
     case PI_Q8_0: return k / 32 * 512;
-    case PI_Q4_0: case PI_Q4_1: return k / 32 * 256;
-    case PI_Q5_0: case PI_Q5_1: return k / 32 * 320;
+    case PI_Q4_0:
+    case PI_Q4_1: return k / 32 * 256;
+    case PI_Q5_0:
+    case PI_Q5_1: return k / 32 * 320;
     case PI_Q4_K: return k / 256 * 2048;
     case PI_Q5_K: return k / 256 * 2560;
     case PI_Q6_K: return k / 256 * 3072;
@@ -55,32 +72,38 @@ static inline int64_t pi_codes_bytes(int type, int64_t k) {
 
 static inline int64_t pi_scales_bytes(int type, int64_t k) {
   switch (type) {
-    case PI_Q8_0: case PI_Q4_0: case PI_Q5_0: return k / 32 * 32;
-    case PI_Q4_1: case PI_Q5_1: return k / 32 * 64;
-    case PI_Q4_K: case PI_Q5_K: return k / 256 * (64 + 8 * 32);
+    case PI_Q8_0:
+    case PI_Q4_0:
+    case PI_Q5_0: return k / 32 * 32;
+    case PI_Q4_1:
+    case PI_Q5_1: return k / 32 * 64;
+    case PI_Q4_K:
+    case PI_Q5_K: return k / 256 * (64 + 8 * 32);
     case PI_Q6_K: return k / 256 * (32 + 8 * 32);
   }
   return 0;
 }
 
-static inline int64_t pi_panel_bytes(int type, int64_t k) { return pi_round_up(pi_codes_bytes(type, k) + pi_scales_bytes(type, k), 64); }
+static inline int64_t pi_panel_bytes(int type, int64_t k) {
+  return pi_round_up(pi_codes_bytes(type, k) + pi_scales_bytes(type, k), 64);
+}
 
 // Activation rows in the forms that were asked for. Strides are in elements.
 struct PiActs {
-  const float* f;      // [t][ldf]
-  const uint16_t* b;   // bfloat16 [t][ldb], zero from k to the next multiple of 32
-  const int8_t* q;     // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
-  const float* d;      // [t][k / 32]
-  const float* sd;     // [t][k / 32]  d * sum of the block's q
-  const int16_t* s;    // [t][k / 16]  sums of q
+  const float* f;     // [t][ldf]
+  const uint16_t* b;  // bfloat16 [t][ldb], zero from k to the next multiple of 32
+  const int8_t* q;    // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
+  const float* d;     // [t][k / 32]
+  const float* sd;    // [t][k / 32]  d * sum of the block's q
+  const int16_t* s;   // [t][k / 16]  sums of q
   int64_t k, ldf, ldb;
   const uint8_t* lanes = nullptr;  // q and d in the order of single neurons' rows, or null (pi_lanes_bytes)
 };
 
 // One matrix product over panels [p0, p1): out[t][16 p + lane] = bias + w . x  (+ what was there, when `add`).
 struct PiLinear {
-  const uint8_t* w;    // panel 0
-  const float* bias;   // padded to whole panels, or null
+  const uint8_t* w;   // panel 0
+  const float* bias;  // padded to whole panels, or null
   float* out;
   int64_t ldo;
   int type, add;
@@ -120,17 +143,24 @@ enum { PI_GROUP = 32 };
 enum { PI_NEURON_TOKENS = 32 };
 
 // A neuron, and a token that it meets.
-struct PiPair { int32_t neuron, token; };
+struct PiPair {
+  int32_t neuron, token;
+};
 
-static inline int pi_part_type(int type) { return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_0X32; }
+static inline int pi_part_type(int type) {
+  return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_0X32;
+}
 
 static inline int64_t pi_part_codes(int type, int64_t k) {
-  return type == PI_Q8_0 ? pi_round_up(k, 64) : type == PI_Q4_0 || type == PI_Q4_0X32 ? pi_round_up(k, 128) / 2 : pi_round_up(2 * k, 64);
+  return type == PI_Q8_0                         ? pi_round_up(k, 64)
+         : type == PI_Q4_0 || type == PI_Q4_0X32 ? pi_round_up(k, 128) / 2
+                                                 : pi_round_up(2 * k, 64);
 }
 
 // Bytes of the row of one neuron.
 static inline int64_t pi_part_bytes(int type, int64_t k) {
-  return pi_round_up(pi_part_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0), 64);
+  return pi_round_up(pi_part_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0),
+                     64);
 }
 
 // Bytes of the scales that the rows of a group share.
@@ -152,7 +182,8 @@ static inline const uint8_t* pi_row(const PiPart* part, int32_t i) {
 
 // What neuron i shares with its group.
 static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) {
-  return part->groups + (part->offsets ? part->offsets[i / PI_GROUP + 1] - pi_shared_bytes(part->type, part->k) : i / PI_GROUP * part->stride + PI_GROUP * part->pitch);
+  return part->groups + (part->offsets ? part->offsets[i / PI_GROUP + 1] - pi_shared_bytes(part->type, part->k)
+                                       : i / PI_GROUP * part->stride + PI_GROUP * part->pitch);
 }
 
 // Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d; zeros
@@ -166,15 +197,18 @@ struct PiNeuronKernels {
   // out[j] = neuron of pair j . its token.
   void (*dot_pairs)(const PiPart*, const PiPair*, int64_t n, const PiActs*, float* out);
   // out[t * ldo + c] += sum over j, in their order, of h[t * ldh + j] * neuron index[j][c].
-  void (*add)(const PiPart*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out, int64_t ldo);
+  void (*add)(const PiPart*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
+              int64_t ldo);
   // The same of pairs: h[j] * neuron of pair j to the row of its token.
   void (*add_pairs)(const PiPart*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
   // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the groups that
   // the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
-  void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d, int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
+  void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+                     int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `most` or is NaN for some token t, ascending, as
   // first + j; how many these are for each token is added to counts. Returns their number; up to 16 more are written.
-  int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first, int32_t* out, int64_t* counts);
+  int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first,
+                  int32_t* out, int64_t* counts);
   // Whether |x[j]| exceeds `most` or is NaN, for any j in [0, n), n a multiple of 16; for each of them in bit j % 16 of
   // bits[j / 16], which may be null.
   int (*fires)(const float* x, int64_t n, float most, uint16_t* bits);

@@ -17,9 +17,10 @@ from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP
+from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
-    from powerinfer.formats.pack import SomeBundles
+    from powerinfer.formats.bundle_file import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
 Floats = NDArray[np.float32]
@@ -552,16 +553,6 @@ def _placed(bundles: SomeBundles, bias: Floats | None) -> Floats | None:
     placed = np.zeros(len(bundles.counts) * BUNDLE_GROUP, np.float32)
     placed[bundles.places] = bias[bundles.index]
     return placed
-
-
-def available_memory() -> int:
-    """Bytes that can be taken without swapping, 0 where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
 
 
 def choose_pages(

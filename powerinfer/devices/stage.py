@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.pack import SomeBundles, n_groups, pieces
+from powerinfer.formats.bundle_file import SomeBundles, n_groups, pieces
 from powerinfer.formats.prepared import LINE
 from powerinfer.kernels import gpu
-from powerinfer.kernels.cpu import usable_cores
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.system import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor, device

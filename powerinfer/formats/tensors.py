@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize, quantize
+from powerinfer.system import usable_cores
 
 NATIVE_TYPES = frozenset(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
 """The types of matrices that the native kernels take."""
@@ -81,7 +81,7 @@ def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> R
     else:
         from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(min(len(starts), _cores())) as pool:
+        with ThreadPoolExecutor(min(len(starts), 8, usable_cores()[0])) as pool:
             for done in pool.map(piece, starts):
                 tick(done)
     return RawTensor(type_name, tensor.shape, out.reshape(-1))
@@ -111,8 +111,3 @@ def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) ->
         out[start : start + wide] = turned
         tick(wide * n)
     return RawTensor(type_name, (m, n), out.reshape(-1))
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return max(1, min(8, len(affinity(0)) if affinity else os.cpu_count() or 1))

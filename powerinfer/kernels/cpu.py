@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.system import usable_cores
 
 PAGE = _native.PAGE
 """Tokens of a page of the KV cache."""
@@ -41,43 +41,11 @@ def choose_isa(wanted: str | None) -> tuple[str, str]:
     return level, f"asked for by {ISA_VARIABLE}" if name else "the best this CPU runs"
 
 
-def usable_cores() -> tuple[int, str]:
-    """(cores, reason): the cores this process may really use, by affinity and by its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cores()
-    if quota is not None and quota < cores:
-        return quota, f"the container's quota, of {cores} cores"
-    return cores, "every core this process may use"
-
-
-def _cgroup_cores() -> int | None:
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else max(1, int(limit) // int(period))
-    except (OSError, ValueError):
-        return None
-
-
 def choose_threads(wanted: int) -> tuple[int, str]:
     """(threads, reason). RequestError when `wanted` is out of range; 0 leaves the choice to us."""
     if not 0 <= wanted <= 1024:
         raise RequestError(f"threads must lie between 0 (automatic) and 1024, not {wanted}")
     return (wanted, "asked for") if wanted else usable_cores()
-
-
-def model_name() -> str:
-    """What the CPU is called."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                label, _, name = line.partition(":")
-                if label.strip() in ("model name", "CPU part"):
-                    return name.strip()
-    except OSError:
-        pass
-    import platform
-
-    return platform.processor() or platform.machine()
 
 
 def build() -> str:

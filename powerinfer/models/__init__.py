@@ -17,7 +17,7 @@ from powerinfer.models.rope import rope_frequencies
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.formats.pack import BundleFile
+    from powerinfer.formats.bundle_file import BundleFile
 
 __all__ = ["GpuShare", "load", "load_split"]
 

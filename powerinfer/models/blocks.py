@@ -15,7 +15,7 @@ from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 if TYPE_CHECKING:
     from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
-    from powerinfer.formats.pack import BundleFile
+    from powerinfer.formats.bundle_file import BundleFile
 
 Vector = NDArray[np.float32] | None
 Matrix = TypeVar("Matrix")

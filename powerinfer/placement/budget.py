@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from powerinfer.devices.link import link_bytes, link_gpu_bytes
 from powerinfer.devices.stage import BUFFERS, buffer_bytes
 from powerinfer.errors import RequestError
-from powerinfer.formats.pack import n_groups
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
-from powerinfer.placement.hardware import Hardware
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
 

@@ -37,8 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
+from powerinfer.hardware.description import Device, Disk
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
-from powerinfer.placement.hardware import Device, Disk
 from powerinfer.placement.shapes import Matrix, Model
 
 Floats = NDArray[np.float64]

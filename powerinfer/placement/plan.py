@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.pack import n_groups
+from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.formats.safetensors_file import parse_json
+from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
@@ -44,7 +45,6 @@ from powerinfer.placement.budget import (
     staged_on_gpu,
     with_staging,
 )
-from powerinfer.placement.hardware import Device, Hardware
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 

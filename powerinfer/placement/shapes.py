@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.step import RECORDED_BYTES
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.bundle_file import ACROSS, bundle_layout
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.pack import ACROSS, bundle_layout
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu, gpu
@@ -248,10 +248,10 @@ def checkpoint_model(
     packed, else those that `pack` would make. named: of predictors whose training is not described; fresh: as if
     nothing were packed or trained yet.
     """
-    from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.bundle_file import open_bundles
+    from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile
-    from powerinfer.sparsity.packing import choose_types
 
     config = checkpoint.config
     if PreparedFile(BUNDLES, checkpoint, prepared).exists() and not fresh:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
-from powerinfer.placement.hardware import ready_made
+from powerinfer.hardware.description import ready_made
 from powerinfer.report.planned import PlanFacts, read_plan
 from powerinfer.sparsity.selectors import RECTIFIED
 
 if TYPE_CHECKING:
+    from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
-    from powerinfer.formats.pack import BundleFile
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
 
@@ -69,7 +69,7 @@ class Findings:
 
 def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     """What lies in the folder `prepared` (None: beside the model). Never fails for what it finds there."""
-    from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.kernels.cpu import part_bytes

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.tokenizer import Tokenizer
-    from powerinfer.runtime.hybrid import HybridSparsity
+    from powerinfer.hybrid.ffn import HybridSparsity
     from powerinfer.sparsity.attach import Sparsity
 
 Prompt = str | Sequence[int]
@@ -63,8 +63,8 @@ class LLM:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.formats.hub import resolve_model
-        from powerinfer.runtime.placing import load_executor
+        from powerinfer.hub import resolve_model
+        from powerinfer.hybrid.placing import load_executor
         from powerinfer.sparsity.attach import check
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)

@@ -20,8 +20,8 @@ from powerinfer.sparsity.selectors import RECTIFIED, Selector, Threshold, select
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor, Weights
+    from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint, Progress
-    from powerinfer.formats.pack import BundleFile
     from powerinfer.formats.quant import Bytes
     from powerinfer.sparsity.trial import Verdict
 
@@ -242,7 +242,7 @@ class Prepared:
 
 def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> Prepared:
     """The prepared files. Predictors are those that were trained for the model, else those that its file brings."""
-    from powerinfer.formats.pack import open_bundles
+    from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
 
     bundles = open_bundles(checkpoint, engine.prepared, cpu.part_bytes)
@@ -267,7 +267,7 @@ def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector) -> P
 
 
 def _load(executor: CpuExecutor, engine: EngineConfig, prepared: Prepared, progress: Progress | None) -> None:
-    from powerinfer.devices.cpu import available_memory
+    from powerinfer.system import available_memory
 
     bundles = prepared.bundles
     with ThreadPoolExecutor(2) as pool:  # one thread alone does not fill the memory's bandwidth

@@ -24,6 +24,7 @@ from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.kernels import cpu
 from powerinfer.sparsity.selectors import Selector, Threshold
 from powerinfer.sparsity.trial import Verdict
+from powerinfer.system import cpu_name
 
 FORMAT = 1
 MOST = 16  # trials that are kept
@@ -41,7 +42,7 @@ def trial_key(
     facts = {
         "version": __version__,
         "build": cpu.build(),
-        "cpu": cpu.model_name(),
+        "cpu": cpu_name(),
         "isa": cpu.choose_isa(engine.isa)[0],
         "threads": cpu.choose_threads(engine.threads)[0],
         "model": checkpoint.fingerprint,

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "levels.h"
-#include "pack.h"
+#include "panels.h"
 #include "pool.h"
 #include "program.h"
 
@@ -29,7 +29,8 @@ namespace {
 
 constexpr double U = 1.0 / (1 << 24);
 const float NOT = std::numeric_limits<float>::quiet_NaN();
-const char* const TYPES[PI_N_TYPES] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0", "Q4_1",
+                                       "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
 
 double gamma_of(double n) { return n * U / (1 - n * U); }
 
@@ -39,7 +40,10 @@ int passed = 0, failed = 0;
 char begun[200] = "";  // the last check that was begun
 
 void result(bool good, const std::string& what) {
-  if (good) { passed++; return; }
+  if (good) {
+    passed++;
+    return;
+  }
   failed++;
   if (failed <= 50) printf("FAILED %s\n", what.c_str());
 }
@@ -65,7 +69,10 @@ struct Check {
     all++;
     if (!good) note("at %lld: %g %g %g", at, 0, 0, 0);
   }
-  ~Check() { result(wrong == 0 && all > 0, name + ": " + std::to_string(wrong) + " of " + std::to_string(all) + " wrong, the first " + first); }
+  ~Check() {
+    result(wrong == 0 && all > 0,
+           name + ": " + std::to_string(wrong) + " of " + std::to_string(all) + " wrong, the first " + first);
+  }
 
  private:
   void note(const char* format, int64_t at, double a, double b, double c) {
@@ -80,10 +87,12 @@ struct Check {
 
 // Memory whose end nothing may cross: AddressSanitizer watches over it, or else a page behind it that cannot be touched. The
 // page also stops what that sanitiser does not see: loads of tiles, and every machine that lacks it.
-template <class T> struct Fence {
+template <class T>
+struct Fence {
   using value_type = T;
   Fence() = default;
-  template <class U> Fence(const Fence<U>&) {}
+  template <class U>
+  Fence(const Fence<U>&) {}
   bool operator==(const Fence&) const { return true; }
   bool operator!=(const Fence&) const { return false; }
 #if defined(__SANITIZE_ADDRESS__)
@@ -111,11 +120,13 @@ template <class T> struct Fence {
 };
 
 // Aligned to 64 bytes where its size is a multiple of them.
-template <class T> using Exact = std::vector<T, Fence<T>>;
+template <class T>
+using Exact = std::vector<T, Fence<T>>;
 
 [[maybe_unused]] void beyond(int) {
   char line[300];
-  const int n = snprintf(line, sizeof line, "FAILED touched memory that is not its own; the last check that had begun: %s\n", begun);
+  const int n = snprintf(line, sizeof line,
+                         "FAILED touched memory that is not its own; the last check that had begun: %s\n", begun);
   if (write(STDOUT_FILENO, line, (size_t)n) != n) _exit(2);
   _exit(1);
 }
@@ -185,7 +196,8 @@ struct Acts {
   Exact<int8_t> q;
   Exact<int16_t> s;
 
-  Acts(const PiKernels* kernels, int forms, int64_t tokens, int64_t k, const std::vector<float>& x) : tokens(tokens), k(k), ldb(pi_round_up(k, 32)), f(x.begin(), x.end()) {
+  Acts(const PiKernels* kernels, int forms, int64_t tokens, int64_t k, const std::vector<float>& x)
+      : tokens(tokens), k(k), ldb(pi_round_up(k, 32)), f(x.begin(), x.end()) {
     if (forms & PI_FORM_BF16) b.assign((size_t)(tokens * ldb), 0x7fc0);
     if (forms & PI_FORM_Q8) {
       q.assign((size_t)(tokens * k), -128);
@@ -193,14 +205,30 @@ struct Acts {
       sd = d;
       s.assign((size_t)(tokens * (k / 16)), -30000);
     }
-    for (int64_t t = 0; t < tokens; t++) kernels->forms(f.data() + t * k, k, forms, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)), at(sd, t * (k / 32)), at(s, t * (k / 16)));
+    for (int64_t t = 0; t < tokens; t++)
+      kernels->forms(f.data() + t * k, k, forms, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)),
+                     at(sd, t * (k / 32)), at(s, t * (k / 16)));
   }
   // Null where the form was not asked for.
-  template <class T> static T* at(Exact<T>& v, int64_t i) { return v.empty() ? nullptr : v.data() + i; }
-  template <class T> static const T* at(const Exact<T>& v, int64_t i) { return v.empty() ? nullptr : v.data() + i; }
+  template <class T>
+  static T* at(Exact<T>& v, int64_t i) {
+    return v.empty() ? nullptr : v.data() + i;
+  }
+  template <class T>
+  static const T* at(const Exact<T>& v, int64_t i) {
+    return v.empty() ? nullptr : v.data() + i;
+  }
   // The forms from token t on.
   PiActs from(int64_t t) const {
-    return {f.data() + t * k, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)), at(sd, t * (k / 32)), at(s, t * (k / 16)), k, k, ldb};
+    return {f.data() + t * k,
+            at(b, t * ldb),
+            at(q, t * k),
+            at(d, t * (k / 32)),
+            at(sd, t * (k / 32)),
+            at(s, t * (k / 16)),
+            k,
+            k,
+            ldb};
   }
   // What the weights are multiplied with.
   double value(int type, int64_t t, int64_t i) const {

@@ -23,17 +23,21 @@ double to_half(double x) {
 
 void test_forms(const PiKernels* kernels) {
   const PiKernels* scalar = find_level("scalar");
-  Check q8(std::string(kernels->name) + " forms q8"), bf16(std::string(kernels->name) + " forms bf16"), same(std::string(kernels->name) + " forms as scalar");
+  Check q8(std::string(kernels->name) + " forms q8"), bf16(std::string(kernels->name) + " forms bf16"),
+      same(std::string(kernels->name) + " forms as scalar");
   for (int64_t k : {1, 31, 32, 45, 64, 96, 577, 1536}) {
     Random r((uint64_t)k);
     std::vector<float> x = r.normals(k, 3);
-    if (k >= 64) for (int i = 0; i < 32; i++) x[(size_t)i] = 0;                        // a block of zeros
-    if (k >= 96) for (int i = 32; i < 64; i++) x[(size_t)i] = (float)(i - 48) / 2;   // many ties
+    if (k >= 64)
+      for (int i = 0; i < 32; i++) x[(size_t)i] = 0;  // a block of zeros
+    if (k >= 96)
+      for (int i = 32; i < 64; i++) x[(size_t)i] = (float)(i - 48) / 2;  // many ties
     const Acts a(kernels, PI_FORM_BF16, 1, k, x), b(scalar, PI_FORM_BF16, 1, k, x);
     for (int64_t i = 0; i < a.ldb; i++) {
       uint32_t u = 0;
       if (i < k) memcpy(&u, &x[(size_t)i], 4);
-      const uint32_t down = u & 0xffff0000u, rest = u & 0xffff, up = rest > 0x8000 || (rest == 0x8000 && (u >> 16 & 1)) ? 0x10000 : 0;
+      const uint32_t down = u & 0xffff0000u, rest = u & 0xffff,
+                     up = rest > 0x8000 || (rest == 0x8000 && (u >> 16 & 1)) ? 0x10000 : 0;
       bf16.yes(a.b[(size_t)i] == (down + up) >> 16, i);
       same.yes(a.b[(size_t)i] == b.b[(size_t)i], i);
     }
@@ -51,7 +55,9 @@ void test_forms(const PiKernels* kernels) {
       for (int h = 0; h < 2; h++) q8.yes(c.s[(size_t)(2 * block + h)] == sum[h], block);
       q8.same(c.sd[(size_t)block], c.d[(size_t)block] * (float)(sum[0] + sum[1]), block);
       // 127 / most and the product round once each: the value before rounding is off by 127 * 2 u.
-      for (int i = 0; i < 32; i++) q8.near(c.q[(size_t)(32 * block + i)], most > 0 ? x[(size_t)(32 * block + i)] * 127.0 / most : 0, 0.5 + 254 * gamma_of(2), 32 * block + i);
+      for (int i = 0; i < 32; i++)
+        q8.near(c.q[(size_t)(32 * block + i)], most > 0 ? x[(size_t)(32 * block + i)] * 127.0 / most : 0,
+                0.5 + 254 * gamma_of(2), 32 * block + i);
     }
   }
 }
@@ -68,22 +74,27 @@ std::vector<uint8_t> magnitudes(int type, std::vector<uint8_t> rows) {
   const bool one = type == PI_Q4_1 || type == PI_Q5_1, k = type == PI_Q4_K || type == PI_Q5_K;
   for (size_t at = 0; (one || k) && at < rows.size(); at += (size_t)size) {
     rows[at + 1] &= 0x7f;
-    if (one) rows[at + 3] &= 0x7f; else rows[at + 3] |= 0x80;
+    if (one) rows[at + 3] &= 0x7f;
+    else rows[at + 3] |= 0x80;
   }
   return rows;
 }
 
-void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_t most, const std::vector<int64_t>& counts) {
-  const std::string name = std::string(kernels->name) + " linear " + TYPES[type] + " k=" + std::to_string(k) + " rows=" + std::to_string(rows);
+void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_t most,
+             const std::vector<int64_t>& counts) {
+  const std::string name = std::string(kernels->name) + " linear " + TYPES[type] + " k=" + std::to_string(k) +
+                           " rows=" + std::to_string(rows);
   Random r((uint64_t)(type * 1000003 + k * 131 + rows));
   const std::vector<uint8_t> stored = random_rows(r, type, rows, k), large = magnitudes(type, stored);
-  const int64_t panels = (rows + 15) / 16, ldo = panels * 16, row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
+  const int64_t panels = (rows + 15) / 16, ldo = panels * 16, row_bytes = stored_row_bytes(type, k),
+                panel_bytes = pi_panel_bytes(type, k);
   Exact<uint8_t> packed((size_t)(panels * panel_bytes)), scratch((size_t)pi_linear_scratch(k));
   pack_panels(type, stored.data(), rows, k, nullptr, 0, packed.data(), 0, panels);
   const Acts acts(kernels, pi_form(type), most, k, r.normals(most * k));
   std::vector<float> bias = r.normals(ldo), before = r.normals(most * ldo);
 
-  const auto run = [&](std::vector<float>& out, int64_t first, int64_t tokens, int64_t p0, int64_t p1, bool with_bias, bool add) {
+  const auto run = [&](std::vector<float>& out, int64_t first, int64_t tokens, int64_t p0, int64_t p1, bool with_bias,
+                       bool add) {
     const PiActs a = acts.from(first);
     const PiLinear l{packed.data(), with_bias ? bias.data() : nullptr, out.data(), ldo, type, add};
     kernels->linear(&l, &a, p0, p1, tokens, scratch.data());
@@ -95,7 +106,8 @@ void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_
     Check values(name);
     std::vector<float> w((size_t)k), m((size_t)k);
     std::vector<double> a((size_t)(most * k));
-    for (int64_t t = 0; t < most; t++) for (int64_t i = 0; i < k; i++) a[(size_t)(t * k + i)] = acts.value(type, t, i);
+    for (int64_t t = 0; t < most; t++)
+      for (int64_t i = 0; i < k; i++) a[(size_t)(t * k + i)] = acts.value(type, t, i);
     const double g = gamma_of(chain(type, k));
     for (int64_t row = 0; row < ldo; row++) {
       if (row < rows) {
@@ -141,9 +153,10 @@ void test_linear(const PiKernels* kernels) {
     std::vector<int64_t> ks = {32, 64, 96, 160, 576, 1536};
     if (!is_quantised(type)) ks = {1, 17, 32, 33, 45, 96, 577, 1536};
     if (pi_block(type) == 256) ks = {256, 512, 768, 1536};
-    for (int64_t k : ks) for (int64_t rows : {1, 16, 17, 40, 70}) {
-      if (k <= 600 || rows == 1 || rows == 70) product(kernels, type, k, rows, 33, counts);
-    }
+    for (int64_t k : ks)
+      for (int64_t rows : {1, 16, 17, 40, 70}) {
+        if (k <= 600 || rows == 1 || rows == 70) product(kernels, type, k, rows, 33, counts);
+      }
     product(kernels, type, 16384, 20, 33, {1, 13, 32});  // activations beyond the cache: tokens in several rounds
   }
 }
@@ -176,7 +189,8 @@ void test_hostile(const PiKernels* kernels) {
       for (int64_t i = 0; i < ldo; i++) {
         const float v = all[(size_t)(t * ldo + i)], w = one[(size_t)i];
         check.yes(v != 12345.0f && w != 54321.0f, t * ldo + i);
-        check.near(isnan(w) || isinf(w) ? (isnan(w) ? isnan(v) : v == w) : v, isnan(w) || isinf(w) ? 1 : w, 0, t * ldo + i);
+        check.near(isnan(w) || isinf(w) ? (isnan(w) ? isnan(v) : v == w) : v, isnan(w) || isinf(w) ? 1 : w, 0,
+                   t * ldo + i);
       }
     }
   }
@@ -207,13 +221,15 @@ void test_row_map() {
   Check same("pack with a map of rows");
   for (int type = 0; type < PI_N_TYPES; type++) {
     Random r(7);
-    const int64_t k = 256, rows = 23, mapped = 37, panels = 3, bytes = pi_panel_bytes(type, k), row_bytes = stored_row_bytes(type, k);
+    const int64_t k = 256, rows = 23, mapped = 37, panels = 3, bytes = pi_panel_bytes(type, k),
+                  row_bytes = stored_row_bytes(type, k);
     const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
     std::vector<int32_t> map((size_t)mapped);
     std::vector<uint8_t> moved((size_t)(panels * 16 * row_bytes), 0);
     for (int64_t i = 0; i < mapped; i++) {
       map[(size_t)i] = i % 5 == 4 ? -1 : (int32_t)(i * 7 % rows);
-      if (map[(size_t)i] >= 0) memcpy(&moved[(size_t)(i * row_bytes)], &stored[(size_t)(map[(size_t)i] * row_bytes)], (size_t)row_bytes);
+      if (map[(size_t)i] >= 0)
+        memcpy(&moved[(size_t)(i * row_bytes)], &stored[(size_t)(map[(size_t)i] * row_bytes)], (size_t)row_bytes);
     }
     Exact<uint8_t> a((size_t)(panels * bytes)), b((size_t)(panels * bytes));
     pack_panels(type, stored.data(), rows, k, map.data(), mapped, a.data(), 0, 2);
@@ -237,7 +253,8 @@ void test_rms_norm(const PiKernels* kernels) {
     // Squares are summed by 32 lanes, each adding n / 32 + 1 of them, and 6 more additions: all positive, so the relative
     // error is that number; the root halves it. Then root, reciprocal, mean, eps and two products.
     const double bound = gamma_of(((double)n / 32 + 9) / 2 + 6);
-    for (int64_t i = 0; i < n; i++) check.near(out[(size_t)i], x[(size_t)i] * by * w[(size_t)i], bound * fabs(x[(size_t)i] * by * w[(size_t)i]), i);
+    for (int64_t i = 0; i < n; i++)
+      check.near(out[(size_t)i], x[(size_t)i] * by * w[(size_t)i], bound * fabs(x[(size_t)i] * by * w[(size_t)i]), i);
     std::vector<float> place = x;
     kernels->rms_norm(place.data(), w.data(), n, 1e-5f, place.data());
     for (int64_t i = 0; i < n; i++) check.same(place[(size_t)i], out[(size_t)i], i);
@@ -259,10 +276,12 @@ void test_layer_norm(const PiKernels* kernels) {
       const double by = 1 / sqrt(squares / (double)n + (double)1e-5f);
       // A chain of a sum has n / 32 + 1 additions, and 6 more follow. The mean is off by that many u of the mean size and
       // one for the division; it moves every element alike, and the variance by its square. The rest is as in rms_norm.
-      const double chain = (double)n / 32 + 8, off = gamma_of(chain) * size / (double)n, relative = gamma_of(chain / 2 + 8);
+      const double chain = (double)n / 32 + 8, off = gamma_of(chain) * size / (double)n,
+                   relative = gamma_of(chain / 2 + 8);
       for (int64_t i = 0; i < n; i++) {
         const double centred = x[(size_t)i] - mean, scaled = by * w[(size_t)i];
-        const double bound = fabs(scaled) * (off + relative * fabs(centred)) + off * off * by * by * fabs(centred * scaled) + U * fabs(b[(size_t)i] + centred * scaled);
+        const double bound = fabs(scaled) * (off + relative * fabs(centred)) +
+                             off * off * by * by * fabs(centred * scaled) + U * fabs(b[(size_t)i] + centred * scaled);
         check.near(out[(size_t)i], centred * scaled + b[(size_t)i], 1.01 * bound, i);
       }
       std::vector<float> place = x, plain((size_t)n, NOT), zeros((size_t)n, 0.0f), same((size_t)n, NOT);
@@ -288,11 +307,13 @@ double activated(int act, double threshold, double x) {
 void test_activate(const PiKernels* kernels) {
   const float threshold = 0.01f;
   for (int act = 0; act < PI_N_ACTS; act++) {
-    Check check(std::string(kernels->name) + " activate " + ACTIVATIONS[act]), none(std::string(kernels->name) + " activate keeps what is no number " + ACTIVATIONS[act]);
+    Check check(std::string(kernels->name) + " activate " + ACTIVATIONS[act]),
+        none(std::string(kernels->name) + " activate keeps what is no number " + ACTIVATIONS[act]);
     for (int64_t n : {16, 48, 1536}) {
       Random r((uint64_t)n);
       std::vector<float> gate = r.normals(n, 8), up = r.normals(n);
-      const float edges[] = {0, -0.0f, 1e-30f, -87.9f, 87.9f, -88, 88, -1000, 1000, -3e38f, 3e38f, threshold, 0.010000001f, -1e-45f};
+      const float edges[] = {0,     -0.0f, 1e-30f, -87.9f, 87.9f,     -88,          88,
+                             -1000, 1000,  -3e38f, 3e38f,  threshold, 0.010000001f, -1e-45f};
       const size_t some = sizeof edges / sizeof *edges;
       if (n > 16) std::copy(std::begin(edges), std::end(edges), gate.begin());
       if (n > 16 && act == PI_RELU2) gate[10] = 1e18f;  // its square is still a number
@@ -301,10 +322,12 @@ void test_activate(const PiKernels* kernels) {
       kernels->activate(act, threshold, gated.data(), up.data(), n);
       kernels->activate(act, threshold, plain.data(), nullptr, n);
       for (int64_t i = 0; i < n; i++) {
-        const double g = gate[(size_t)i], u = act == PI_DRELU && up[(size_t)i] <= 0 ? 0 : up[(size_t)i], a = activated(act, threshold, g);
+        const double g = gate[(size_t)i], u = act == PI_DRELU && up[(size_t)i] <= 0 ? 0 : up[(size_t)i],
+                     a = activated(act, threshold, g);
         // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so that
         // far below zero the answer is g e^-88 at most. A square and the product round once each.
-        const double n_u = act == PI_SILU ? gamma_of(8) : gamma_of(act == PI_RELU2 ? 2 : 1), held = act == PI_SILU && g < -87 ? fabs(g) * 1e-37 : 0;
+        const double n_u = act == PI_SILU ? gamma_of(8) : gamma_of(act == PI_RELU2 ? 2 : 1),
+                     held = act == PI_SILU && g < -87 ? fabs(g) * 1e-37 : 0;
         check.near(gated[(size_t)i], a * u, n_u * fabs(a * u) + held * fabs(u) + 1e-45, i);
         check.near(plain[(size_t)i], a, n_u * fabs(a) + held + 1e-45, i);
       }
@@ -355,22 +378,26 @@ void test_rope_and_scale(const PiKernels* kernels) {
 // What the cache keeps of a vector of n: in blocks of 32 (the last may be 16) for Q8_0.
 std::vector<double> kept(int type, const float* x, int64_t n) {
   std::vector<double> out(x, x + n);
-  if (type == PI_KV_F16) for (double& v : out) v = to_half(v);
+  if (type == PI_KV_F16)
+    for (double& v : out) v = to_half(v);
   for (int64_t b = 0; type == PI_KV_Q8_0 && b < n; b += 32) {
     const int64_t end = std::min(b + 32, n);
     float most = 0;
     for (int64_t i = b; i < end; i++) most = std::max(most, fabsf(x[i]));
     const float d = (float)to_half(most * (1.0f / 127.0f)), by = d > 0 ? 1.0f / d : 0.0f;
-    for (int64_t i = b; i < end; i++) out[(size_t)i] = (double)d * std::max(-128.0, std::min(127.0, (double)nearbyintf(x[i] * by)));
+    for (int64_t i = b; i < end; i++)
+      out[(size_t)i] = (double)d * std::max(-128.0, std::min(127.0, (double)nearbyintf(x[i] * by)));
   }
   return out;
 }
 
-void attention_case(const PiKernels* kernels, int type, int dim, int group, int window, int64_t position, int64_t count) {
+void attention_case(const PiKernels* kernels, int type, int dim, int group, int window, int64_t position,
+                    int64_t count) {
   const int pad = (int)pi_round_up(dim, 16), kv_heads = 2, heads = kv_heads * group;
   const int64_t all = position + count, pages = (all + PI_PAGE - 1) / PI_PAGE, total = 7;
-  const std::string name = std::string(kernels->name) + " attention " + KV_TYPES[type] + " dim=" + std::to_string(dim) + " group=" + std::to_string(group) +
-                           " window=" + std::to_string(window) + " position=" + std::to_string(position) + " count=" + std::to_string(count);
+  const std::string name = std::string(kernels->name) + " attention " + KV_TYPES[type] + " dim=" + std::to_string(dim) +
+                           " group=" + std::to_string(group) + " window=" + std::to_string(window) +
+                           " position=" + std::to_string(position) + " count=" + std::to_string(count);
   Random r((uint64_t)(type + 10 * dim + 1000 * group + 10000 * window + position));
   const int64_t head_bytes = pi_kv_head_bytes(type, pad), page_bytes = head_bytes * kv_heads;
   Exact<uint8_t> cache((size_t)(total * page_bytes), 0xff);  // NaN everywhere: what a page held before must not matter
@@ -398,10 +425,12 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
   const int64_t q_stride = (int64_t)heads * pad + 3, out_stride = (int64_t)heads * dim;
   std::vector<float> q = r.normals(count * q_stride, 1 / sqrtf((float)dim)), out((size_t)(count * out_stride), NOT);
   Exact<float> scratch((size_t)pi_attention_scratch(pad), NOT);
-  const PiAttention a{q.data(), out.data(), cache.data(), table.data(), q_stride, out_stride, page_bytes, head_bytes, position, dim, pad, group, window};
+  const PiAttention a{q.data(),   out.data(), cache.data(), table.data(), q_stride, out_stride, page_bytes,
+                      head_bytes, position,   dim,          pad,          group,    window};
   const int64_t rows = count * group;
   for (int g = 0; g < kv_heads; g++) {
-    for (int64_t r0 = 0; r0 < rows; r0 += PI_ATTENTION_ROWS) kernels->attention[type](&a, g, r0, std::min<int64_t>(r0 + PI_ATTENTION_ROWS, rows), scratch.data());
+    for (int64_t r0 = 0; r0 < rows; r0 += PI_ATTENTION_ROWS)
+      kernels->attention[type](&a, g, r0, std::min<int64_t>(r0 + PI_ATTENTION_ROWS, rows), scratch.data());
   }
   {
     Check check(name);
@@ -425,7 +454,8 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
         }
         // A score is off by pad + 2 roundings of its terms, so a weight and the greatest score each by e to that; the
         // difference rounds once; e^x 4 u; shrinking 6 u a page for sum and total; summing one u a position in both.
-        const double n = (double)s.size(), relative = 2 * size * gamma_of(pad + 2) + gamma_of(most - least) + gamma_of(8 + 12 * (double)pages + 2 * n + 2);
+        const double n = (double)s.size(), relative = 2 * size * gamma_of(pad + 2) + gamma_of(most - least) +
+                                                      gamma_of(8 + 12 * (double)pages + 2 * n + 2);
         double weights = 0;
         std::vector<double> sum((size_t)dim), absolute((size_t)dim);
         for (int64_t p = first; p <= last; p++) {
@@ -448,7 +478,8 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
   std::vector<float> alone((size_t)(count * out_stride), NOT);
   PiAttention b = a;
   b.out = alone.data();
-  for (int g = 0; g < kv_heads; g++) for (int64_t row = 0; row < rows; row++) kernels->attention[type](&b, g, row, row + 1, scratch.data());
+  for (int g = 0; g < kv_heads; g++)
+    for (int64_t row = 0; row < rows; row++) kernels->attention[type](&b, g, row, row + 1, scratch.data());
   for (size_t i = 0; i < out.size(); i++) bits.same(alone[i], out[i], (int64_t)i);
 }
 
@@ -473,7 +504,8 @@ void test_attention(const PiKernels* kernels) {
 // Gated FFNs and RMS norms; or a wider embedding, learned positions, LayerNorm and plain FFNs, of which one runs beside
 // its attention and one has its norms behind.
 struct Model {
-  static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80, EMBED = 192;
+  static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80,
+                           EMBED = 192;
   std::vector<uint8_t> table_bytes, position_bytes;
   std::shared_ptr<Program> program;
 
@@ -484,7 +516,8 @@ struct Model {
     auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
     std::vector<float> frequencies;
     for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
-    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D}, frequencies, 1.0f);
+    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D},
+                                        frequencies, 1.0f);
     const auto matrix = [&](int t, int64_t rows, int64_t k) {
       const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
       auto m = std::make_shared<Matrix>(Matrix{t, rows, k, (rows + 15) / 16, nullptr, arena});
@@ -497,12 +530,22 @@ struct Model {
       bytes = random_rows(r, type, rows, k);
       return std::make_shared<Table>(Table{type, rows, k, bytes.data()});
     };
-    const auto norm = [&](int64_t n) { return plain && n == D ? Norm{r.normals(n), r.normals(n), 1e-5f, true} : Norm{r.normals(n), {}, 1e-5f, false}; };
-    const auto ffn = [&](Norm n) {
-      program->ffn({std::move(n), plain ? nullptr : matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF), plain ? Vector() : r.normals(FF), {},
-                    r.normals(D), plain ? PI_RELU2 : PI_SILU, 0});
+    const auto norm = [&](int64_t n) {
+      return plain && n == D ? Norm{r.normals(n), r.normals(n), 1e-5f, true} : Norm{r.normals(n), {}, 1e-5f, false};
     };
-    if (plain) program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED)});
+    const auto ffn = [&](Norm n) {
+      program->ffn({std::move(n),
+                    plain ? nullptr : matrix(type, FF, D),
+                    matrix(other, FF, D),
+                    matrix(type, D, FF),
+                    plain ? Vector() : r.normals(FF),
+                    {},
+                    r.normals(D),
+                    plain ? PI_RELU2 : PI_SILU,
+                    0});
+    };
+    if (plain)
+      program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED)});
     else program->embed({table(table_bytes, VOCAB, D), nullptr, 0, nullptr});
     for (int layer = 0; layer < LAYERS; layer++) {
       const bool beside = plain && layer == 0, behind = plain && layer == 1;
@@ -565,10 +608,15 @@ void test_program(const PiKernels* kernels) {
   const int types[][3] = {{PI_Q4_0, PI_F16, PI_KV_F16}, {PI_Q8_0, PI_Q5_1, PI_KV_Q8_0}, {PI_BF16, PI_F32, PI_KV_F32}};
   for (const auto& t : types) {
     for (bool plain : {false, true}) {
-      const std::string name = std::string(kernels->name) + (plain ? " plain" : "") + " program " + TYPES[t[0]] + " " + TYPES[t[1]] + " " + KV_TYPES[t[2]];
+      const std::string name = std::string(kernels->name) + (plain ? " plain" : "") + " program " + TYPES[t[0]] + " " +
+                               TYPES[t[1]] + " " + KV_TYPES[t[2]];
       const std::vector<float> wanted = Model(kernels, plain, 1, t[0], t[1], t[2]).logits(41);
       Check finite(name + " finite and not all the same"), same(name + " bits for any threads and chunks");
-      for (size_t i = 0; i < wanted.size(); i++) finite.yes((int64_t)i % Model::LDO < Model::VOCAB ? isfinite(wanted[i]) && (i == 0 || wanted[i] != wanted[i - 1]) : wanted[i] == 0, (int64_t)i);
+      for (size_t i = 0; i < wanted.size(); i++)
+        finite.yes((int64_t)i % Model::LDO < Model::VOCAB
+                       ? isfinite(wanted[i]) && (i == 0 || wanted[i] != wanted[i - 1])
+                       : wanted[i] == 0,
+                   (int64_t)i);
       for (int threads : {1, 2, 3}) {
         Model model(kernels, plain, threads, t[0], t[1], t[2]);
         for (int64_t chunk : {(int64_t)41, (int64_t)16, (int64_t)1}) {
@@ -586,7 +634,10 @@ int main() {
   watch_fences();
   for (int h = 0; h < 65536; h++) {  // the reference's own halves
     const double v = half_value((uint16_t)h);
-    if (isfinite(v) && to_half(v) != v) { result(false, "to_half"); break; }
+    if (isfinite(v) && to_half(v) != v) {
+      result(false, "to_half");
+      break;
+    }
   }
   {
     Check check("unpack_row of halves");
@@ -594,7 +645,9 @@ int main() {
       const uint8_t bytes[2] = {(uint8_t)h, (uint8_t)(h >> 8)};
       float f;
       unpack_row(PI_F16, bytes, 1, &f);
-      check.yes(isnan(half_value((uint16_t)h)) ? isnan(f) : (double)f == half_value((uint16_t)h) && signbit(f) == (h >= 32768), h);
+      check.yes(isnan(half_value((uint16_t)h)) ? isnan(f)
+                                               : (double)f == half_value((uint16_t)h) && signbit(f) == (h >= 32768),
+                h);
     }
   }
   test_row_map();

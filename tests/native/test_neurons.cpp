@@ -15,7 +15,8 @@ const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", 
 const char* const KINDS[] = {"dot", "add"};
 
 const char* type_name(int type) { return type == PI_Q4_0X32 ? "Q4_0X32" : TYPES[type]; }
-const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096}, BLOCK_WIDTHS = {32, 64, 96, 160, 512, 544, 1056};
+const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096},
+                           BLOCK_WIDTHS = {32, 64, 96, 160, 512, 544, 1056};
 
 const std::vector<int64_t>& widths(int type) { return is_quantised(type) ? BLOCK_WIDTHS : FLOAT_WIDTHS; }
 
@@ -44,7 +45,8 @@ std::vector<uint8_t> random_part(Random& r, int type, int64_t rows, int64_t k, s
   values.resize((size_t)(rows * k));
   if (type != PI_Q4_0X32) {
     const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
-    for (int64_t i = 0; i < rows; i++) unpack_row(type, stored.data() + i * stored_row_bytes(type, k), k, &values[(size_t)(i * k)]);
+    for (int64_t i = 0; i < rows; i++)
+      unpack_row(type, stored.data() + i * stored_row_bytes(type, k), k, &values[(size_t)(i * k)]);
     return stored;
   }
   const std::vector<uint8_t> stored = random_rows(r, PI_Q4_0, groups_of(rows) * k, PI_GROUP);
@@ -61,7 +63,8 @@ std::vector<uint8_t> random_part(Random& r, int type, int64_t rows, int64_t k, s
 // Packs all groups of a part; `data` is what its `groups` points to.
 void pack_groups(const PiPart& part, int kind, int64_t rows, const uint8_t* src, uint8_t* data) {
   for (int64_t g = 0; g < groups_of(rows); g++) {
-    pack_part(part.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), part.k, src + part_source_bytes(part.type, g * PI_GROUP, part.k), data + g * part.stride, part.pitch, part.at);
+    pack_part(part.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), part.k,
+              src + part_source_bytes(part.type, g * PI_GROUP, part.k), data + g * part.stride, part.pitch, part.at);
   }
 }
 
@@ -72,7 +75,8 @@ std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k
     memcpy(part.data(), row, (size_t)(2 * k));
     return part;
   }
-  const int64_t codes = type == PI_Q8_0 ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2, size = type == PI_Q8_0 ? 34 : 18;
+  const int64_t codes = type == PI_Q8_0 ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2,
+                size = type == PI_Q8_0 ? 34 : 18;
   std::vector<uint8_t> part((size_t)pi_round_up(codes + 2 * pi_round_up(k / 32, 16), 64));
   for (int64_t i = 0; i < k; i++) {
     const uint8_t* block = row + i / 32 * size;
@@ -99,7 +103,8 @@ void test_parts() {
       Check check(std::string("parts ") + TYPES[type] + " " + KINDS[kind]);
       for (int64_t k : widths(type)) {
         Random r((uint64_t)(type * 1000 + kind * 100000 + k));
-        const int64_t rows = 37, bytes = pi_part_bytes(type, k), at = 64, pitch = at + bytes, stride = PI_GROUP * pitch, row_bytes = stored_row_bytes(type, k);
+        const int64_t rows = 37, bytes = pi_part_bytes(type, k), at = 64, pitch = at + bytes, stride = PI_GROUP * pitch,
+                      row_bytes = stored_row_bytes(type, k);
         check.yes(bytes % 64 == 0 && pi_shared_bytes(type, k) == 0, k);
         std::vector<float> values;
         const std::vector<uint8_t> random = random_part(r, type, rows, k, values);
@@ -109,7 +114,8 @@ void test_parts() {
         pack_groups(whole, kind, rows, stored.data(), data.data());
         for (int64_t i = 0; i < groups_of(rows) * PI_GROUP; i++) {
           const uint8_t *bundle = data.data() + i * pitch, *row = bundle + at;
-          const std::vector<uint8_t> part = i < rows ? described(type, kind, stored.data() + i * row_bytes, k) : std::vector<uint8_t>((size_t)bytes);
+          const std::vector<uint8_t> part =
+              i < rows ? described(type, kind, stored.data() + i * row_bytes, k) : std::vector<uint8_t>((size_t)bytes);
           check.yes((int64_t)part.size() == bytes && memcmp(row, part.data(), (size_t)bytes) == 0, k);
           for (int64_t j = 0; j < at; j++) check.yes(bundle[j] == 0xaa, k);
           if (i >= rows) continue;
@@ -123,7 +129,8 @@ void test_parts() {
   Check check("parts Q4_0X32 add");
   for (int64_t k : BLOCK_WIDTHS) {
     Random r((uint64_t)k);
-    const int64_t rows = 64, bytes = pi_part_bytes(PI_Q4_0X32, k), scales = pi_round_up(k, 128) * 2, stride = PI_GROUP * bytes + scales;
+    const int64_t rows = 64, bytes = pi_part_bytes(PI_Q4_0X32, k), scales = pi_round_up(k, 128) * 2,
+                  stride = PI_GROUP * bytes + scales;
     check.yes(bytes == pi_round_up(k, 128) / 2 && pi_shared_bytes(PI_Q4_0X32, k) == scales, k);
     std::vector<float> values;
     const std::vector<uint8_t> random = random_part(r, PI_Q4_0X32, rows, k, values);
@@ -179,7 +186,8 @@ struct Part {
 struct Lanes {
   Exact<uint8_t> data;
   PiActs acts;
-  Lanes(const PiActs& x, int type, int64_t tokens) : data(is_quantised(type) ? (size_t)(tokens * pi_lanes_bytes(x.k)) : 0, 0xff), acts(x) {
+  Lanes(const PiActs& x, int type, int64_t tokens)
+      : data(is_quantised(type) ? (size_t)(tokens * pi_lanes_bytes(x.k)) : 0, 0xff), acts(x) {
     if (is_quantised(type)) fill_lanes(&x, tokens, data.data());
     acts.lanes = data.empty() ? nullptr : data.data();
   }
@@ -214,7 +222,8 @@ void test_dots(const PiKernels* kernels) {
       std::vector<float> alone((size_t)(most * rows), NOT);
       for (int64_t t = 0; t < most; t++) {
         const Lanes x(acts.from(t), type, 1);
-        for (int32_t i = 0; i < rows; i++) kernels->neurons->dots(&part.part, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
+        for (int32_t i = 0; i < rows; i++)
+          kernels->neurons->dots(&part.part, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
       }
       for (int64_t t = 0; t < most; t++) {
         for (int64_t i = 0; i < rows; i++) {
@@ -235,7 +244,9 @@ void test_dots(const PiKernels* kernels) {
           Exact<float> out((size_t)((tokens - 1) * ldo + n), NOT);
           kernels->neurons->dots(&part.part, index.data(), n, &x.acts, tokens, out.data(), ldo);
           for (int64_t i = 0; i < (int64_t)out.size(); i++) {
-            if (i % ldo < n) bits.same(out[(size_t)i], alone[(size_t)((most - tokens + i / ldo) * rows + index[(size_t)(i % ldo)])], i);
+            if (i % ldo < n)
+              bits.same(out[(size_t)i], alone[(size_t)((most - tokens + i / ldo) * rows + index[(size_t)(i % ldo)])],
+                        i);
             else outside.yes(isnan(out[(size_t)i]), i);
           }
         }
@@ -245,7 +256,8 @@ void test_dots(const PiKernels* kernels) {
         const Exact<PiPair> pairs = random_pairs(r, n, rows, most);
         Exact<float> out((size_t)n, NOT);
         kernels->neurons->dot_pairs(&part.part, pairs.data(), n, &x.acts, out.data());
-        for (int64_t i = 0; i < n; i++) bits.same(out[(size_t)i], alone[(size_t)(pairs[(size_t)i].token * rows + pairs[(size_t)i].neuron)], i);
+        for (int64_t i = 0; i < n; i++)
+          bits.same(out[(size_t)i], alone[(size_t)(pairs[(size_t)i].token * rows + pairs[(size_t)i].neuron)], i);
       }
     }
   }
@@ -259,11 +271,13 @@ void test_add(const PiKernels* kernels) {
       const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
       const Part part(r, type, PI_ADD, rows, k);
       const std::vector<float> before = r.normals(most * k), factors = r.normals(most * rows);
-      Check values(name), bits(name + " bits for any tokens, in two parts, without zeros"), outside(name + " writes its part only");
+      Check values(name), bits(name + " bits for any tokens, in two parts, without zeros"),
+          outside(name + " writes its part only");
       for (int64_t tokens : STEPS) {
         for (const List& list : lists((int32_t)rows)) {
           const Exact<int32_t> index(list.begin(), list.end());
-          const int64_t n = (int64_t)index.size(), ldh = n + tokens % 2, ldo = k + tokens % 3, size = (tokens - 1) * ldo + k;
+          const int64_t n = (int64_t)index.size(), ldh = n + tokens % 2, ldo = k + tokens % 3,
+                        size = (tokens - 1) * ldo + k;
           Exact<float> h(n ? (size_t)((tokens - 1) * ldh + n) : 0, NOT), start((size_t)size, NOT);
           for (int64_t t = 0; t < tokens; t++) {
             for (int64_t j = 0; j < n; j++) {
@@ -276,14 +290,19 @@ void test_add(const PiKernels* kernels) {
           kernels->neurons->add(&part.part, index.data(), n, h.data(), ldh, tokens, out.data(), ldo);
           const int64_t cut = n / 3;
           kernels->neurons->add(&part.part, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
-          kernels->neurons->add(&part.part, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(), ldo);
+          kernels->neurons->add(&part.part, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(),
+                                ldo);
           Exact<int32_t> fewer;
           Exact<float> few_h;
-          for (int64_t j = 0; j < n; j++) if (index[(size_t)j] % 3) fewer.push_back(index[(size_t)j]);
-          for (int64_t t = 0; t < tokens; t++) for (int64_t j = 0; j < n; j++) if (index[(size_t)j] % 3) few_h.push_back(h[(size_t)(t * ldh + j)]);
+          for (int64_t j = 0; j < n; j++)
+            if (index[(size_t)j] % 3) fewer.push_back(index[(size_t)j]);
+          for (int64_t t = 0; t < tokens; t++)
+            for (int64_t j = 0; j < n; j++)
+              if (index[(size_t)j] % 3) few_h.push_back(h[(size_t)(t * ldh + j)]);
           fewer.shrink_to_fit();
           few_h.shrink_to_fit();
-          kernels->neurons->add(&part.part, fewer.data(), (int64_t)fewer.size(), few_h.data(), (int64_t)fewer.size(), tokens, dropped.data(), ldo);
+          kernels->neurons->add(&part.part, fewer.data(), (int64_t)fewer.size(), few_h.data(), (int64_t)fewer.size(),
+                                tokens, dropped.data(), ldo);
           for (int64_t i = 0; i < size; i++) {
             if (i % ldo >= k) {
               outside.yes(isnan(out[(size_t)i]), i);
@@ -323,8 +342,12 @@ void test_add(const PiKernels* kernels) {
         for (int64_t t = 0; t < most; t++) std::copy_n(&before[(size_t)(t * k)], k, &out[(size_t)(t * ldo)]);
         Exact<float> wanted = out;
         kernels->neurons->add_pairs(&part.part, pairs.data(), n, h.data(), out.data(), ldo);
-        for (int64_t i = 0; i < n; i++) kernels->neurons->add(&part.part, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1, &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
-        for (int64_t i = 0; i < (int64_t)out.size(); i++) if (i % ldo < k) bits.same(out[(size_t)i], wanted[(size_t)i], i); else outside.yes(isnan(out[(size_t)i]), i);
+        for (int64_t i = 0; i < n; i++)
+          kernels->neurons->add(&part.part, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1,
+                                &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
+        for (int64_t i = 0; i < (int64_t)out.size(); i++)
+          if (i % ldo < k) bits.same(out[(size_t)i], wanted[(size_t)i], i);
+          else outside.yes(isnan(out[(size_t)i]), i);
       }
     }
   }
@@ -341,26 +364,35 @@ void test_add_groups(const PiKernels* kernels) {
     for (int64_t tokens : {1, 2, 3, 8}) {
       for (const List& list : lists((int32_t)rows)) {
         const Exact<int32_t> index(list.begin(), list.end());
-        const int64_t n = (int64_t)index.size(), ldq = n + tokens % 2, ldo = k + tokens % 3, size = (tokens - 1) * ldo + k;
+        const int64_t n = (int64_t)index.size(), ldq = n + tokens % 2, ldo = k + tokens % 3,
+                      size = (tokens - 1) * ldo + k;
         std::vector<int64_t> group;  // of each of the list
-        for (int64_t j = 0; j < n; j++) group.push_back(j == 0 ? 0 : group.back() + (index[(size_t)j] / PI_GROUP != index[(size_t)(j - 1)] / PI_GROUP));
+        for (int64_t j = 0; j < n; j++)
+          group.push_back(j == 0 ? 0
+                                 : group.back() + (index[(size_t)j] / PI_GROUP != index[(size_t)(j - 1)] / PI_GROUP));
         const int64_t groups = n ? group.back() + 1 : 0, ldd = groups + tokens % 3;
         Exact<int8_t> q(n ? (size_t)((tokens - 1) * ldq + n) : 0, 77);
         Exact<float> d(n ? (size_t)((tokens - 1) * ldd + groups) : 0, NOT), out((size_t)size, NOT);
         for (int64_t t = 0; t < tokens; t++) {
-          for (int64_t j = 0; j < n; j++) q[(size_t)(t * ldq + j)] = (int8_t)(r.next() % 8 == 0 ? 127 : r.next() % 8 == 0 ? -127 : (int)(r.next() % 255) - 127);
+          for (int64_t j = 0; j < n; j++)
+            q[(size_t)(t * ldq + j)] = (int8_t)(r.next() % 8 == 0   ? 127
+                                                : r.next() % 8 == 0 ? -127
+                                                                    : (int)(r.next() % 255) - 127);
           for (int64_t g = 0; g < groups; g++) d[(size_t)(t * ldd + g)] = fabsf(r.normal());
           for (int64_t c = 0; c < k; c++) out[(size_t)(t * ldo + c)] = r.normal();
         }
         const Exact<float> start = out;
         Exact<int32_t> sums((size_t)pi_round_up(k, 128), -1);
-        kernels->neurons->add_groups(&part.part, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(), ldo, sums.data());
+        kernels->neurons->add_groups(&part.part, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(), ldo,
+                                     sums.data());
         for (int64_t t = 0; t < tokens; t++) {
           Exact<float> alone(start.begin() + t * ldo, start.begin() + t * ldo + k);
-          kernels->neurons->add_groups(&part.part, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd, ldd, 1, alone.data(), k, sums.data());
+          kernels->neurons->add_groups(&part.part, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd, ldd, 1,
+                                       alone.data(), k, sums.data());
           for (int64_t c = 0; c < k; c++) {
             double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0;
-            for (int64_t j = 0; j < n; j++) {  // a group's sum is exact; the product of its two scales rounds, and each group's step
+            for (int64_t j = 0; j < n;
+                 j++) {  // a group's sum is exact; the product of its two scales rounds, and each group's step
               whole += (double)q[(size_t)(t * ldq + j)] * part.row(index[(size_t)j])[c];
               if (j + 1 < n && group[(size_t)(j + 1)] == group[(size_t)j]) continue;
               const double term = whole * d[(size_t)(t * ldd + group[(size_t)j])];
@@ -372,7 +404,8 @@ void test_add_groups(const PiKernels* kernels) {
             bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
           }
         }
-        for (int64_t i = 0; i < size; i++) if (i % ldo >= k) outside.yes(isnan(out[(size_t)i]), i);
+        for (int64_t i = 0; i < size; i++)
+          if (i % ldo >= k) outside.yes(isnan(out[(size_t)i]), i);
       }
     }
   }
@@ -389,7 +422,10 @@ void test_keep(const PiKernels* kernels) {
           const int64_t ldx = n + 5, size = n ? (tokens - 1) * ldx + n : 0;
           const int32_t first = (int32_t)(r.next() % 1000);
           Exact<float> x((size_t)size, NOT);
-          for (float& v : x) v = r.next() % 4 == 0 ? odd[r.next() % (sizeof odd / sizeof *odd)] : r.next() % 3 ? -fabsf(r.normal()) / 8 : r.normal();
+          for (float& v : x)
+            v = r.next() % 4 == 0 ? odd[r.next() % (sizeof odd / sizeof *odd)]
+                : r.next() % 3    ? -fabsf(r.normal()) / 8
+                                  : r.normal();
           List kept;
           Exact<int64_t> counts((size_t)tokens, 100), wanted((size_t)tokens, 100);
           for (int64_t j = 0; j < n; j++) {
@@ -403,7 +439,9 @@ void test_keep(const PiKernels* kernels) {
             if (any) kept.push_back(first + (int32_t)j);
           }
           Exact<int32_t> out(kept.size() + 16, -1);
-          check.yes(kernels->neurons->keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(), counts.data()) == (int64_t)kept.size(), n);
+          check.yes(kernels->neurons->keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(),
+                                           counts.data()) == (int64_t)kept.size(),
+                    n);
           check.yes(std::equal(kept.begin(), kept.end(), out.begin()), n);
           check.yes(counts == wanted, n);
         }
@@ -420,7 +458,10 @@ void test_fires(const PiKernels* kernels) {
     for (float most : {0.0f, 0.5f, FLT_MAX, INFINITY}) {
       for (int quiet : {0, 1, 16}) {  // one in so many is not zero
         Exact<float> x((size_t)n, 0.0f);
-        if (quiet) for (float& v : x) if (r.next() % (unsigned)quiet == 0) v = r.next() % 4 == 0 ? odd[r.next() % (sizeof odd / sizeof *odd)] : r.normal();
+        if (quiet)
+          for (float& v : x)
+            if (r.next() % (unsigned)quiet == 0)
+              v = r.next() % 4 == 0 ? odd[r.next() % (sizeof odd / sizeof *odd)] : r.normal();
         Exact<uint16_t> wanted((size_t)(n / 16), 0), bits((size_t)(n / 16), 0xaaaa);
         bool any = false;
         for (int64_t j = 0; j < n; j++) {
@@ -439,14 +480,18 @@ void test_fires(const PiKernels* kernels) {
 // ---- What neurons add --------------------------------------------------------------------------------------------------
 
 // A number, and how far from it a kernel's may lie.
-struct Near { double value, off; };
+struct Near {
+  double value, off;
+};
 
 enum Sure { NO, MAYBE, YES };
 
 Sure above(Near x, double limit) { return x.value - x.off > limit ? YES : x.value + x.off > limit ? MAYBE : NO; }
 
 // x, or nothing: what is not sure may be either.
-Near where(Sure sure, Near x) { return sure == NO ? Near{0, 0} : sure == YES ? x : Near{x.value, fabs(x.value) + x.off}; }
+Near where(Sure sure, Near x) {
+  return sure == NO ? Near{0, 0} : sure == YES ? x : Near{x.value, fabs(x.value) + x.off};
+}
 
 Near times(Near a, Near b) {
   const double product = a.value * b.value, off = a.off * fabs(b.value) + fabs(a.value) * b.off + a.off * b.off;
@@ -476,8 +521,15 @@ struct Layer {
 
   Layer(const Layer&) = delete;
   Layer(Random& r, int64_t k, int64_t neurons, int type, int down_type, int act, bool gated, bool biases)
-      : k(k), neurons(neurons), type(type), down_type(down_type), act(act), threshold(act == PI_FATRELU ? 0.125f : 0.0f), gated(gated) {
-    const int64_t part = pi_part_bytes(type, k), down_at = gated ? 2 * part : part, pitch = down_at + pi_part_bytes(down_type, k);
+      : k(k),
+        neurons(neurons),
+        type(type),
+        down_type(down_type),
+        act(act),
+        threshold(act == PI_FATRELU ? 0.125f : 0.0f),
+        gated(gated) {
+    const int64_t part = pi_part_bytes(type, k), down_at = gated ? 2 * part : part,
+                  pitch = down_at + pi_part_bytes(down_type, k);
     const int64_t stride = PI_GROUP * pitch + pi_shared_bytes(down_type, k);
     data.assign((size_t)(groups_of(neurons) * stride), 0xff);
     const auto make = [&](int t, int kind, std::vector<uint8_t>& rows, std::vector<float>& values, int64_t at) {
@@ -491,8 +543,8 @@ struct Layer {
     if (biases) up_bias = r.normals(neurons, 0.1f);
     const PiPart none{nullptr, 0, 0, 0, k, 0};
     const auto of = [&](int t, int64_t at) { return PiPart{data.data(), stride, pitch, at, k, t}; };
-    bundles = std::make_shared<Bundles>(Bundles{gated ? of(type, 0) : none, of(type, gated ? part : 0), of(down_type, down_at),
-                                                neurons, act, threshold, gate_bias, up_bias});
+    bundles = std::make_shared<Bundles>(Bundles{gated ? of(type, 0) : none, of(type, gated ? part : 0),
+                                                of(down_type, down_at), neurons, act, threshold, gate_bias, up_bias});
   }
 };
 
@@ -528,7 +580,8 @@ struct Activity {
   }
 
  private:
-  Near dot(const std::vector<float>& w, const std::vector<float>& bias, const Acts& x, int64_t t, int64_t i, double roundings) const {
+  Near dot(const std::vector<float>& w, const std::vector<float>& bias, const Acts& x, int64_t t, int64_t i,
+           double roundings) const {
     double sum = 0, size = 0;
     for (int64_t j = 0; j < layer.k; j++) {
       const double term = w[(size_t)(i * layer.k + j)] * x.value(layer.type, t, j);
@@ -567,12 +620,15 @@ struct Wanted {
   std::vector<double> sum, size, off;  // [token][column]; size: of the absolute terms
   Range up, down, active;
 
-  template <class F> Wanted(const Layer& l, int64_t tokens, const List& list, const F& of) : sum((size_t)(tokens * l.k)), size(sum), off(sum) {
+  template <class F>
+  Wanted(const Layer& l, int64_t tokens, const List& list, const F& of)
+      : sum((size_t)(tokens * l.k)), size(sum), off(sum) {
     std::vector<double> largest((size_t)tokens);
-    for (int32_t i : list) for (int64_t t = 0; t < tokens; t++) {
-      const Near h = of(t, i).h;
-      largest[(size_t)t] = std::max(largest[(size_t)t], fabs(h.value) + h.off);
-    }
+    for (int32_t i : list)
+      for (int64_t t = 0; t < tokens; t++) {
+        const Near h = of(t, i).h;
+        largest[(size_t)t] = std::max(largest[(size_t)t], fabs(h.value) + h.off);
+      }
     for (int32_t i : list) {
       Sure fires = NO, some = NO;
       for (int64_t t = 0; t < tokens; t++) {
@@ -595,17 +651,20 @@ struct Wanted {
     }
   }
   // That out is before + sum + more, by so many roundings.
-  void check(Check& check, const float* out, int64_t ldo, int64_t k, const std::vector<float>& before, const std::vector<float>& more, double roundings) const {
+  void check(Check& check, const float* out, int64_t ldo, int64_t k, const std::vector<float>& before,
+             const std::vector<float>& more, double roundings) const {
     for (size_t i = 0; i < sum.size(); i++) {
       const int64_t t = (int64_t)i / k, c = (int64_t)i % k;
       const double was = before[i], plus = more.empty() ? 0 : more[(size_t)c];
-      check.near(out[t * ldo + c], was + sum[i] + plus, off[i] + gamma_of(roundings) * (fabs(was) + size[i] + fabs(plus)), (int64_t)i);
+      check.near(out[t * ldo + c], was + sum[i] + plus,
+                 off[i] + gamma_of(roundings) * (fabs(was) + size[i] + fabs(plus)), (int64_t)i);
     }
   }
 };
 
 void add_case(const PiKernels* kernels, int type, int down_type, int act, bool gated, bool biases) {
-  const std::string name = std::string(kernels->name) + " add_neurons " + TYPES[type] + " " + type_name(down_type) + " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") + (biases ? " with biases" : "");
+  const std::string name = std::string(kernels->name) + " add_neurons " + TYPES[type] + " " + type_name(down_type) +
+                           " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") + (biases ? " with biases" : "");
   Random r((uint64_t)(type * 1000 + down_type * 100 + act * 4 + gated * 2 + biases));
   const int64_t k = 96, neurons = 150, most_tokens = PI_NEURON_TOKENS;  // three blocks, the last of them odd
   const Layer layer(r, k, neurons, type, down_type, act, gated, biases);
@@ -614,28 +673,34 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
   const std::vector<float> before = r.normals(most_tokens * k);
   // Activations of the last tokens; of other neurons nothing may be read.
   std::vector<float> known = r.normals(most_tokens * neurons);
-  for (float& a : known) if (r.next() % 2) a = 0;
+  for (float& a : known)
+    if (r.next() % 2) a = 0;
   Check sums(name), counted(name + " counts"), bits(name + " bits of a token alone");
   const auto block = std::make_unique<NeuronBlock>();
   enum { PLAIN, KNOWN, FEW, MANY, KNOWN_FEW, MOST, N_VARIANTS };
   for (int variant = 0; variant < N_VARIANTS; variant++) {
-    const bool is_known = variant == KNOWN || variant == KNOWN_FEW, few = variant == FEW || variant == KNOWN_FEW, named = few || variant == MANY;
+    const bool is_known = variant == KNOWN || variant == KNOWN_FEW, few = variant == FEW || variant == KNOWN_FEW,
+               named = few || variant == MANY;
     const float most = variant == MOST ? 0.3f : 0.0f;
     std::vector<uint32_t> names((size_t)neurons);  // by token
-    for (uint32_t& word : names) for (int t = 0; t < most_tokens; t++) word |= (uint32_t)(r.next() % 8 < (few ? 1u : 6u)) << t;
+    for (uint32_t& word : names)
+      for (int t = 0; t < most_tokens; t++) word |= (uint32_t)(r.next() % 8 < (few ? 1u : 6u)) << t;
     for (int64_t tokens : STEPS) {
       const int64_t first = most_tokens - tokens, ld = neurons + 2;
       const PiActs x = acts.from(first);
       Exact<float> given((size_t)((tokens - 1) * ld + neurons), NOT);
-      for (int64_t t = 0; t < tokens; t++) std::copy_n(&known[(size_t)((first + t) * neurons)], neurons, &given[(size_t)(t * ld)]);
+      for (int64_t t = 0; t < tokens; t++)
+        std::copy_n(&known[(size_t)((first + t) * neurons)], neurons, &given[(size_t)(t * ld)]);
       const auto of = [&](int64_t t, int64_t i) {
         const Sure counts = !named || names[(size_t)i] >> (first + t) & 1 ? YES : NO;
-        return is_known ? activity.neuron_of(first + t, i, given[(size_t)(t * ld + i)], counts, most) : activity.neuron(first + t, i, counts, most);
+        return is_known ? activity.neuron_of(first + t, i, given[(size_t)(t * ld + i)], counts, most)
+                        : activity.neuron(first + t, i, counts, most);
       };
       // From token t on, so many.
       Exact<uint32_t> wanted_by((size_t)neurons);
       const auto firing = [&](int64_t t, int64_t n) {
-        for (size_t i = 0; i < wanted_by.size(); i++) wanted_by[i] = (uint32_t)(names[i] >> (first + t) & ((uint64_t{1} << n) - 1));
+        for (size_t i = 0; i < wanted_by.size(); i++)
+          wanted_by[i] = (uint32_t)(names[i] >> (first + t) & ((uint64_t{1} << n) - 1));
         return Firing{is_known ? given.data() + t * ld : nullptr, ld, named ? wanted_by.data() : nullptr, most};
       };
       for (const List& list : lists((int32_t)neurons)) {
@@ -645,7 +710,8 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
         Exact<float> out(was.begin(), was.end());
         NeuronCounts counts = {5, 6, 7, 9, 8};
         std::vector<int64_t> fired((size_t)neurons);
-        add_neurons(kernels, *layer.bundles, &x, tokens, index.data(), (int64_t)index.size(), firing(0, tokens), *block, out.data(), k, counts, fired.data());
+        add_neurons(kernels, *layer.bundles, &x, tokens, index.data(), (int64_t)index.size(), firing(0, tokens), *block,
+                    out.data(), k, counts, fired.data());
         wanted.check(sums, out.data(), k, k, was, {}, 2.0 * (double)list.size() + 1);
         counted.yes(counts.first == 5 + (is_known ? 0 : (int64_t)list.size()), 1);
         counted.yes(wanted.up.holds(counts.up - 6), 2);
@@ -656,7 +722,8 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
         for (int64_t t = 0; t < tokens; t++) {
           const PiActs one = acts.from(first + t);
           Exact<float> alone(was.begin() + t * k, was.begin() + (t + 1) * k);
-          add_neurons(kernels, *layer.bundles, &one, 1, index.data(), (int64_t)index.size(), firing(t, 1), *block, alone.data(), k, counts);
+          add_neurons(kernels, *layer.bundles, &one, 1, index.data(), (int64_t)index.size(), firing(t, 1), *block,
+                      alone.data(), k, counts);
           for (int64_t c = 0; c < k; c++) bits.same(alone[(size_t)c], out[(size_t)(t * k + c)], t * k + c);
         }
       }
@@ -665,11 +732,13 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
 }
 
 void test_add_neurons(const PiKernels* kernels) {
-  const int types[][2] = {{PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}};
+  const int types[][2] = {
+      {PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}};
   for (int act = 0; act < PI_N_ACTS; act++) {
     for (bool gated : {false, true}) {
       if (act == PI_DRELU && !gated) continue;  // it is on gate and up
-      for (const auto& t : types) for (bool biases : {false, true}) add_case(kernels, t[0], t[1], act, gated, biases);
+      for (const auto& t : types)
+        for (bool biases : {false, true}) add_case(kernels, t[0], t[1], act, gated, biases);
     }
   }
 }
@@ -694,11 +763,13 @@ void test_hostile(const PiKernels* kernels) {
       NeuronCounts counts = {};
       Exact<float> out((size_t)(tokens * k), 1.0f);
       const PiActs all = acts.from(0);
-      add_neurons(kernels, *layer.bundles, &all, tokens, index.data(), neurons, {nullptr, 0, nullptr, 0}, *block, out.data(), k, counts);
+      add_neurons(kernels, *layer.bundles, &all, tokens, index.data(), neurons, {nullptr, 0, nullptr, 0}, *block,
+                  out.data(), k, counts);
       for (int64_t t = 0; t < tokens; t++) {
         const PiActs one = acts.from(t);
         Exact<float> alone((size_t)k, 1.0f);
-        add_neurons(kernels, *layer.bundles, &one, 1, index.data(), neurons, {nullptr, 0, nullptr, 0}, *block, alone.data(), k, counts);
+        add_neurons(kernels, *layer.bundles, &one, 1, index.data(), neurons, {nullptr, 0, nullptr, 0}, *block,
+                    alone.data(), k, counts);
         for (int64_t c = 0; c < k; c++) {
           // Beside a token whose number is none, rows of zeros are no longer left out: zero times infinity.
           const float a = alone[(size_t)c], b = out[(size_t)(t * k + c)];
@@ -711,7 +782,8 @@ void test_hostile(const PiKernels* kernels) {
 
 // ---- The sparse FFN --------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Matrix> matrix_of(const std::shared_ptr<Arena>& arena, int type, int64_t rows, int64_t k, const std::vector<uint8_t>& stored) {
+std::shared_ptr<Matrix> matrix_of(const std::shared_ptr<Arena>& arena, int type, int64_t rows, int64_t k,
+                                  const std::vector<uint8_t>& stored) {
   auto m = std::make_shared<Matrix>(Matrix{type, rows, k, (rows + 15) / 16, nullptr, arena});
   uint8_t* data = arena->allocate(m->bytes());
   pack_panels(type, stored.data(), rows, k, nullptr, 0, data, 0, m->panels);
@@ -736,7 +808,10 @@ struct FfnModel {
   std::vector<float> down_bias, x;
   std::vector<uint8_t> predictor_in, predictor_out;
 
-  explicit FfnModel(const FfnCase& c) : r((uint64_t)(c.k * 31 + c.neurons * 7 + c.type * 3 + c.act)), what(c), layer(r, c.k, c.neurons, c.type, PI_F16, c.act, c.gated, c.biases) {
+  explicit FfnModel(const FfnCase& c)
+      : r((uint64_t)(c.k * 31 + c.neurons * 7 + c.type * 3 + c.act)),
+        what(c),
+        layer(r, c.k, c.neurons, c.type, PI_F16, c.act, c.gated, c.biases) {
     if (c.norm) norm = {r.normals(c.k), {}, 1e-5f, false};
     if (c.biases) down_bias = r.normals(c.k);
     x = r.normals(PI_NEURON_TOKENS * c.k);
@@ -745,18 +820,26 @@ struct FfnModel {
   }
 
   // The dense operator; its bundles are there, and its predictor where one is described.
-  std::unique_ptr<Program> program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
+  std::unique_ptr<Program> program(const PiKernels* kernels, int threads, const Predictor* about,
+                                   int64_t recall_every) const {
     auto pool = std::make_shared<Pool>(threads);
     auto arena = std::make_shared<Arena>();
     auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
-    auto p = std::make_unique<Program>(pool, cache, kernels, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16}, Vector(), 1.0f);
+    auto p = std::make_unique<Program>(pool, cache, kernels, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16},
+                                       Vector(), 1.0f);
     std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
-    for (int64_t i = 0; i < what.neurons; i++) for (int64_t c = 0; c < what.k; c++) memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
-    p->ffn({norm, what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr, matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
-            matrix_of(arena, PI_F16, what.k, what.neurons, columns), layer.gate_bias, layer.up_bias, down_bias, what.act, layer.threshold});
+    for (int64_t i = 0; i < what.neurons; i++)
+      for (int64_t c = 0; c < what.k; c++)
+        memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
+    p->ffn({norm, what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
+            matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
+            matrix_of(arena, PI_F16, what.k, what.neurons, columns), layer.gate_bias, layer.up_bias, down_bias,
+            what.act, layer.threshold});
     std::unique_ptr<Predictor> predictor;
     if (about) {
-      predictor = std::make_unique<Predictor>(Predictor{matrix_of(arena, PI_F16, RANK, what.k, predictor_in), matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out), about->threshold, about->floor});
+      predictor = std::make_unique<Predictor>(Predictor{matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
+                                                        matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
+                                                        about->threshold, about->floor});
     }
     auto bundles = std::make_shared<Bundles>(*layer.bundles);
     bundles->gate_bias.clear();  // the program has them
@@ -822,7 +905,9 @@ std::vector<Sure> candidates(const std::vector<Near>& z, int64_t neurons, const 
     const int64_t floor = std::min(about.floor, neurons);
     Range n;
     for (int64_t i = 0; i < neurons; i++) {
-      named[i] = own[i].value - own[i].off >= about.threshold ? YES : own[i].value + own[i].off >= about.threshold ? MAYBE : NO;
+      named[i] = own[i].value - own[i].off >= about.threshold   ? YES
+                 : own[i].value + own[i].off >= about.threshold ? MAYBE
+                                                                : NO;
       n.add(named[i]);
     }
     clear.yes(n.least >= floor || n.most < floor, t);
@@ -833,7 +918,10 @@ std::vector<Sure> candidates(const std::vector<Near>& z, int64_t neurons, const 
     std::stable_sort(order.begin(), order.end(), [own](int64_t a, int64_t b) { return own[a].value > own[b].value; });
     for (int64_t at = 0; at < neurons; at++) {
       const bool taken = at < floor;
-      if (taken && floor == neurons) { named[order[(size_t)at]] = YES; continue; }
+      if (taken && floor == neurons) {
+        named[order[(size_t)at]] = YES;
+        continue;
+      }
       const Near one = own[order[(size_t)at]], other = own[order[(size_t)(taken ? floor : floor - 1)]];
       const bool sure_of_it = fabs(one.value - other.value) > one.off + other.off || (one.off == 0 && other.off == 0);
       named[order[(size_t)at]] = !sure_of_it ? MAYBE : taken ? YES : NO;
@@ -843,12 +931,16 @@ std::vector<Sure> candidates(const std::vector<Near>& z, int64_t neurons, const 
 }
 
 void ffn_case(const PiKernels* kernels, const FfnCase& c) {
-  const std::string name = std::string(kernels->name) + " sparse FFN " + TYPES[c.type] + " " + ACTIVATIONS[c.act] + (c.gated ? " gated" : " plain") + (c.biases ? " with biases" : "") +
+  const std::string name = std::string(kernels->name) + " sparse FFN " + TYPES[c.type] + " " + ACTIVATIONS[c.act] +
+                           (c.gated ? " gated" : " plain") + (c.biases ? " with biases" : "") +
                            " k=" + std::to_string(c.k) + " neurons=" + std::to_string(c.neurons);
   const FfnModel model(c);
   const Layer& layer = model.layer;
   std::vector<float> normed = model.x;
-  if (c.norm) for (int64_t t = 0; t < PI_NEURON_TOKENS; t++) kernels->rms_norm(&model.x[(size_t)(t * c.k)], model.norm.w.data(), c.k, model.norm.eps, &normed[(size_t)(t * c.k)]);
+  if (c.norm)
+    for (int64_t t = 0; t < PI_NEURON_TOKENS; t++)
+      kernels->rms_norm(&model.x[(size_t)(t * c.k)], model.norm.w.data(), c.k, model.norm.eps,
+                        &normed[(size_t)(t * c.k)]);
   const Acts acts(kernels, pi_form(c.type), PI_NEURON_TOKENS, c.k, normed);
   // Panels add up all k one after the other; blocks, as bundles do, two roundings each and one for the factors.
   const Activity activity(layer, acts, 2.0 * (double)c.k + 12);
@@ -861,8 +953,13 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
   for (int32_t i = 0; i < c.neurons; i++) all.push_back(i);
   // A sum over the neurons in parts, then those of the threads, the bias and x.
   const double roundings = 2.0 * (double)c.neurons + 6;
-  Check dense(name + " dense"), exact(name + " exact"), predicted(name + " predicted"), counted(name + " counts"), again(name + " bits again, sampled or not"), clear(name + " floor is clear");
-  const Predictor plans[] = {{nullptr, nullptr, median, 0}, {nullptr, nullptr, 1e6f, 7}, {nullptr, nullptr, median, c.neurons * 19 / 32}, {nullptr, nullptr, 1e6f, c.neurons}, {nullptr, nullptr, 1e6f, 0}};
+  Check dense(name + " dense"), exact(name + " exact"), predicted(name + " predicted"), counted(name + " counts"),
+      again(name + " bits again, sampled or not"), clear(name + " floor is clear");
+  const Predictor plans[] = {{nullptr, nullptr, median, 0},
+                             {nullptr, nullptr, 1e6f, 7},
+                             {nullptr, nullptr, median, c.neurons * 19 / 32},
+                             {nullptr, nullptr, 1e6f, c.neurons},
+                             {nullptr, nullptr, 1e6f, 0}};
   for (int plan = 0; plan < 5; plan++) {
     if (c.act == PI_SILU && plan) break;  // no predictor names what is never silent
     const std::vector<Sure> named = candidates(z, c.neurons, plans[plan], clear);
@@ -875,23 +972,32 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
         NeuronStats& stats = program->sparse(0).stats;
         stats = {};
         Range fires, some;
-        for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < c.neurons; i++) fires.add(activity.neuron(first + t, i, YES, c.most).fires);
+        for (int64_t t = 0; t < tokens; t++)
+          for (int64_t i = 0; i < c.neurons; i++) fires.add(activity.neuron(first + t, i, YES, c.most).fires);
         if (plan == 0) {
-          const Wanted every(layer, tokens, all, [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, 0); });
+          const Wanted every(layer, tokens, all,
+                             [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, 0); });
           every.check(dense, model.run(*program, tokens, WAY_DENSE).data(), c.k, c.k, was, model.down_bias, roundings);
-          const Wanted wanted(layer, tokens, all, [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, c.most); });
+          const Wanted wanted(layer, tokens, all,
+                              [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, c.most); });
           const std::vector<float> out = model.run(*program, tokens, WAY_EXACT);
           wanted.check(exact, out.data(), c.k, c.k, was, model.down_bias, roundings);
-          counted.yes(stats.steps == 1 && stats.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 && stats.sampled_tokens == 0, 1);
+          counted.yes(stats.steps == 1 && stats.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 &&
+                          stats.sampled_tokens == 0,
+                      1);
           counted.yes(fires.holds(stats.candidates), 2);
-          counted.yes(wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows), 3);
+          counted.yes(
+              wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows),
+              3);
           const std::vector<float> twice = model.run(*program, tokens, WAY_EXACT);
           for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
           stats = {};
         }
         if (c.act == PI_SILU) continue;
         const auto is_named = [&](int64_t t, int64_t i) { return named[(size_t)((first + t) * c.neurons + i)]; };
-        const Wanted wanted(layer, tokens, all, [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, is_named(t, i), c.most); });
+        const Wanted wanted(layer, tokens, all, [&](int64_t t, int64_t i) {
+          return activity.neuron(first + t, i, is_named(t, i), c.most);
+        });
         Range listed, rows, active, found;
         for (int64_t i = 0; i < c.neurons; i++) {
           Sure any = NO;
@@ -904,11 +1010,15 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
           }
           rows.add(any);
         }
-        const std::vector<float> out = model.run(*program, tokens, WAY_PREDICTED);  // the first step is sampled, the next is not
+        const std::vector<float> out =
+            model.run(*program, tokens, WAY_PREDICTED);  // the first step is sampled, the next is not
         wanted.check(predicted, out.data(), c.k, c.k, was, model.down_bias, roundings);
-        counted.yes(stats.steps == 1 && stats.exact_steps == 0 && stats.tokens == tokens && stats.sampled_tokens == tokens, 4);
+        counted.yes(
+            stats.steps == 1 && stats.exact_steps == 0 && stats.tokens == tokens && stats.sampled_tokens == tokens, 4);
         counted.yes(listed.holds(stats.candidates) && rows.holds(stats.first_rows), 5);
-        counted.yes(wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows), 6);
+        counted.yes(
+            wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows),
+            6);
         counted.yes(active.holds(stats.sampled_active) && found.holds(stats.sampled_found), 7);
         const int64_t sampled = stats.sampled_active;
         const std::vector<float> twice = model.run(*program, tokens, WAY_PREDICTED);
@@ -942,9 +1052,11 @@ void hostile_predictor(const PiKernels* kernels) {
 
 void test_sparse_ffn(const PiKernels* kernels) {
   const FfnCase cases[] = {
-      {100, 150, PI_F16, PI_RELU, true, false, true, 0},   {576, 333, PI_F16, PI_DRELU, true, true, true, 0}, {17, 5, PI_F16, PI_RELU, false, true, false, 0},
-      {100, 150, PI_F16, PI_FATRELU, true, true, true, 0}, {100, 150, PI_F16, PI_RELU2, false, false, true, 0}, {100, 150, PI_F16, PI_SILU, true, false, true, 0.05f},
-      {576, 150, PI_Q8_0, PI_RELU, true, false, true, 0},  {96, 150, PI_Q4_0, PI_RELU2, false, true, true, 0},  {100, 150, PI_BF16, PI_FATRELU, true, false, false, 0},
+      {100, 150, PI_F16, PI_RELU, true, false, true, 0},      {576, 333, PI_F16, PI_DRELU, true, true, true, 0},
+      {17, 5, PI_F16, PI_RELU, false, true, false, 0},        {100, 150, PI_F16, PI_FATRELU, true, true, true, 0},
+      {100, 150, PI_F16, PI_RELU2, false, false, true, 0},    {100, 150, PI_F16, PI_SILU, true, false, true, 0.05f},
+      {576, 150, PI_Q8_0, PI_RELU, true, false, true, 0},     {96, 150, PI_Q4_0, PI_RELU2, false, true, true, 0},
+      {100, 150, PI_BF16, PI_FATRELU, true, false, false, 0},
   };
   for (const FfnCase& c : cases) ffn_case(kernels, c);
   hostile_predictor(kernels);

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from powerinfer.config import ModelConfig
     from powerinfer.devices.cpu import CpuExecutor, Fired
     from powerinfer.formats.checkpoint import Checkpoint, Progress
-    from powerinfer.sparsity.corpus import Windows
+    from powerinfer.prepare.corpus import Windows
 
 SAVE_EVERY = 20.0  # seconds
 CALL = 512  # tokens of short windows that are computed at once

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.pack import PART_TYPES
 from powerinfer.formats.prepared import write_small
 from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.formats.tensors import NATIVE_TYPES

@@ -1,4 +1,4 @@
-#include "pack.h"
+#include "panels.h"
 
 #include <string.h>
 #include <sys/mman.h>
@@ -37,9 +37,12 @@ void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
 }
 
 // Byte j of entry n is bit j of n: four high bits of Q5_0 on their way to four bytes.
-constexpr uint32_t spread(int n) { return (uint32_t)(n & 1) | (uint32_t)(n >> 1 & 1) << 8 | (uint32_t)(n >> 2 & 1) << 16 | (uint32_t)(n >> 3 & 1) << 24; }
-constexpr uint32_t SPREAD[16] = {spread(0), spread(1), spread(2),  spread(3),  spread(4),  spread(5),  spread(6),  spread(7),
-                                 spread(8), spread(9), spread(10), spread(11), spread(12), spread(13), spread(14), spread(15)};
+constexpr uint32_t spread(int n) {
+  return (uint32_t)(n & 1) | (uint32_t)(n >> 1 & 1) << 8 | (uint32_t)(n >> 2 & 1) << 16 | (uint32_t)(n >> 3 & 1) << 24;
+}
+constexpr uint32_t SPREAD[16] = {spread(0),  spread(1),  spread(2),  spread(3), spread(4),  spread(5),
+                                 spread(6),  spread(7),  spread(8),  spread(9), spread(10), spread(11),
+                                 spread(12), spread(13), spread(14), spread(15)};
 
 // Word g of each row becomes 64 bytes: row r of group g at 4 r.
 void spread_words(const uint8_t* const* rows, int64_t at, int words, uint8_t* dst) {
@@ -51,11 +54,13 @@ void spread_words(const uint8_t* const* rows, int64_t at, int words, uint8_t* ds
 }
 
 void spread_halves(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
-  for (int r = 0; r < 16; r++) if (rows[r]) memcpy(dst + 2 * r, rows[r] + at, 2);
+  for (int r = 0; r < 16; r++)
+    if (rows[r]) memcpy(dst + 2 * r, rows[r] + at, 2);
 }
 
 // Element i of row r goes to i * 16 + r, in pieces that stay in the L1 cache.
-template <class T> void interleave(const uint8_t* const* rows, int64_t k, uint8_t* dst) {
+template <class T>
+void interleave(const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   for (int64_t begin = 0; begin < k; begin += 64) {
     const int64_t end = std::min(begin + 64, k);
     for (int r = 0; r < 16; r++) {
@@ -86,7 +91,8 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
     case PI_BF16:
       for (int64_t i = 0; i + 32 <= k; i += 32) spread_words(rows, i * 2, 16, dst + i * 32);
       for (int r = 0; r < 16; r++) {
-        if (rows[r]) for (int64_t i = k / 32 * 32; i < k; i++) memcpy(dst + i / 2 * 64 + r * 4 + i % 2 * 2, rows[r] + i * 2, 2);
+        if (rows[r])
+          for (int64_t i = k / 32 * 32; i < k; i++) memcpy(dst + i / 2 * 64 + r * 4 + i % 2 * 2, rows[r] + i * 2, 2);
       }
       return;
   }
@@ -122,7 +128,9 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
         uint8_t* s = meta + b * 320;
         spread_halves(rows, at, s);
         spread_halves(rows, at + 2, s + 32);
-        for (int r = 0; r < 16; r++) if (rows[r]) for (int j = 0; j < 8; j++) k_scale(rows[r] + at + 4, j, s + 64 + j * 32 + r, s + 64 + j * 32 + 16 + r);
+        for (int r = 0; r < 16; r++)
+          if (rows[r])
+            for (int j = 0; j < 8; j++) k_scale(rows[r] + at + 4, j, s + 64 + j * 32 + r, s + 64 + j * 32 + 16 + r);
         if (type == PI_Q4_K) {
           spread_words(rows, at + 16, 32, dst + b * 2048);
         } else {
@@ -134,7 +142,9 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
       case PI_Q6_K: {
         uint8_t* s = meta + b * 288;
         spread_halves(rows, at + 208, s);
-        for (int r = 0; r < 16; r++) if (rows[r]) for (int j = 0; j < 16; j++) s[32 + j * 16 + r] = rows[r][at + 192 + j];
+        for (int r = 0; r < 16; r++)
+          if (rows[r])
+            for (int j = 0; j < 16; j++) s[32 + j * 16 + r] = rows[r][at + 192 + j];
         for (int h = 0; h < 2; h++) {
           spread_words(rows, at + h * 64, 16, dst + b * 3072 + h * 1536);
           spread_words(rows, at + 128 + h * 32, 8, dst + b * 3072 + h * 1536 + 1024);
@@ -179,7 +189,8 @@ uint8_t* Arena::allocate(int64_t bytes) {
 int64_t stored_row_bytes(int type, int64_t k) {
   switch (type) {
     case PI_F32: return k * 4;
-    case PI_F16: case PI_BF16: return k * 2;
+    case PI_F16:
+    case PI_BF16: return k * 2;
     case PI_Q8_0: return k / 32 * 34;
     case PI_Q4_0: return k / 32 * 18;
     case PI_Q4_1: return k / 32 * 20;
@@ -192,7 +203,8 @@ int64_t stored_row_bytes(int type, int64_t k) {
   return 0;
 }
 
-void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows, uint8_t* dst, int64_t p0, int64_t p1) {
+void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
+                 uint8_t* dst, int64_t p0, int64_t p1) {
   const int64_t row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
   for (int64_t p = p0; p < p1; p++) {
     const uint8_t* from[16];
@@ -206,8 +218,14 @@ void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const in
 
 void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
   const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
-  if (type == PI_F32) { memcpy(out, row, (size_t)k * 4); return; }
-  if (type == PI_F16) { for (int64_t i = 0; i < k; i++) out[i] = half(row + 2 * i); return; }
+  if (type == PI_F32) {
+    memcpy(out, row, (size_t)k * 4);
+    return;
+  }
+  if (type == PI_F16) {
+    for (int64_t i = 0; i < k; i++) out[i] = half(row + 2 * i);
+    return;
+  }
   if (type == PI_BF16) {
     for (int64_t i = 0; i < k; i++) {
       const uint32_t u = (uint32_t)(row[2 * i] | row[2 * i + 1] << 8) << 16;
@@ -217,20 +235,29 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
   }
   for (int64_t b = 0; b < nb; b++, row += size, out += pi_block(type)) {
     switch (type) {
-      case PI_Q8_0: for (int i = 0; i < 32; i++) out[i] = half(row) * (float)(int8_t)row[2 + i]; break;
-      case PI_Q4_0: case PI_Q4_1: case PI_Q5_0: case PI_Q5_1: {
+      case PI_Q8_0:
+        for (int i = 0; i < 32; i++) out[i] = half(row) * (float)(int8_t)row[2 + i];
+        break;
+      case PI_Q4_0:
+      case PI_Q4_1:
+      case PI_Q5_0:
+      case PI_Q5_1: {
         const bool one = type == PI_Q4_1 || type == PI_Q5_1, five = type == PI_Q5_0 || type == PI_Q5_1;
         const float d = half(row), m = one ? half(row + 2) : 0.0f;
         const uint8_t* q = row + (one ? 4 : 2);
         uint32_t bits = 0;
-        if (five) { memcpy(&bits, q, 4); q += 4; }
+        if (five) {
+          memcpy(&bits, q, 4);
+          q += 4;
+        }
         for (int i = 0; i < 32; i++) {
           const int code = (i < 16 ? q[i] & 15 : q[i - 16] >> 4) | (int)(bits >> i & 1) << 4;
           out[i] = one ? d * (float)code + m : d * (float)(code - (five ? 16 : 8));
         }
         break;
       }
-      case PI_Q4_K: case PI_Q5_K: {
+      case PI_Q4_K:
+      case PI_Q5_K: {
         const uint8_t *q = row + (type == PI_Q4_K ? 16 : 48), *high = row + 16;
         for (int j = 0; j < 8; j++) {
           uint8_t scale, minimum;
@@ -247,7 +274,8 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
       case PI_Q6_K:
         for (int i = 0; i < 256; i++) {
           const int h = i / 128, part = i % 128 / 32, l = i % 32;
-          const int low = row[h * 64 + part % 2 * 32 + l] >> (part / 2 * 4) & 15, two = row[128 + h * 32 + l] >> (2 * part) & 3;
+          const int low = row[h * 64 + part % 2 * 32 + l] >> (part / 2 * 4) & 15,
+                    two = row[128 + h * 32 + l] >> (2 * part) & 3;
           out[i] = half(row + 208) * (float)(int8_t)row[192 + i / 16] * (float)((low | two << 4) - 32);
         }
         break;

@@ -21,10 +21,10 @@ from powerinfer.sparsity.attach import Sparsity, attach, prepared_for
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.hybrid.ffn import HybridSparsity
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan import Plan
     from powerinfer.placement.shapes import Model
-    from powerinfer.runtime.hybrid import HybridSparsity
     from powerinfer.sparsity.attach import Prepared
 
 _SHORT = 256  # tokens: a shorter context is no help
@@ -131,14 +131,14 @@ class _Placing:
 
 def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Progress | None) -> _Placing | str:
     """What goes where; a reason where the GPU is not used."""
-    from powerinfer.devices.cpu import available_memory
     from powerinfer.devices.gpu import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
+    from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import gib, ram_beside, whole_layers
-    from powerinfer.placement.measure import measured
     from powerinfer.placement.plan import PlanRequest, make_plan
     from powerinfer.placement.shapes import checkpoint_model
+    from powerinfer.system import available_memory
 
     device = choose_device(name)
     context = engine.context or checkpoint.config.context_length
@@ -201,9 +201,9 @@ def _load_placed(
 ) -> tuple[SplitExecutor, HybridSparsity | None]:
     from powerinfer.devices.gpu import gpu_failures
     from powerinfer.devices.stage import Stage
+    from powerinfer.hybrid.crossing import settle
+    from powerinfer.hybrid.ffn import HybridSparsity, hang_neurons
     from powerinfer.models import GpuShare, load_split
-    from powerinfer.runtime.crossing import settle
-    from powerinfer.runtime.hybrid import HybridSparsity, hang_neurons
 
     plan, prepared, profile = placing.plan, placing.prepared, placing.profile
     bundles = most = predictors = None

@@ -32,7 +32,7 @@ from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
 from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.neurons import Predictor
-from powerinfer.sparsity.fitting import Figures, Fitted, LayerFit, split_rows
+from powerinfer.prepare.fitting import Figures, Fitted, LayerFit, split_rows
 from powerinfer.sparsity.selectors import RECTIFIED
 
 MIN_ROWS = 512

@@ -17,38 +17,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.checkpoint import Checkpoint, Progress
-from powerinfer.formats.pack import (
+from powerinfer.errors import ModelError
+from powerinfer.formats.bundle_file import (
     ACROSS,
-    DOWN_TYPES,
-    PART_TYPES,
     BundleFile,
     bundle_layout,
-    can_hold,
     n_groups,
     open_bundles,
     write_bundles,
 )
+from powerinfer.formats.bundle_types import PartTypes, by_neuron, row_parts, tensor_name
+from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type, dequantize, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
+from powerinfer.system import usable_cores
 
 Squares = NDArray[np.float64]
 """[sum of squared errors, sum of squared weights]."""
 
 _SLAB = 1 << 20  # weights of a part that one thread works on at a time
 _BLOCK = 256  # neurons of a slab are a multiple of it, so that it cuts no block of any type
-
-
-@dataclass(frozen=True)
-class PartTypes:
-    """The types that gate and up, and down, will have in a bundle; notes: lines for the user about the choice."""
-
-    gate: str
-    down: str
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,41 +52,6 @@ class Packed:
     bundles: BundleFile
     error: dict[str, float]
     seconds: float
-
-
-def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> PartTypes:
-    """The types of a model's parts: those asked for (of `PART_TYPES`), else those that lose least.
-
-    F16, BF16, Q8_0 and Q4_0 stay what they are, F32 becomes F16, any other quantised type Q8_0. Down that is quantised
-    becomes Q8_0, unless the file has it neuron by neuron already, or keeps its blocks (`ACROSS`) where it is Q4_0; down
-    of floats stays what it is, or follows what was asked for (gate_type, --quantize): Q8_0 where that is a quantised
-    type. Rows that are not whole blocks become F16. RequestError for a type that cannot be had.
-    """
-    d_model = checkpoint.config.d_model
-    for part, name, known in (("up", gate_type, PART_TYPES), ("down", down_type, DOWN_TYPES)):
-        if name is not None and name not in known:
-            raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(known)}")
-        if name is not None and not can_hold(checkpoint.config, part, name):
-            across = name == ACROSS and d_model % 32 == 0
-            rows = f"{checkpoint.config.d_ff} neurons" if across else f"rows of {d_model} weights"
-            raise RequestError(f"{rows} are not whole blocks of {name}; choose f16 or bf16")
-    gates = {checkpoint.taken_type(name) for part in _row_parts(checkpoint) for name in _names(checkpoint, part)}
-    downs = {checkpoint.taken_type(name) for name in _names(checkpoint, "down")}
-    gate = gate_type or _nearest(gates, d_model)
-    if down_type is not None:
-        down = down_type
-    elif downs == {"Q4_0"} and not any(map(_by_neuron, _names(checkpoint, "down"))) and d_model % 32 == 0:
-        down = ACROSS
-    elif not downs <= FLOAT_TYPES and not all(_by_neuron(name) for name in _names(checkpoint, "down")):
-        down = _fitting("Q8_0", d_model)
-    elif downs <= FLOAT_TYPES and (gate_type is not None or checkpoint.quantize is not None):
-        down = gate if gate in FLOAT_TYPES else "Q8_0"
-    else:
-        down = _nearest(downs, d_model)
-    changes = ((" and ".join(_row_parts(checkpoint)), gates, gate), ("down", downs, down))
-    kept = {new: {"Q4_0"} if new == ACROSS else {new} for _, _, new in changes}
-    notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != kept[new])
-    return PartTypes(gate, down, tuple(notes))
 
 
 def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> BundleFile | None:
@@ -119,12 +74,12 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     begin = time.perf_counter()
     config = checkpoint.config
     layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
-    parts = [_Part(name, types.gate, "dot", getattr(layout, f"{name}_at")) for name in _row_parts(checkpoint)]
+    parts = [_Part(name, types.gate, "dot", getattr(layout, f"{name}_at")) for name in row_parts(checkpoint)]
     parts.append(_Part("down", types.down, "add", layout.down_at))
     squares = {part.name: np.zeros(2) for part in parts}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
     space = np.zeros((n_groups(min(step, config.d_ff)), layout.group_bytes), np.uint8)
-    cores = min(8, cpu.usable_cores()[0])
+    cores = min(8, usable_cores()[0])
     done = 0
     with write_bundles(checkpoint, prepared, layout) as write, ThreadPoolExecutor(cores) as threads:
         for layer in range(config.n_layers):
@@ -174,7 +129,7 @@ class _Source:
     """One part of one layer: the tensor it comes from, and its rows in the type of the part."""
 
     def __init__(self, checkpoint: Checkpoint, part: _Part, layer: int) -> None:
-        self._name = _name(checkpoint, part.name, layer)
+        self._name = tensor_name(checkpoint, part.name, layer)
         self._where = f"{checkpoint.path}: {self._name}"
         self._part = part
         self._tensor = checkpoint.take(self._name)
@@ -187,7 +142,7 @@ class _Source:
         `end`, unless it is d_ff.
         """
         stored = self._tensor.rows()
-        if _by_neuron(self._name):
+        if by_neuron(self._name):
             return self._from_rows(stored[begin:end])
         kind = block_type(self._type)
         columns = stored[:, begin // kind.block * kind.nbytes : end // kind.block * kind.nbytes]
@@ -236,34 +191,3 @@ def _by_group(blocks: Bytes) -> Bytes:
     """Blocks of Q4_0, uint8 [d_model, groups * 18], group by group: [groups, d_model * 18]."""
     rows = len(blocks)
     return np.ascontiguousarray(blocks.reshape(rows, -1, 18).transpose(1, 0, 2)).reshape(-1, rows * 18)
-
-
-def _row_parts(checkpoint: Checkpoint) -> list[str]:
-    return ["gate", "up"] if checkpoint.config.gated else ["up"]
-
-
-def _name(checkpoint: Checkpoint, part: str, layer: int) -> str:
-    """The tensor of a part; down's is `down_rows` where the file has it neuron by neuron."""
-    name = f"layers.{layer}.{part}"
-    return f"{name}_rows" if checkpoint.has(f"{name}_rows") else name
-
-
-def _names(checkpoint: Checkpoint, part: str) -> list[str]:
-    return [_name(checkpoint, part, layer) for layer in range(checkpoint.config.n_layers)]
-
-
-def _by_neuron(name: str) -> bool:
-    return not name.endswith(".down")
-
-
-def _nearest(types: set[str], d_model: int) -> str:
-    """The type of a part that loses least of weights of these types, and is no larger than it must be."""
-    if len(types) == 1 and types <= set(PART_TYPES):
-        return next(iter(types))
-    if types <= FLOAT_TYPES:
-        return "F16" if "F16" in types or "BF16" not in types else "BF16"
-    return _fitting("Q8_0", d_model)
-
-
-def _fitting(name: str, d_model: int) -> str:
-    return name if d_model % block_type(name).block == 0 else "F16"

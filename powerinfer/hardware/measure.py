@@ -8,21 +8,20 @@ taken again as long as nothing has changed that it hangs on. A GPU is measured w
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from powerinfer import __version__
 from powerinfer.config import EngineConfig
-from powerinfer.devices.cpu import available_memory
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.hub import cache_folder
+from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
+from powerinfer.hardware.description import Device, Hardware, read, save
+from powerinfer.hardware.disk_rates import disk_rates
+from powerinfer.hub import cache_folder
 from powerinfer.kernels import cpu
-from powerinfer.placement.cpu_rates import FULL, Effort, cpu_rates
-from powerinfer.placement.disk_rates import disk_rates
-from powerinfer.placement.hardware import Device, Hardware, read, save
+from powerinfer.system import available_memory, cpu_name, total_memory
 
 Say = Callable[[str], None]
 
@@ -86,7 +85,7 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
         return found
     if found.gpu is None:
         return None
-    from powerinfer.placement.gpu_rates import with_free_memory
+    from powerinfer.hardware.gpu_rates import with_free_memory
 
     return replace(found, gpu=with_free_memory(found.gpu, gpu))
 
@@ -122,7 +121,7 @@ def _keep(hardware: Hardware, say: Say | None) -> None:
 
 
 def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress | None) -> Hardware:
-    from powerinfer.placement.gpu_rates import gpu_rates, host_bytes
+    from powerinfer.hardware.gpu_rates import gpu_rates, host_bytes
 
     rates = gpu_rates(gpu, progress=progress)
     return replace(
@@ -141,13 +140,13 @@ def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
         "method": METHOD,
         "version": __version__,
         "build": cpu.build(),
-        "cpu": cpu.model_name(),
+        "cpu": cpu_name(),
         "isa": cpu.choose_isa(engine.isa)[0],
         "threads": cpu.choose_threads(engine.threads)[0],
         "memory_gib": round(total_memory() / 2**30),
     }
     if gpu is not None:
-        from powerinfer.placement.gpu_rates import software
+        from powerinfer.hardware.gpu_rates import software
 
         facts |= {"gpu": gpu, "gpu_method": GPU_METHOD} | software(gpu)
     return {name: str(value) for name, value in facts.items()}
@@ -165,7 +164,7 @@ def measure(engine: EngineConfig, progress: Progress | None = None, effort: Effo
     memory, free = total_memory(), available_memory()
     rates = cpu_rates(engine, effort, progress)
     device = Device(
-        name=cpu.model_name() or "CPU",
+        name=cpu_name() or "CPU",
         memory_bytes=memory,
         reserved_bytes=max(0, memory - free) if free else 0,
         threads=int(key["threads"]),
@@ -173,13 +172,3 @@ def measure(engine: EngineConfig, progress: Progress | None = None, effort: Effo
     )
     disk = disk_rates(cache_folder(), effort.disk_bytes, effort.disk_seconds, progress)
     return Hardware("this machine", SOURCE, device, disk=disk, key=key)
-
-
-def total_memory() -> int:
-    """Bytes of memory that this process may use: of the machine, or of its container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return min(total, int(limit)) if limit != "max" else total
-    except (OSError, ValueError):
-        return total

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import NormalDist, median
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +23,18 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.cpu import available_memory
 from powerinfer.devices.gpu import GpuLayers, choose_device, current, gpu_failures
 from powerinfer.devices.step import Operator, Step
 from powerinfer.errors import PowerInferError
+from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.hardware.cpu_rates import FRACTIONS, Group, fit_rows
+from powerinfer.hardware.description import NO_GPU, OTHER, Device
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
-from powerinfer.placement.cpu_rates import FRACTIONS, Group, fit_rows
-from powerinfer.placement.hardware import NO_GPU, OTHER, Device
+from powerinfer.system import available_memory, cpu_name, resident_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -96,7 +95,7 @@ def gpu_name(name: str) -> str:
     chosen = choose_device(name)
     if chosen.type == "cuda":
         return str(torch.cuda.get_device_name(chosen))
-    return f"{NO_GPU} ({cpu.model_name() or 'CPU'})"
+    return f"{NO_GPU} ({cpu_name() or 'CPU'})"
 
 
 def software(name: str) -> dict[str, str]:
@@ -196,7 +195,7 @@ def host_bytes(name: str) -> int:
     A process of its own tells, since what this one has loaded by now is not known.
     """
     own = os.pathsep.join(path for path in sys.path if path)
-    call = f"from powerinfer.placement import gpu_rates; print(gpu_rates._host_bytes_here({name!r}))"
+    call = f"from powerinfer.hardware import gpu_rates; print(gpu_rates._host_bytes_here({name!r}))"
     try:
         told = subprocess.run(
             [sys.executable, "-c", call],
@@ -211,18 +210,10 @@ def host_bytes(name: str) -> int:
 
 
 def _host_bytes_here(name: str) -> int:
-    before = _resident()
+    before = resident_memory()
     chosen = choose_device(name)
     _Work(chosen, STAND_IN, None).fixed()
-    return _resident() - before
-
-
-def _resident() -> int:
-    """Bytes of RAM that this process takes; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    return resident_memory() - before
 
 
 def _figure(value: float) -> float:

@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 
 from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.cpu import CpuExecutor, available_memory
+from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
+from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups, owned
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.pack import ACROSS, PART_TYPES, n_groups, owned
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
+from powerinfer.hardware.description import OTHER
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Predictor
-from powerinfer.placement.hardware import OTHER
+from powerinfer.system import available_memory
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from powerinfer.devices.gpu import current, gpu_failures
 from powerinfer.devices.step import Operator, Step
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.prepared import prepared_folder
+from powerinfer.hardware.gpu_rates import software
 from powerinfer.kernels.gpu import FEW
-from powerinfer.placement.gpu_rates import software
 from powerinfer.sparsity.saved_trials import Key, read_entries, trial_key, write_entries
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
-    from powerinfer.runtime.hybrid import HybridFfn
+    from powerinfer.hybrid.ffn import HybridFfn
     from powerinfer.sparsity.attach import Prepared
 
 KIND = "crossings"

@@ -51,7 +51,7 @@ class Corpus:
     def pieces(self) -> Iterator[str]:
         """The text in pieces that end where a line does, as far as they can. RequestError names what cannot be read."""
         if not self.paths:
-            yield files("powerinfer.sparsity").joinpath("sample.txt").read_text(encoding="utf-8")
+            yield files("powerinfer.prepare").joinpath("sample.txt").read_text(encoding="utf-8")
         for path in self.paths:
             with _opened(path) as file:
                 yield from _documents(file, path) if path.suffix.lower() in JSONL else _pieces(file, path)

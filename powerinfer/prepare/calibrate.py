@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
-from powerinfer.sparsity.profile import run_windows
+from powerinfer.prepare.profile import run_windows
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Progress
     from powerinfer.neurons import Counts
-    from powerinfer.sparsity.corpus import Windows
+    from powerinfer.prepare.corpus import Windows
 
 MOST = 0.98
 """The largest quantile that is tried."""

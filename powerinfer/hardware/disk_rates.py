@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.placement.hardware import READERS, Disk
+from powerinfer.hardware.description import READERS, Disk
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Bytes of the reads that are timed."""

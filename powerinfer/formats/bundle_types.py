@@ -1,0 +1,86 @@
+"""Which types the parts of a model's bundles have: what `pack` makes and what a plan counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from powerinfer.errors import RequestError
+from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, PART_TYPES, can_hold
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import FLOAT_TYPES
+
+
+@dataclass(frozen=True)
+class PartTypes:
+    """The types that gate and up, and down, will have in a bundle; notes: lines for the user about the choice."""
+
+    gate: str
+    down: str
+    notes: tuple[str, ...] = ()
+
+
+def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> PartTypes:
+    """The types of a model's parts: those asked for (of `PART_TYPES`), else those that lose least.
+
+    F16, BF16, Q8_0 and Q4_0 stay what they are, F32 becomes F16, any other quantised type Q8_0. Down that is quantised
+    becomes Q8_0, unless the file has it neuron by neuron already, or keeps its blocks (`ACROSS`) where it is Q4_0; down
+    of floats stays what it is, or follows what was asked for (gate_type, --quantize): Q8_0 where that is a quantised
+    type. Rows that are not whole blocks become F16. RequestError for a type that cannot be had.
+    """
+    d_model = checkpoint.config.d_model
+    for part, name, known in (("up", gate_type, PART_TYPES), ("down", down_type, DOWN_TYPES)):
+        if name is not None and name not in known:
+            raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(known)}")
+        if name is not None and not can_hold(checkpoint.config, part, name):
+            across = name == ACROSS and d_model % 32 == 0
+            rows = f"{checkpoint.config.d_ff} neurons" if across else f"rows of {d_model} weights"
+            raise RequestError(f"{rows} are not whole blocks of {name}; choose f16 or bf16")
+    gates = {checkpoint.taken_type(name) for part in row_parts(checkpoint) for name in tensor_names(checkpoint, part)}
+    downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}
+    gate = gate_type or _nearest(gates, d_model)
+    if down_type is not None:
+        down = down_type
+    elif downs == {"Q4_0"} and not any(map(by_neuron, tensor_names(checkpoint, "down"))) and d_model % 32 == 0:
+        down = ACROSS
+    elif not downs <= FLOAT_TYPES and not all(by_neuron(name) for name in tensor_names(checkpoint, "down")):
+        down = _fitting("Q8_0", d_model)
+    elif downs <= FLOAT_TYPES and (gate_type is not None or checkpoint.quantize is not None):
+        down = gate if gate in FLOAT_TYPES else "Q8_0"
+    else:
+        down = _nearest(downs, d_model)
+    changes = ((" and ".join(row_parts(checkpoint)), gates, gate), ("down", downs, down))
+    kept = {new: {"Q4_0"} if new == ACROSS else {new} for _, _, new in changes}
+    notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != kept[new])
+    return PartTypes(gate, down, tuple(notes))
+
+
+def row_parts(checkpoint: Checkpoint) -> list[str]:
+    return ["gate", "up"] if checkpoint.config.gated else ["up"]
+
+
+def tensor_name(checkpoint: Checkpoint, part: str, layer: int) -> str:
+    """The tensor of a part; down's is `down_rows` where the file has it neuron by neuron."""
+    name = f"layers.{layer}.{part}"
+    return f"{name}_rows" if checkpoint.has(f"{name}_rows") else name
+
+
+def tensor_names(checkpoint: Checkpoint, part: str) -> list[str]:
+    return [tensor_name(checkpoint, part, layer) for layer in range(checkpoint.config.n_layers)]
+
+
+def by_neuron(name: str) -> bool:
+    return not name.endswith(".down")
+
+
+def _nearest(types: set[str], d_model: int) -> str:
+    """The type of a part that loses least of weights of these types, and is no larger than it must be."""
+    if len(types) == 1 and types <= set(PART_TYPES):
+        return next(iter(types))
+    if types <= FLOAT_TYPES:
+        return "F16" if "F16" in types or "BF16" not in types else "BF16"
+    return _fitting("Q8_0", d_model)
+
+
+def _fitting(name: str, d_model: int) -> str:
+    return name if d_model % block_type(name).block == 0 else "F16"

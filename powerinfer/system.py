@@ -1,0 +1,80 @@
+"""This machine, as the operating system describes it: cores, memory and the CPU's name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def usable_cores() -> tuple[int, str]:
+    """(cores, reason): the cores this process may really use, by affinity and by its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cores()
+    if quota is not None and quota < cores:
+        return quota, f"the container's quota, of {cores} cores"
+    return cores, "every core this process may use"
+
+
+def _cgroup_cores() -> int | None:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else max(1, int(limit) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def cpu_name() -> str:
+    """What the CPU is called."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                label, _, name = line.partition(":")
+                if label.strip() in ("model name", "CPU part"):
+                    return name.strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def total_memory() -> int:
+    """Bytes of memory that this process may use: of the machine, or of its container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return min(total, int(limit)) if limit != "max" else total
+    except (OSError, ValueError):
+        return total
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping, 0 where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def resident_memory() -> int:
+    """Bytes of RAM that this process occupies, 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def peak_memory(status: Path = Path("/proc/self/status")) -> int:
+    """Most bytes of RAM that this process has occupied."""
+    try:
+        # not ru_maxrss, which on Linux begins with the size of the process that started this one
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        import resource
+        import sys
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak * (1 if sys.platform == "darwin" else 1024)
