@@ -135,7 +135,7 @@ class EngineConfig:
         "which neurons decode computes; auto: exact if the model allows it and bundles are prepared, else all",
         choices=("auto", "all", "exact", "predicted", "threshold"),
     )
-    trial: bool = option(True, "measure at load, for each layer and batch size, whether the selector is faster than all")
+    trial: bool = option(True, "measure at load for which layers and batch sizes the selector is faster than all")
     retrial: bool = option(False, "repeat the measurements at load instead of using saved results")
     threshold: float | None = option(
         None,
@@ -143,7 +143,7 @@ class EngineConfig:
         metavar="X",
     )
     prepared: str | None = option(
-        None, "folder of the model's prepared files (bundles, predictor, ...); default: MODEL.powerinfer", metavar="PATH"
+        None, "folder of the model's prepared files (bundles, predictor); default: MODEL.powerinfer", metavar="PATH"
     )
     recall_every: int = option(64, "measure the predictors' recall at every Nth step; 0: never", metavar="N", least=0)
     gpu: str = option(
@@ -159,7 +159,7 @@ class EngineConfig:
     adjust: bool = option(
         False, "between requests, swap neurons on the GPU that have become cold for ones that have become hot"
     )
-    isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU supports", metavar="NAME")
+    isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class PlanConfig:
     batch: int = option(1, "requests decoded together, each with a full context", metavar="N")
     hardware: str | None = option(
         None,
-        "hardware description: a built-in one (pc-high, pc-low, pc-16gb, pc-8gb) or a file; default: this machine, measured",
+        "hardware description: a built-in one (pc-high, pc-low, pc-16gb, pc-8gb) or a file; default: this machine's",
         metavar="NAME|FILE",
     )
     policy: str = option(
@@ -187,9 +187,9 @@ class TrainConfig:
     """How predictors are trained. Field names are the Python keyword arguments and, with dashes, the flags."""
 
     recall: float = option(0.99, "target share of the firing neurons that each layer's predictor selects", metavar="X")
-    lost: float = option(0.03, "target for the false positives, as a share of all neurons; determines the size", metavar="X")
+    lost: float = option(0.03, "target for false positives, as a share of all neurons; sets the size", metavar="X")
     share: float = option(0.10, "maximum size of all predictors together, as a share of the model's", metavar="X")
-    type: str = option("auto", "type of the predictors' weights; auto: q8_0 where possible", choices=("auto", "q8_0", "f16"))
+    type: str = option("auto", "type of the weights; auto: q8_0 where possible", choices=("auto", "q8_0", "f16"))
     device: str = option("auto", "device to train on; auto: a GPU if torch has one", choices=("auto", "cpu", "cuda"))
     steps: int = option(3000, "maximum training steps per layer and size; 0: low rank only", metavar="N", least=0)
     batch: int = option(256, "tokens per training step", metavar="N")
