@@ -250,7 +250,7 @@ def test_the_command(cache: Path, rates: GpuRates) -> None:
     document = json.loads(shown.stdout.splitlines()[-1])
     assert not document["measured"] and document["hardware"]["sync_us"] == made.sync_us
     assert document["hardware"]["gpu"]["dense_gb_s"] == dict(rates.device.dense_gb_s)
-    assert "stand-in for a GPU" in shown.stderr and "a layer of both waits" in shown.stderr
+    assert "stand-in for a GPU" in shown.stderr and "synchronisation of a layer" in shown.stderr
     assert "there is no device" in error_line(powerinfer("measure", "--gpu", "tpu"), 2)
 
 
