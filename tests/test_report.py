@@ -207,8 +207,8 @@ def test_what_training_measured(opened: Checkpoint, tmp_path: Path) -> None:
     report = write_report(replace(found, predictor=replace(found.predictor, value=value)), tmp_path / "out")
     is_a_plot((tmp_path / "out" / "recall.png").read_bytes())
     text = read(report.page).text
-    assert "They are 6.2 % of the model. On 1,234 tokens that training did not see" in text
-    assert "named 98.9 % of the neurons that fired, where 98.5 % was asked for, and 20 % of all neurons." in text
+    assert "They are 6.2 % of the model. On 1,234 held-out tokens" in text
+    assert "selected 98.9 % of the neurons that fired, where 98.5 % was the target, and 20 % of all neurons." in text
     assert "In 1 of 2 layers the training-free baseline was as good." in text and "99.1 % 50 % 20 % training" in text
 
 
@@ -247,7 +247,7 @@ def test_what_is_stale_is_not_shown(model: Path, tmp_path: Path, undrawn: None) 
     os.symlink(f"{model}.powerinfer", f"{path}.powerinfer")
     found = findings(open_checkpoint(path))
     assert all(one.value is None for one in found)
-    with pytest.raises(RequestError, match="nothing is known"):
+    with pytest.raises(RequestError, match="nothing is prepared"):
         write_report(found, tmp_path / "out")
     os.unlink(f"{path}.powerinfer")
     give_profile(path)

@@ -1,6 +1,6 @@
-"""The document of a plan, as `powerinfer plan` keeps it and --json ends with it, read back for a report.
+"""Reading the JSON document of a plan, as written by `powerinfer plan`, for a report.
 
-The file may come from anywhere, so every figure is checked before it is shown.
+The file is untrusted, so every figure is checked before it is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a token, by what takes them."""
+    """A layer of a plan. gpu, cpu, disk: neurons; seconds: predicted time of a token, by cause."""
 
     gpu: int
     cpu: int
@@ -35,7 +35,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Help:
-    """A budget at which more fits: what, the flag that gives it, its bytes, and whether the machine has so many."""
+    """A larger budget, and what would fit: what, its flag, its bytes, whether the machine has that much."""
 
     what: str
     flag: str
@@ -45,7 +45,7 @@ class Help:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a plan's document says.
+    """The content of a plan's document.
 
     fingerprint, profile: of the model and of the profile that it was made for, "" for none; quantize: how the model was
     opened, None as it is. budgets: tier -> bytes;
@@ -80,14 +80,14 @@ class PlanFacts:
 
 
 def rate(tok_s: float) -> str:
-    """Tokens a second for people: three digits, or all before the point."""
+    """Tokens per second as text: three digits, or all before the decimal point."""
     return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"
 
 
 def read_plan(path: Path) -> PlanFacts:
     """The plan in a file: the JSON document of `powerinfer plan`, alone or as the last of several lines.
 
-    RequestError if the file cannot be read, ModelError if it holds no plan.
+    RequestError if the file cannot be read, ModelError if it is not a plan.
     """
     try:
         with open(path, "rb") as file:
@@ -107,7 +107,7 @@ def read_plan(path: Path) -> PlanFacts:
 
 
 def plan_facts(document: Any) -> PlanFacts:
-    """What a plan's document says; ModelError where it does not say what it should."""
+    """The content of a plan's document; ModelError if it is invalid."""
     root = _Fields(document, "")
     predicted = root.within("predicted")
     tiers, budgets = root.within("bytes"), root.within("budgets")
