@@ -260,7 +260,7 @@ def test_what_is_stale_is_not_shown(model: Path, tmp_path: Path, undrawn: None) 
 def test_nothing_is_known(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "tiny.gguf")
     line = error_line(powerinfer("report", "-m", str(path)))
-    assert f"`powerinfer profile -m {path}` begins" in line
+    assert f"start with `powerinfer profile -m {path}`" in line
     assert [one.name for one in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
