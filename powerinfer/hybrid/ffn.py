@@ -30,7 +30,8 @@ from powerinfer.devices.link import NAMED_TOKENS
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.trace import Trace, span
-from powerinfer.formats.bundle_file import BundleFile, SomeBundles, gather, own_pages
+from powerinfer.formats.bundle_file import BundleFile
+from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.bundle_file import cuts, gather, some_bytes, whole
+from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
