@@ -108,7 +108,7 @@ class HybridFfn:
         """
         import torch
 
-        from powerinfer.devices.gpu import current
+        from powerinfer.devices.torch_device import current
 
         layout, to = self._bundles.layout, self._layers.device
         self._bundles.file.check()
@@ -140,7 +140,7 @@ class HybridFfn:
         self._bundles.file.release(rows)
 
     def _failures(self) -> AbstractContextManager[None]:
-        from powerinfer.devices.gpu import gpu_failures
+        from powerinfer.devices.torch_device import gpu_failures
 
         return gpu_failures(f"loading the neurons of layer {self.layer}", "give less --vram")
 
