@@ -181,9 +181,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
 def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
-    refused(tmp_path / "pipe.txt", "no regular file")
-    refused(Path("/dev/zero"), "no regular file")
-    with pytest.raises(RequestError, match="no regular file"):
+    refused(tmp_path / "pipe.txt", "not a regular file")
+    refused(Path("/dev/zero"), "not a regular file")
+    with pytest.raises(RequestError, match="not a regular file"):
         windows_of(tmp_path)  # within a folder
 
 

@@ -238,7 +238,7 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
     if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
         assert measure.gpu_beside(EngineConfig(), said.append) is None
-        assert len(said) == 1 and "the GPU is left out: " in said[0]
+        assert len(said) == 1 and "the GPU is not used: " in said[0]
         with pytest.raises(RequestError):
             measure.gpu_beside(EngineConfig(gpu="cuda"), said.append)
 
