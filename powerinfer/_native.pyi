@@ -174,8 +174,8 @@ class Program:
         rope: int = -1,
         scale: float | None = None,
     ) -> None:
-        """q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`, -1:
-        q and k are not rotated. scale: of the scores, None: head_dim ** -0.5."""
+        """q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,
+        -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5."""
 
     def attention(self, layer: int, window: int) -> None: ...
     def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None: ...
