@@ -1,4 +1,4 @@
-"""Trial results, saved in trial.json beside the model, so that it decodes the same ways, so the same bits, every time.
+"""Trial results, saved in trial.json: the model then decodes the same ways, with the same bits, on every start.
 
     {"format": 1, "kind": "trials", "trials": [{"key": {...}, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
 
