@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         "folder": str(work.folder),
         "seconds": time.perf_counter() - begin,
         "steps": display.outcomes,
-        "plan": work.plan.document if work.plan is not None else None,
+        "plan": work.plan.json() if work.plan is not None else None,
     }
     out.document(document)
     return 0

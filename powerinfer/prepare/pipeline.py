@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.plan import PlanRequest
-    from powerinfer.report.planned import PlanFacts
+    from powerinfer.placement.plan_document import PlanDocument
 
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
 DONE, SKIPPED, NOT_NEEDED = "done", "skipped", "not needed"
@@ -64,7 +64,7 @@ class Work:
     force: bool = False
     say: Say = lambda line: None
     hardware: Hardware | None = field(default=None, init=False)
-    plan: PlanFacts | None = field(default=None, init=False)
+    plan: PlanDocument | None = field(default=None, init=False)
     plan_path: Path = field(default=Path(), init=False)
 
     @property
@@ -240,7 +240,7 @@ def _packed_bundles(work: Work) -> BundleFile | None:
 
 def _why_all(work: Work) -> str:
     """How near leaving neurons out comes, where that was asked."""
-    from powerinfer.report.planned import rate
+    from powerinfer.placement.plan_document import rate
 
     if work.gain is None:
         return ""
@@ -250,21 +250,20 @@ def _why_all(work: Work) -> str:
 
 def plan(work: Work, progress: Progress) -> Outcome:
     from powerinfer.placement.plan import make_plan, plan_path, read_plan, save_plan
-    from powerinfer.report.planned import rate
-    from powerinfer.report.planned import read_plan as read_document
+    from powerinfer.placement.plan_document import rate, read_plan_document
 
     request = work.request(work.selector)
     path = plan_path(work.folder, request)
     facts = None
     if not work.force:
         with suppress(ModelError):
-            facts = read_document(path) if read_plan(work.folder, request) is not None else None
+            facts = read_plan_document(path) if read_plan(work.folder, request) is not None else None
     known = facts is not None
     if facts is None:
-        facts = read_document(save_plan(make_plan(request), work.folder))
+        facts = read_plan_document(save_plan(make_plan(request), work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
-    said = f"{rate(facts.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
+    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
     figures = {"path": str(path), "key": request.key, "selector": work.selector}
     return Outcome(SKIPPED if known else DONE, said, figures)
 
