@@ -101,11 +101,11 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
         file = open_predictor(checkpoint)
         predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
     tiers = [
-        np.where(rng.random(config.d_ff) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
+        np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
     try:
-        placement = Placement(config.d_ff, 1, tuple(tiers))
+        placement = Placement(config.widest_ffn, 1, tuple(tiers))
         hang_neurons(executor.cpu, executor.gpu, bundles, placement, predictors=predictors)
         yield executor
     finally:

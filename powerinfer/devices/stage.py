@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_file import SomeBundles, n_groups, pieces
 from powerinfer.formats.prepared import LINE
 from powerinfer.kernels import gpu
@@ -104,7 +104,7 @@ class Stage:
         n: Tensor,
         layout: BundleLayout,
         cold: SomeBundles,
-        config: ModelConfig,
+        ffn: FfnConfig,
         biases: Sequence[Floats | None],
         most: float,
     ) -> None:
@@ -123,7 +123,7 @@ class Stage:
                     None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
                 )
                 assert rows is not None and at is not None and shared is not None
-                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, config, group, gate_bias, up_bias)
+                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, gate_bias, up_bias)
                 gpu.unpack(layout, rows, at, shared, neurons)
                 total.add_(gpu.neuron_sum(neurons, n, None, most)[0])
                 del neurons  # the next piece's take their memory

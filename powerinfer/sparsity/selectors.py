@@ -23,10 +23,6 @@ from powerinfer.errors import RequestError
 Floats = NDArray[np.floating[Any]]
 Mask = NDArray[np.bool_]
 
-RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
-"""Activations that are exactly zero for the neurons that do not fire."""
-
-
 class Selector(Protocol):
     """Names the neurons to compute."""
 
@@ -60,9 +56,9 @@ class Exact:
     name, way, needs_predictor = "exact", "exact", False
 
     def unsuited(self, config: ModelConfig) -> str | None:
-        if config.activation in RECTIFIED:
+        if config.rectified:
             return None
-        return f"the activation {config.activation} is never exactly zero: use --selector threshold, which is lossy"
+        return f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
 
     def select(self, activations: Floats, guesses: Floats | None) -> Mask:
         mask: Mask = activations != 0
@@ -78,9 +74,9 @@ class Predicted:
     name, way, needs_predictor = "predicted", "predicted", True
 
     def unsuited(self, config: ModelConfig) -> str | None:
-        if config.activation in RECTIFIED:
+        if config.rectified:
             return None
-        return f"no predictor can name silent neurons of the activation {config.activation}: use --selector threshold"
+        return f"no predictor can name silent neurons of the activation {config.activations}: use --selector threshold"
 
     def candidates(self, guesses: Floats) -> Mask:
         """bool [tokens, d_ff]: the neurons whose gates are computed."""
