@@ -20,7 +20,8 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.bundle_file import SomeBundles, bundle_layout, n_groups
+from powerinfer.formats.bundle_file import bundle_layout, n_groups
+from powerinfer.formats.bundle_memory import SomeBundles
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout

@@ -204,7 +204,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from powerinfer.devices.gpu import choose_device
+    from powerinfer.devices.torch_device import choose_device
     from powerinfer.kernels import gpu
 
     checkpoint, device = open_checkpoint(Path(task["model"])), choose_device(task["gpu"])
