@@ -231,12 +231,12 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        layer = self.first_layer + len(self._ffns)
-        self._ffns[layer] = _Ffn(self._program.size, up.rows, total, (up if gate is None else gate).nbytes)
+        layer, op = self.first_layer + len(self._ffns), self._program.size
         gate_bias, up_bias, down_bias = biases
         about = self.config.layers[layer].ffn
         self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, about.activation, about.threshold)
+        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
+        self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
     def normalise(self, norm: _native.Norm) -> None:
         """x = norm(x)."""
