@@ -73,7 +73,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
             result["trace"] = _traced(llm, Path(task["trace"]))
         result["memory"] = _memory(task["gpu"])
     if plan is not None:
-        told = plan.document()
+        told = plan.document().json()
         result["plan"] = {name: told[name] for name in ("mass_on_gpu", "work_on_gpu", "gpu_layers", "bytes")}
         result["plan"] |= {name: told["predicted"][name] for name in ("ms_per_token", "at_position")}
     return result
