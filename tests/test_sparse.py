@@ -198,7 +198,7 @@ def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None
     tokens = families.prompt(case)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    d_model, d_ff, layers = (getattr(checkpoint.config, size) for size in ("d_model", "d_ff", "n_layers"))
+    d_model, d_ff, layers = (getattr(checkpoint.config, size) for size in ("d_model", "widest_ffn", "n_layers"))
     weights = [predictor_weights(d_model, d_ff, layer) for layer in range(layers)]
     write_predictor(checkpoint, None, "F16", [Predictor(RANK, 0.0, 0)] * layers, weights)
 
