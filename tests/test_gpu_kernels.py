@@ -44,8 +44,6 @@ if DEVICE == "cpu" and TRITON:
 
     interpreter._patch_lang_tensor = patched
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

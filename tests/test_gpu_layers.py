@@ -46,8 +46,6 @@ from powerinfer.runtime.request import SamplingParams  # noqa: E402
 LAYERS = families.SIZES["num_hidden_layers"]
 ALL = GpuShare("cpu", LAYERS, head=True)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def engine_of(**options: Any) -> EngineConfig:
     settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}

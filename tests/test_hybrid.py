@@ -39,9 +39,6 @@ from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
