@@ -256,6 +256,7 @@ class HybridFfn:
         self.recent = np.zeros(self._config.size)
         self.recent_tokens = 0.0
         self._take_counts()
+        self.recent[:] = 0
 
     def predict(self, on: bool) -> None:
         """Whether a predictor selects neurons from now on."""
