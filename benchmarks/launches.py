@@ -32,12 +32,12 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.recording import Recorder, Run, State
 from powerinfer.devices.split import SplitExecutor
-from powerinfer.devices.step import Recorder, Run, State
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
-from powerinfer.hybrid.ffn import hang_neurons
+from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.kernels import cpu
 from powerinfer.models import GpuShare, load_split
 from powerinfer.neurons import Placement, Tier
@@ -93,20 +93,18 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
         context=CONTEXT, max_batch=arguments.requests, prefill_chunk=64, threads=arguments.threads, kv_type="f16"
     )
     pages = arguments.requests * CONTEXT // cpu.PAGE
-    executor = load_split(
-        checkpoint, engine, GpuShare(arguments.gpu, config.n_layers, True, True, bundles, pages=pages)
-    )
     rng, predictors = np.random.default_rng(0), None
     if arguments.selector == "predicted":
         file = open_predictor(checkpoint)
         predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
     tiers = [
-        np.where(rng.random(config.d_ff) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
+        np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
+    split = NeuronSplit(bundles, Placement(config.widest_ffn, 1, tuple(tiers)), predictors=predictors)
+    share = GpuShare(arguments.gpu, config.n_layers, True, split, bundles, pages=pages)
+    executor = load_split(checkpoint, engine, share)
     try:
-        placement = Placement(config.d_ff, 1, tuple(tiers))
-        hang_neurons(executor.cpu, executor.gpu, bundles, placement, predictors=predictors)
         yield executor
     finally:
         executor.close()
@@ -149,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with loaded(arguments) as executor:
         layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
-        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu, "end")):
+        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
         document: dict[str, Any] = {}

@@ -31,7 +31,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.predictor_file import open_predictor  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware.description import NO_GPU, load  # noqa: E402
-from powerinfer.hybrid.ffn import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
@@ -52,7 +52,7 @@ def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), qu
     checkpoint = open_checkpoint(path, quantize)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff), {})
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn), {})
     return path
 
 
@@ -98,16 +98,15 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
     if plan.request.selector == "predicted":
         file = open_predictor(checkpoint)
         predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
-    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, True, bundles, None, pages, predictors)
+    stage = None
+    if plan.staging:
+        stage = Stage(torch.device("cpu"), plan.staging)
+        stage.least = CHUNK
+    split = NeuronSplit(bundles, plan.placement(plan.request.profile), predictors=predictors, stage=stage)
+    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, split, bundles, None, pages, predictors)
     executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
     try:
-        placement = plan.placement(plan.request.profile)
-        stage = None
-        if plan.staging:
-            stage = Stage(executor.gpu.device, plan.staging)
-            stage.least = CHUNK
-        own = executor.cpu, executor.gpu, bundles, placement
-        yield executor, hang_neurons(*own, predictors=predictors, stage=stage)
+        yield executor, split.ffns
     finally:
         executor.close()
 

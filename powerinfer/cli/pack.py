@@ -91,10 +91,9 @@ def _agreement(config: ModelConfig, args: argparse.Namespace, out: Output) -> di
     from powerinfer.cli.progress import Bar
     from powerinfer.evaluate import agreement
     from powerinfer.runtime.engine import SAMPLE
-    from powerinfer.sparsity.selectors import RECTIFIED
 
     options: dict[str, Any] = {"context": min(CONTEXT, config.context_length), "max_batch": 1, "trial": False}
-    if config.activation in RECTIFIED:
+    if config.rectified:
         options["selector"] = "exact"
     else:
         options |= {"selector": "threshold", "threshold": 1e-30}

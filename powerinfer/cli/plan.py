@@ -156,12 +156,11 @@ def shape_request(
     """The request for a described model, and what is assumed about it."""
     from powerinfer.placement.power_law import assumed_profile
     from powerinfer.placement.shapes import NAMED, described_model, find_shape
-    from powerinfer.sparsity.selectors import RECTIFIED
 
     shape = find_shape(args.shape)
     config = shape.config
     model = described_model(config, args.dtype, config.name or args.shape, shape.predictor)
-    rectified = config.activation in RECTIFIED
+    rectified = config.rectified
     selector = engine.selector
     if selector == "auto":
         selector = "all" if not rectified else "predicted" if model.predictors else "exact"
@@ -174,7 +173,7 @@ def shape_request(
             f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that name {NAMED:g} times the neurons "
             "that fire"
         )
-    profile = assumed_profile(law, config.n_layers, config.d_ff)
+    profile = assumed_profile(law, config.n_layers, config.widest_ffn)
     return _request(wanted, engine, model, profile, _hardware(wanted, engine, out), selector), assumed
 
 
@@ -198,13 +197,12 @@ def model_request(
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.power_law import Law, assumed_profile
     from powerinfer.placement.shapes import checkpoint_model, law_of
-    from powerinfer.sparsity.selectors import RECTIFIED
 
     config = checkpoint.config
     model = checkpoint_model(checkpoint, engine.prepared, fresh=fresh)
     selector = engine.selector
     if selector == "auto":
-        selector = "exact" if config.activation in RECTIFIED else "all"
+        selector = "exact" if config.rectified else "all"
     _check_selector(selector, model)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, engine.prepared).command
@@ -214,10 +212,10 @@ def model_request(
     place = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if given:
         law, text = _law(args, law_of(config))
-        profile = assumed_profile(law, config.n_layers, config.d_ff)
+        profile = assumed_profile(law, config.n_layers, config.widest_ffn)
         assumed.append(text)
     elif selector == "all" and not place.exists():
-        profile = assumed_profile(Law(1.0, 0.8), config.n_layers, config.d_ff)
+        profile = assumed_profile(Law(1.0, 0.8), config.n_layers, config.widest_ffn)
         assumed.append(f"that all neurons count alike, since there is no profile; `{place.command}` makes it")
     elif not place.exists():
         raise RequestError(

@@ -331,6 +331,7 @@ class HybridSparsity:
     def __init__(
         self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
     ) -> None:
+        """ffns: of the executor's split layers; stage: theirs."""
         self.selector = selector
         self.stage = stage
         self.ffns = ffns
@@ -347,20 +348,22 @@ class HybridSparsity:
         the cold ones too, None: it never does. The layers that the CPU has as a whole count, too.
         """
         cpu = self._executor.cpu
-        d_ff = cpu.config.d_ff
+        sizes = cpu.config.ffn_sizes
         layers: list[dict[str, Any]] = []
         totals: Counter[str] = Counter()
+
+        def add(layer: int, hot: int, sums: Mapping[str, int]) -> None:
+            own = {**sums, "neurons": sums["tokens"] * sizes[layer]}
+            totals.update(own)
+            layers.append({"layer": layer, "hot": hot, "cold": sizes[layer] - hot, **_shares(own)})
+
         for ffn in self.ffns:
-            sums = ffn.collect()
-            totals.update(sums)
-            layers.append({"layer": ffn.layer, "hot": len(ffn.hot), "cold": len(ffn.cold), **_shares(sums, d_ff)})
+            add(ffn.layer, len(ffn.hot), ffn.collect())
         for layer in cpu.bundled_layers:
             counts = cpu.bundled_counts(layer)
-            steps = counts["steps"]
-            sums = {"tokens": counts["tokens"], "steps": steps, "jobs": steps, "hot": 0, "cold": counts["active"]}
-            totals.update(sums)
-            layers.append({"layer": layer, "hot": 0, "cold": d_ff, **_shares(sums, d_ff)})
-        whole = _shares(totals, d_ff) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
+            own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
+            add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
+        whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
         streams = None if self.stage is None else self.stage.least
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
@@ -425,11 +428,11 @@ class HybridSparsity:
         """Not known: what the GPU skips is not counted."""
 
 
-def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
+def _shares(sums: Mapping[str, int]) -> dict[str, Any]:
     active, tokens = sums["hot"] + sums["cold"], sums["tokens"]
     return {
         "tokens": tokens,
-        "active_fraction": active / (tokens * d_ff) if tokens else None,
+        "active_fraction": active / sums["neurons"] if tokens else None,
         "gpu_share": sums["hot"] / active if active else None,
         "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
     }

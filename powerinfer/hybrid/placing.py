@@ -200,9 +200,9 @@ def _load_placed(
     progress: Progress | None,
 ) -> tuple[SplitExecutor, HybridSparsity | None]:
     from powerinfer.devices.stage import Stage
-    from powerinfer.devices.torch_device import gpu_failures
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.hybrid.crossing import settle
-    from powerinfer.hybrid.ffn import HybridSparsity, hang_neurons
+    from powerinfer.hybrid.ffn import HybridSparsity, NeuronSplit
     from powerinfer.models import GpuShare, load_split
 
     plan, prepared, profile = placing.plan, placing.prepared, placing.profile
@@ -210,31 +210,24 @@ def _load_placed(
     if prepared is not None:
         bundles, predictors = prepared.bundles, prepared.predictors
         most = [prepared.most(layer) for layer in range(checkpoint.config.n_layers)]
-    own = bundles is not None, bundles, most, placing.pages, predictors
+    split = None
+    if plan is not None and prepared is not None and profile is not None:
+        stage = None
+        if plan.staging:
+            with gpu_failures("making room for prompts", "give less --vram"):
+                stage = Stage(choose_device(placing.device), plan.staging)
+        split = NeuronSplit(prepared.bundles, plan.placement(profile), prepared.most, predictors, stage)
+    own = split, bundles, most, placing.pages, predictors
     share = GpuShare(placing.device, placing.layers, placing.head, *own)
     executor = load_split(checkpoint, engine, share, progress)
     executor.choices["gpu"] += f", {placing.reason}"
     sparsity = None
     try:
-        if plan is not None and prepared is not None and profile is not None:
-            stage = None
-            if plan.staging:
-                with gpu_failures("making room for prompts", "give less --vram"):
-                    stage = Stage(executor.gpu.device, plan.staging)
-            ffns = hang_neurons(
-                executor.cpu,
-                executor.gpu,
-                prepared.bundles,
-                plan.placement(profile),
-                most=prepared.most,
-                predictors=prepared.predictors,
-                stage=stage,
-                progress=progress,
-            )
-            sparsity = HybridSparsity(prepared.selector.name, executor, ffns, stage)
-            if stage is not None:
-                settle(stage, executor, ffns, checkpoint, engine, prepared, sample, progress)
-            elif any(len(ffn.cold) for ffn in ffns):
+        if split is not None and prepared is not None:
+            sparsity = HybridSparsity(prepared.selector.name, executor, split.ffns, split.stage)
+            if split.stage is not None:
+                settle(split.stage, executor, split.ffns, checkpoint, engine, prepared, sample, progress)
+            elif any(len(ffn.cold) for ffn in split.ffns):
                 executor.choices["prefill"] = (
                     "the CPU computes cold neurons (no room, or no long steps, to stream them)"
                 )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from powerinfer.config import EngineConfig
 from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.formats.checkpoint import Checkpoint, Progress
-from powerinfer.models.blocks import wire
+from powerinfer.models.blocks import SplitFfns, wire
 from powerinfer.models.rope import rope_frequencies
 
 if TYPE_CHECKING:
@@ -27,17 +27,16 @@ class GpuShare:
     """What of a model is to lie on a GPU.
 
     device: a name for `choose_device`; layers: how many, from the first on, with their KV cache; head: and the head;
-    bundled: the neurons of their FFNs come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not read;
-    bundles: the same for the CPU's layers, whose neurons are these, None: they are dense; most: for each layer, up to
-    which magnitude activations of its neurons count as zero; predictors: gives the predictor of a layer, None: every
-    gate of the CPU's layers is computed. pages: of the KV cache on both devices, None: chosen by
-    what the CPU's memory holds.
+    split: makes their FFNs as sums of parts, and the checkpoint's matrices are not read, None: they are dense;
+    bundles: the neurons of the CPU's layers, None: these are dense; most: for each layer, up to which magnitude
+    activations of its neurons count as zero; predictors: gives the predictor of a layer, None: every gate of the CPU's
+    layers is computed. pages: of the KV cache on both devices, None: chosen by what the CPU's memory holds.
     """
 
     device: str
     layers: int
     head: bool = False
-    bundled: bool = False
+    split: SplitFfns | None = None
     bundles: BundleFile | None = None
     most: Sequence[float] | None = None
     pages: int | None = None
@@ -75,6 +74,7 @@ def load_split(
     assert not share.head or share.layers == config.n_layers, "the head reads what the last layer gives"
     frequencies, factor = _rotation(checkpoint)
     cpu = CpuExecutor(config, engine, frequencies, factor, first_layer=share.layers, pages=share.pages)
+    gpu = None
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
@@ -84,12 +84,14 @@ def load_split(
                 pages=cpu.n_pages,
                 kv_type=engine.kv_type,
                 max_tokens=cpu.max_tokens,
-                frequencies=frequencies,
-                rope_factor=factor,
+                rotations=dict.fromkeys(config.ropes, (frequencies, factor)),
+                split=share.split is not None,
             )
             own = share.bundles, share.most, share.predictors
-            wire(cpu, checkpoint, progress, gpu, *own, bundled=share.bundled, head=share.head)
+            wire(cpu, checkpoint, progress, gpu, *own, split=share.split, head=share.head)
     except BaseException:
+        if gpu is not None:
+            gpu.close()
         cpu.close()
         raise
     checkpoint.finish()
@@ -99,7 +101,8 @@ def load_split(
 
 def _rotation(checkpoint: Checkpoint) -> tuple[NDArray[np.float32], float]:
     """(frequencies, factor) of the rotary embedding; without one, nothing is rotated."""
-    if checkpoint.config.positions != "rope":
+    ropes = checkpoint.config.ropes
+    if not ropes:
         return np.empty(0, np.float32), 1.0
     factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
-    return rope_frequencies(checkpoint.config.rope, factors)
+    return rope_frequencies(ropes[0], factors)

@@ -14,7 +14,6 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
 from powerinfer.hardware.description import ready_made
 from powerinfer.report.planned import PlanFacts, read_plan
-from powerinfer.sparsity.selectors import RECTIFIED
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
@@ -79,7 +78,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
-        f"{config.n_layers} layers of {config.d_ff} neurons, {config.activation}",
+        f"{config.n_layers} layers of {config.widest_ffn} neurons, {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
         _found(
@@ -87,7 +86,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             checkpoint,
             prepared,
             lambda: open_predictor(checkpoint, prepared),
-            config.activation in RECTIFIED and checkpoint.predictor_threshold is None,
+            config.rectified and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, part_bytes)),
     )
@@ -96,10 +95,10 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 def with_plan(found: Findings, plan: PlanFacts, path: Path, checkpoint: Checkpoint) -> Findings:
     """The same with the plan that lies at `path`. RequestError if it is for a model of other sizes."""
     config = checkpoint.config
-    if plan.sizes != (config.n_layers, config.d_ff):
+    if plan.sizes != (config.n_layers, config.widest_ffn):
         raise RequestError(
             f"{path} is a plan for {plan.sizes[0]} layers of {plan.sizes[1]} neurons, and {found.model} has "
-            f"{config.n_layers} of {config.d_ff}"
+            f"{config.n_layers} of {config.widest_ffn}"
         )
     return replace(found, plan=Found("plan", plan, path, None, ""))
 

@@ -16,7 +16,7 @@ from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFil
 from powerinfer.formats.profile_file import open_profile
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
-from powerinfer.sparsity.selectors import RECTIFIED, Selector, Threshold, selector_named
+from powerinfer.sparsity.selectors import Selector, Threshold, selector_named
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor, Weights
@@ -40,7 +40,7 @@ class Sparsity:
         Of tokens that were computed sparsely. Fractions are of the neurons; bytes_per_token those of the FFN weights.
         recall: of the neurons that fired, how many the predictor had named, on sampled tokens; None without samples.
         """
-        d_ff = self.executor.d_ff
+        d_ff = self.executor.config.widest_ffn
         layers: list[dict[str, Any]] = []
         totals = dict.fromkeys(_COUNTED, 0)
         for layer, verdict in enumerate(self.verdicts):
@@ -204,8 +204,8 @@ def _tried(
 
 def _why_dense(checkpoint: Checkpoint, engine: EngineConfig) -> str | None:
     """Why `auto` takes all neurons; None when exact can be had."""
-    if checkpoint.config.activation not in RECTIFIED:
-        return f"{checkpoint.config.activation} is never exactly zero"
+    if not checkpoint.config.rectified:
+        return f"{checkpoint.config.activations} is never exactly zero"
     bundles = PreparedFile(BUNDLES, checkpoint, engine.prepared)
     if not bundles.exists():
         return f"no bundles are prepared; {bundles.command} makes them"
