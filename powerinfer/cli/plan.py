@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan import Plan, PlanRequest
+    from powerinfer.placement.plan_document import PlanDocument
     from powerinfer.placement.power_law import Law
     from powerinfer.placement.shapes import Model
 
@@ -37,7 +39,7 @@ ENGINE = (
     "isa", "gpu",
 )  # fmt: skip
 MOST = 1 << 16  # requests, and tokens of a prompt at once
-TIERS = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
+TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +78,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         request, assumed = shape_request(args, wanted, engine, out)
     plan = make_plan(request)
     kept = None if place is None else save_plan(plan, place)
-    document = plan.document(kept) | {"assumed": assumed}
+    document = replace(plan.document(kept), assumed=assumed)
     _show(plan, document, out)
-    out.document(document)
+    out.document(document.json())
     return 0
 
 
@@ -140,8 +142,6 @@ def _hardware(wanted: PlanConfig, engine: EngineConfig, out: Output) -> Hardware
 
 def _law(args: argparse.Namespace, law: Law) -> tuple[Law, str]:
     """How neurons are taken to fire, and what to tell about it."""
-    from dataclasses import replace
-
     law = replace(law, active=args.active or law.active, hot=args.hot_share or law.hot)
     where = "" if law.ratio == 1 else f", the last layer's {law.ratio:g} times as often as the first's"
     return law, (
@@ -239,61 +239,61 @@ def _check_selector(selector: str, model: Model) -> None:
 # ---------------------------------------------------------------- for people
 
 
-def _show(plan: Plan, document: dict[str, Any], out: Output) -> None:
+def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     from powerinfer.placement.budget import gib
 
-    request, budgets = plan.request, document["budgets"]
+    request, budgets = plan.request, document.budgets
     out.line(
         f"{request.model.name}, {request.model.parameters / 1e9:.3g} G parameters, {request.model.weight_type}, on "
-        f"{request.hardware.name}: {_size(budgets['vram'])} of VRAM, {_size(budgets['ram'])} of RAM; context "
+        f"{request.hardware.name}: {_size(budgets.vram)} of VRAM, {_size(budgets.ram)} of RAM; context "
         f"{request.context}, batch {request.batch}, selector {request.selector}, policy {request.policy}"
     )
-    for line in document["assumed"]:
+    for line in document.assumed:
         out.line(f"assumed: {line}")
     out.line()
     _show_bytes(document, out)
     out.line()
     head = f"{'policy':<10}{'tokens/s':>10}{'activations on GPU':>21}{'work on GPU':>14}{'proven':>9}{'solved in':>12}"
     out.line(head)
-    for name, other in document["predicted"]["policies"].items():
-        proven = {True: "yes", False: "no", None: "-"}[other["optimal"]]
-        solved = "-" if other["optimal"] is None else f"{1e3 * other['solve_s']:.0f} ms"
+    for name, other in document.predicted.policies.items():
+        proven = {True: "yes", False: "no", None: "-"}[other.optimal]
+        solved = "-" if other.optimal is None else f"{1e3 * other.solve_s:.0f} ms"
         mark = " *" if name == request.policy else ""
         out.line(
-            f"{name + mark:<10}{other['decode_tok_s']:>10.2f}{_percent(other['mass_on_gpu']):>21}"
-            f"{_percent(other['work_on_gpu']):>14}{proven:>9}{solved:>12}"
+            f"{name + mark:<10}{other.decode_tok_s:>10.2f}{_percent(other.mass_on_gpu):>21}"
+            f"{_percent(other.work_on_gpu):>14}{proven:>9}{solved:>12}"
         )
     out.line()
-    predicted = document["predicted"]
-    out.line(f"predicted: {predicted['decode_tok_s']:.2f} tokens/s after {predicted['at_position']} tokens")
-    for line in document["reasons"]:
+    predicted = document.predicted
+    out.line(f"predicted: {predicted.decode_tok_s:.2f} tokens/s after {predicted.at_position} tokens")
+    for line in document.reasons:
         out.line(f"- {line}")
-    for one in document["helps"]:
-        beyond = "" if one["within_machine"] else ", more than this machine has"
-        out.line(f"- {one['what']}: from {one['flag']} {gib(one['bytes'])}{beyond}")
-    if document["path"] is not None:
-        out.line(f"kept in {document['path']}")
+    for one in document.helps:
+        beyond = "" if one.within_machine else ", more than this machine has"
+        out.line(f"- {one.what}: from {one.flag} {gib(one.bytes)}{beyond}")
+    if document.path is not None:
+        out.line(f"kept in {document.path}")
 
 
-def _show_bytes(document: dict[str, Any], out: Output) -> None:
+def _show_bytes(document: PlanDocument, out: Output) -> None:
     """What is where: a row for each part, a column for each tier."""
-    tiers = document["bytes"]
-    used = [tier for tier in TIERS if tiers[tier]]
-    parts = list(dict.fromkeys(part for tier in TIERS for part in tiers[tier]))
-    out.line(f"{'':<22}" + "".join(f"{TIERS[tier]:>12}" for tier in used))
+    tiers = document.bytes
+    used = [tier for tier in TIER_NAMES if tiers[tier]]
+    parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
+    out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
     names = {"ffn": "neurons", "panels": "FFN, dense matrices", "kv": "KV cache", "norms": "norms, biases"}
     names |= {"step": "memory of a step", "allocator": "rounding"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")
     out.line(f"{'in all':<22}" + "".join(f"{_size(sum(tiers[tier].values())):>12}" for tier in used))
-    neurons = [{tier: layer[tier] for tier in TIERS} for layer in document["layers"]]
+    neurons = [{tier: getattr(layer, tier) for tier in TIER_NAMES} for layer in document.layers]
     total = sum(sum(layer.values()) for layer in neurons)
     out.line(
         f"{'share of neurons':<22}"
         + "".join(f"{_percent(sum(layer[tier] for layer in neurons) / total):>12}" for tier in used)
     )
-    shares = document["activations"]
+    shares = document.activations
     out.line(f"{'share of activations':<22}" + "".join(f"{_percent(shares[tier]):>12}" for tier in used))
 
 

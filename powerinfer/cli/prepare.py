@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.placement.plan import PlanRequest
+    from powerinfer.placement.plan_document import PlanDocument
     from powerinfer.prepare.profile import Task
-    from powerinfer.report.planned import PlanFacts
 
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
 ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa")
@@ -94,7 +94,7 @@ class Work:
     task: Task
     args: argparse.Namespace
     out: Output
-    plan: PlanFacts | None = None
+    plan: PlanDocument | None = None
     plan_path: Path = Path()
 
     @property
@@ -254,7 +254,7 @@ def packed_bundles(work: Work) -> BundleFile | None:
 
 def _why_all(work: Work) -> str:
     """How near leaving neurons out comes, where that was asked."""
-    from powerinfer.report.planned import rate
+    from powerinfer.placement.plan_document import rate
 
     if work.gain is None:
         return ""
@@ -264,21 +264,20 @@ def _why_all(work: Work) -> str:
 
 def plan(work: Work, progress: Progress) -> Outcome:
     from powerinfer.placement.plan import make_plan, plan_path, read_plan, save_plan
-    from powerinfer.report.planned import rate
-    from powerinfer.report.planned import read_plan as read_document
+    from powerinfer.placement.plan_document import rate, read_plan_document
 
     request = work.request(work.selector)
     path = plan_path(work.folder, request)
     facts = None
     if not work.args.force:
         with suppress(ModelError):
-            facts = read_document(path) if read_plan(work.folder, request) is not None else None
+            facts = read_plan_document(path) if read_plan(work.folder, request) is not None else None
     known = facts is not None
     if facts is None:
-        facts = read_document(save_plan(make_plan(request), work.folder))
+        facts = read_plan_document(save_plan(make_plan(request), work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
-    said = f"{rate(facts.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
+    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
     figures = {"path": str(path), "key": request.key, "selector": work.selector}
     return Outcome(SKIPPED if known else DONE, said, figures)
 
@@ -407,7 +406,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         "folder": str(work.folder),
         "seconds": time.perf_counter() - begin,
         "steps": display.outcomes,
-        "plan": work.plan.document if work.plan is not None else None,
+        "plan": work.plan.json() if work.plan is not None else None,
     }
     out.document(document)
     return 0

@@ -183,7 +183,7 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
     if not plan.claims.gpu_layers:
         return plan.reasons[0]
     if not plan.fits:
-        needed = next(one["bytes"] for one in plan.helps if one["flag"] == "--ram")
+        needed = next(one.bytes for one in plan.helps if one.flag == "--ram")
         raise RequestError(
             f"the neurons of {model.name} do not fit in --vram and --ram, and none are read from disk while decoding: "
             f"give --ram {gib(needed)}, or more --vram"
