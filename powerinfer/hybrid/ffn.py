@@ -353,7 +353,7 @@ class HybridSparsity:
         totals: Counter[str] = Counter()
 
         def add(layer: int, hot: int, sums: Mapping[str, int]) -> None:
-            own = {**sums, "neurons": sums["tokens"] * sizes[layer]}
+            own = Counter({**sums, "neurons": sums["tokens"] * sizes[layer]})
             totals.update(own)
             layers.append({"layer": layer, "hot": hot, "cold": sizes[layer] - hot, **_shares(own)})
 
