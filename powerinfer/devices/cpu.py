@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,7 @@ from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
+    from powerinfer.devices.trace import Trace
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
@@ -543,6 +544,10 @@ class CpuExecutor:
         for kind, seconds in self._program.take_times():
             sums[kind] = sums.get(kind, 0.0) + seconds
         return sums
+
+    def traced(self) -> AbstractContextManager[Trace]:
+        """RequestError: tracing shows what a GPU and the CPU do side by side."""
+        raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
         for name in ("_observed", "_program", "_arena", "_pool"):

@@ -28,7 +28,7 @@ from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
-from powerinfer.devices.trace import Trace, span
+from powerinfer.devices.trace import span
 from powerinfer.formats.bundle_file import BundleFile
 from powerinfer.hybrid.adjust import trades
 from powerinfer.hybrid.parts import Biases, CpuPart, GpuPart
@@ -36,6 +36,7 @@ from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
+from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class HybridFfn:
     """The FFN of one layer of `GpuLayers`: hot neurons on the GPU, cold ones on the CPU.
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
-    cold with what gate and up multiply, float32 [T, d_model] on the GPU. trace: takes notes.
+    cold with the input of gate and up, float32 [T, d_model] on the GPU.
     """
 
     def __init__(
@@ -89,7 +90,6 @@ class HybridFfn:
         assert layers.link is not None
         self.layer = layer
         self.stage = stage
-        self.trace: Trace | None = None
         self.on_input: Callable[[Tensor], None] | None = None
         self._config = cpu.config.layers[layer].ffn
         self._layers = layers
@@ -227,12 +227,12 @@ class HybridFfn:
         """The CPU's part into the link's buffer; zeros where no cold neuron is selected."""
         tokens = len(step.x)
         if self._streams(step):
-            with span(self.trace, "gpu", "streamed neurons", self.layer):
+            with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
                 self._stream_cold(step)
             return
-        with span(self.trace, "cpu", "wait", self.layer, "wait"):
+        with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
-        with span(self.trace, "cpu", "cold neurons", self.layer):
+        with span(self._layers.trace, "cpu", "cold neurons", self.layer):
             job = self._cpu_part.sum(*self._link.views(tokens, self._sent_columns(tokens)))
         self._jobs += job and tokens <= NEURON_TOKENS
 
@@ -295,7 +295,7 @@ class HybridFfn:
 
 @dataclass
 class NeuronSplit:
-    """How the neurons of the GPU's layers are split: makes the FFN of each layer when it is wired (`GpuShare.split`).
+    """How the neurons of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
 
     placement: hot neurons are those of `Tier.GPU`; all others, on disk too, are cold. threshold: of a layer, up to
     which magnitude activations count as zero; predictors, stage: as for `HybridFfn`. ffns: those made so far.
@@ -325,8 +325,8 @@ class NeuronSplit:
         return ffn
 
 
-class HybridSparsity:
-    """How layers that are split decode, and what came of it: `Sparsity` of an executor on two devices."""
+class HybridSparsity(Sparsity):
+    """Of a model whose layers are split between a GPU and the CPU."""
 
     def __init__(
         self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
@@ -368,7 +368,7 @@ class HybridSparsity:
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Start the counts of `report` anew."""
         for ffn in self.ffns:
             ffn.clear()
         self._executor.cpu.clear_bundled_counts()
@@ -412,19 +412,7 @@ class HybridSparsity:
             ffn.predict(on)
         self._executor.cpu.predict_bundled(on)
 
-    @contextmanager
-    def traced(self) -> Iterator[Trace]:
-        """Note what takes the time of steps meanwhile (`SplitExecutor.traced`)."""
-        with self._executor.traced() as trace:
-            for ffn in self.ffns:
-                ffn.trace = trace
-            try:
-                yield trace
-            finally:
-                for ffn in self.ffns:
-                    ffn.trace = None
-
-    def bytes_per_token(self, dense: int) -> None:
+    def bytes_per_token(self, dense: int | None) -> None:
         """Not known: what the GPU skips is not counted."""
 
 
