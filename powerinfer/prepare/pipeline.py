@@ -77,7 +77,6 @@ class Work:
     @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero."""
-
         return self.checkpoint.config.rectified
 
     @property
