@@ -236,7 +236,7 @@ def test_margins_say_who_fires(tmp_path: Path, kind: str) -> None:
     samples = open_samples(checkpoint)
     for layer in range(LAYERS):
         x, fires = held_out(samples, layer, np.arange(400))
-        scale = fitting._scale(torch, checkpoint, torch.from_numpy(x)).numpy()
+        scale = fitting._scale(torch, checkpoint, 0, torch.from_numpy(x)).numpy()
         found = np.ones(fires.shape, bool)
         for one in margins(checkpoint, layer):
             found &= x / scale @ one.weights.T + one.offset > 0
@@ -594,7 +594,7 @@ def test_models_whose_neurons_are_never_silent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"recall": 1.0}, "--recall 1.0 does not lie"),
+        ({"recall": 1.0}, "--recall 1.0 must be between"),
         ({"recall": float("nan")}, "--recall nan"),
         ({"lost": -0.1}, "--lost -0.1"),
         ({"share": 0.0}, "--share 0.0"),
