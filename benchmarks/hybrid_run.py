@@ -36,7 +36,6 @@ from powerinfer.hardware.description import Hardware, load
 from powerinfer.hybrid import placing
 from powerinfer.kernels import cpu
 from powerinfer.placement import budget
-from powerinfer.placement.budget import dense_on_gpu
 from powerinfer.placement.plan import Plan, make_plan
 from powerinfer.placement.solver import GROUP
 
@@ -133,7 +132,7 @@ def _vram(model: Path, engine: EngineConfig, vram: int | float) -> int:
     placed = placing._place(open_checkpoint(model), replace(engine, selector="predicted"), engine.gpu, None)
     assert not isinstance(placed, str) and placed.plan is not None
     shape, config = placed.plan.request.model, placed.plan.request.model.config
-    return dense_on_gpu(placed.plan.request)[-1][1] + int(vram * shape.bundles.stride * config.d_ff * config.n_layers)
+    return placed.plan.request.vram_for() + int(vram * shape.bundles.stride * config.d_ff * config.n_layers)
 
 
 def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | None]:

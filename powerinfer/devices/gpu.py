@@ -29,7 +29,7 @@ from powerinfer.devices.step import (
     cuda_graphs,
 )
 from powerinfer.devices.trace import Trace, span
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 
@@ -117,7 +117,7 @@ def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError) or ("CUDA" in text and _NO_MEMORY.search(text)):
-            problem = PowerInferError(f"the GPU ran out of memory while {doing}: {remedy}")
+            problem: PowerInferError = GpuMemoryError(f"the GPU ran out of memory while {doing}: {remedy}")
         elif "CUDA" in text:  # from then on every call fails
             problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
         else:

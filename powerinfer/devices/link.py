@@ -25,11 +25,6 @@ def link_bytes(max_tokens: int, d_model: int, d_ff: int) -> int:
     return 2 * 4 * max_tokens * d_model + _named(max_tokens, d_ff)
 
 
-def link_gpu_bytes(max_tokens: int, d_model: int, d_ff: int) -> int:
-    """Bytes of the buffers of a `Link` that lie on the GPU."""
-    return 4 * max_tokens * d_model + 2 * _named(max_tokens, d_ff)
-
-
 def _named(max_tokens: int, d_ff: int) -> int:
     return min(max_tokens, NAMED_TOKENS) * d_ff
 

@@ -72,7 +72,7 @@ def _within_ram(checkpoint: Checkpoint, engine: EngineConfig, ram: int) -> tuple
     RequestError, with what would do, where one context does not fit.
     """
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.placement.budget import gib, ram_alone
+    from powerinfer.placement.budget import Workload, bundle_bytes, gib, in_ram
     from powerinfer.placement.shapes import checkpoint_model
 
     prepared, _ = prepared_for(checkpoint, engine)
@@ -81,7 +81,8 @@ def _within_ram(checkpoint: Checkpoint, engine: EngineConfig, ram: int) -> tuple
     context = engine.context or model.config.context_length
 
     def needed(model: Model, selector: str, kv_type: str = engine.kv_type) -> int:
-        return ram_alone(model, kv_type, context, engine.prefill_chunk, engine.max_batch, selector)
+        work = Workload(kv_type, context, engine.prefill_chunk, engine.max_batch, selector=selector)
+        return sum(in_ram(model, work).values()) + (0 if selector == "all" else bundle_bytes(model))
 
     kv = model.config.n_layers * model.kv_bytes(engine.kv_type, context, 1)
     total, unfit = needed(model, selector), False
@@ -116,6 +117,7 @@ def _within_ram(checkpoint: Checkpoint, engine: EngineConfig, ram: int) -> tuple
 class _Placing:
     """device: its name; layers, head: what of the model is on it; pages: of the KV cache; reason: for people.
 
+    vram: bytes of the device that all of that may take, None: what there is.
     plan, prepared, profile: where neurons are placed one by one; None: layers are dense.
     """
 
@@ -124,6 +126,7 @@ class _Placing:
     head: bool
     pages: int
     reason: str
+    vram: int | None
     plan: Plan | None = None
     prepared: Prepared | None = None
     profile: Profile | None = None
@@ -135,7 +138,7 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.budget import gib, ram_beside, whole_layers
+    from powerinfer.placement.budget import Workload, budgets, gib, in_ram, layers_that_fit
     from powerinfer.placement.plan import PlanRequest, make_plan
     from powerinfer.placement.shapes import checkpoint_model
     from powerinfer.system import available_memory
@@ -150,19 +153,22 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
             raise RequestError(f"which neurons are hot is not known: `{place.command}` finds out, or leave --selector")
         prepared, reason = None, f"no profile says which neurons are hot; {place.command} makes it"
     hardware = measured(engine, progress, gpu=name)
+    assert hardware.gpu is not None
+    limit = None if engine.vram is None else engine.vram - hardware.gpu.reserved_bytes
     model = checkpoint_model(checkpoint, engine.prepared, fresh=prepared is None)
     if prepared is None:
-        given = engine.vram, engine.kv_type, context, engine.prefill_chunk, engine.max_batch
-        layers, head = whole_layers(model, hardware, *given)
+        work = Workload(engine.kv_type, context, engine.prefill_chunk, engine.max_batch)
+        vram, _ = budgets(hardware, engine.vram, None)
+        layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
         if not layers:
             return "the budget does not hold one layer"
-        needed = ram_beside(model, hardware, layers, head, *given[1:])
+        needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
         if engine.ram is not None and needed > engine.ram:
             raise RequestError(
                 f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "
                 f"{gib(needed)}, or more --vram"
             )
-        return _Placing(name, layers, head, pages, f"layers as a whole ({reason})")
+        return _Placing(name, layers, head, pages, f"layers as a whole ({reason})", limit)
     profile = open_profile(checkpoint, engine.prepared)
     most = hardware.cpu.memory_bytes
     request = PlanRequest(
@@ -189,7 +195,7 @@ def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Pr
             f"give --ram {gib(needed)}, or more --vram"
         )
     share = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
-    return _Placing(name, plan.claims.gpu_layers, plan.claims.gpu_head, pages, share, plan, prepared, profile)
+    return _Placing(name, plan.claims.gpu_layers, plan.claims.gpu_head, pages, share, limit, plan, prepared, profile)
 
 
 def _load_placed(
@@ -203,6 +209,7 @@ def _load_placed(
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.crossing import settle
     from powerinfer.hybrid.ffn import HybridSparsity, hang_neurons
+    from powerinfer.hybrid.vram import hold_budget
     from powerinfer.models import GpuShare, load_split
 
     plan, prepared, profile = placing.plan, placing.prepared, placing.profile
@@ -214,10 +221,9 @@ def _load_placed(
     share = GpuShare(placing.device, placing.layers, placing.head, *own)
     executor = load_split(checkpoint, engine, share, progress)
     executor.choices["gpu"] += f", {placing.reason}"
-    sparsity = None
+    sparsity, stage, ffns = None, None, []
     try:
         if plan is not None and prepared is not None and profile is not None:
-            stage = None
             if plan.staging:
                 with gpu_failures("making room for prompts", "give less --vram"):
                     stage = Stage(executor.gpu.device, plan.staging)
@@ -238,8 +244,9 @@ def _load_placed(
                 executor.choices["prefill"] = (
                     "the CPU computes cold neurons (no room, or no long steps, to stream them)"
                 )
-        if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
-            executor.gpu.rehearse(engine.max_batch)
+        held = hold_budget(executor, engine.max_batch, placing.vram, plan, ffns, stage)
+        if held is not None and held is not plan:
+            executor.choices["gpu"] += f", {100 * held.choice.mass_on_gpu:.0f} % since memory was measured"
         if sparsity is not None:
             sparsity.clear()  # of what was tried
     except BaseException:
