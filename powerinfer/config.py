@@ -13,8 +13,8 @@ from typing import Any
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
 
-    least: the smallest whole number allowed; without it 1, or 0 where that is the default. size: bytes, for which the
-    command line also takes 8GiB or 500MB.
+    least: the smallest integer allowed; default: 0 if the field's default is 0, else 1. size: the field is a number of
+    bytes, which the command line also accepts as 8GiB or 500MB.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -95,26 +95,26 @@ class ProfileConfig:
 
     corpus: Sequence[str] = option(
         (),
-        "text to profile: a text file, a JSONL file or a folder of them; may be repeated, and each is a corpus of its "
-        "own; default: a small built-in sample",
+        "text to profile: a text file, a JSONL file or a folder of them; may be repeated, each is a separate corpus; "
+        "default: a small built-in sample",
         metavar="PATH",
     )
-    tokens: int = option(200_000, "most tokens to profile, all corpora together", metavar="N")
+    tokens: int = option(200_000, "maximum number of tokens to profile, over all corpora", metavar="N")
     window: int = option(
         0,
-        "tokens of a window, what comes before it is not seen from it; 0: 512, or the model's context where it is less",
+        "tokens per window; windows are independent; 0: 512, or the model's context if that is smaller",
         metavar="N",
         least=0,
     )
     samples: int = option(
         1 << 30,
-        "most bytes of samples to keep, from which predictors are trained; 0: none (default 1GiB)",
+        "maximum size of the samples that predictors are trained on; 0: none (default 1GiB)",
         size=True,
         least=0,
     )
     perplexity_cost: float = option(
         0.01,
-        "for activations that are never exactly zero: what leaving small ones out may cost in perplexity, as a share",
+        "for activations that are never exactly zero: allowed relative increase in perplexity from skipping small ones",
         metavar="X",
     )
 
@@ -123,75 +123,75 @@ class ProfileConfig:
 class EngineConfig:
     """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
 
-    threads: int = option(0, "CPU threads; 0 takes every core this process may use", metavar="N")
-    context: int = option(0, "context length in tokens; 0 takes the model's own", metavar="N")
+    threads: int = option(0, "CPU threads; 0: every core this process may use", metavar="N")
+    context: int = option(0, "context length in tokens; 0: the model's own", metavar="N")
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
-    prefill_chunk: int = option(512, "tokens of a prompt computed at once", metavar="N")
-    max_batch: int = option(8, "requests that decode together", metavar="N")
-    prefix_cache: bool = option(True, "reuse the KV cache of a prompt prefix that was computed before")
+    prefill_chunk: int = option(512, "prompt tokens computed per step", metavar="N")
+    max_batch: int = option(8, "maximum number of requests decoded together", metavar="N")
+    prefix_cache: bool = option(True, "reuse the KV cache of prompt prefixes computed earlier")
     quantize: str | None = option(None, "quantise a float model's matrices on load", choices=("q8_0", "q4_0"))
     selector: str = option(
         "auto",
-        "which neurons decode computes; auto: exact where the model allows it and bundles are prepared, else all",
+        "which neurons decode computes; auto: exact if the model allows it and bundles are prepared, else all",
         choices=("auto", "all", "exact", "predicted", "threshold"),
     )
-    trial: bool = option(True, "measure at load, for each layer and batch size, where the selector is slower than all")
-    retrial: bool = option(False, "measure anew instead of taking what was measured when the model was loaded earlier")
+    trial: bool = option(True, "measure at load for which layers and batch sizes the selector is faster than all")
+    retrial: bool = option(False, "repeat the measurements at load instead of using saved results")
     threshold: float | None = option(
         None,
-        "selector threshold: activations up to this size are left out; default: what `profile` calibrated",
+        "for selector threshold: skip activations up to this magnitude; default: as calibrated by `profile`",
         metavar="X",
     )
     prepared: str | None = option(
-        None, "folder of what was prepared for the model (bundles, predictor); None: MODEL.powerinfer", metavar="PATH"
+        None, "folder of the model's prepared files (bundles, predictor); default: MODEL.powerinfer", metavar="PATH"
     )
-    recall_every: int = option(64, "measure a predictor's recall on every Nth token; 0: never", metavar="N", least=0)
+    recall_every: int = option(64, "measure the predictors' recall at every Nth step; 0: never", metavar="N", least=0)
     gpu: str = option(
         "auto",
-        "GPU that works beside the CPU: auto takes CUDA's first, if there is one; none; cuda:N; cpu stands in for one, "
-        "to try things",
+        "GPU to use beside the CPU: auto (the first CUDA device, if any), none, cuda:N, or cpu (emulates a GPU, for "
+        "testing)",
         metavar="NAME",
     )
     vram: int | None = option(
-        None, "budget on the GPU, everything counted, such as 8GiB; 0: no GPU; default: what is free on it", size=True
+        None, "GPU memory budget, everything included, such as 8GiB; 0: no GPU; default: free GPU memory", size=True
     )
-    ram: int | None = option(None, "budget in RAM, everything counted; default: what others leave of it", size=True)
+    ram: int | None = option(None, "RAM budget, everything included; default: free RAM", size=True)
     adjust: bool = option(
-        False, "between requests, bring neurons to the GPU that have become hot, for others that have cooled"
+        False, "between requests, swap neurons on the GPU that have become cold for ones that have become hot"
     )
-    isa: str | None = option(None, "instruction set of the CPU kernels; default: the best this CPU has", metavar="NAME")
+    isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What a placement is planned for, beside the engine's own options."""
+    """Options of a plan, in addition to the engine's."""
 
-    batch: int = option(1, "requests that decode together, each with a whole context", metavar="N")
+    batch: int = option(1, "requests decoded together, each with a full context", metavar="N")
     hardware: str | None = option(
         None,
-        "a ready-made machine (pc-high, pc-low, pc-16gb, pc-8gb) or the file of one; default: this one, measured",
+        "hardware description: a built-in one (pc-high, pc-low, pc-16gb, pc-8gb) or a file; default: this machine's",
         metavar="NAME|FILE",
     )
     policy: str = option(
         "time",
-        "time: the least predicted time of a token; ilp: the paper's integer program, most activations on the GPU; "
-        "greedy: by impact; random",
+        "time: minimise the predicted time per token; ilp: the paper's integer program, maximise activations on the "
+        "GPU; greedy: by firing frequency; random",
         choices=("time", "ilp", "greedy", "random"),
     )
-    seed: int = option(0, "of the policy random", metavar="N")
-    time_limit: float = option(10.0, "seconds of computing for the solver", metavar="X")
+    seed: int = option(0, "random seed of the policy random", metavar="N")
+    time_limit: float = option(10.0, "time limit of the solver in seconds", metavar="X")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """How predictors are trained. Field names are the Python keyword arguments and, with dashes, the flags."""
 
-    recall: float = option(0.99, "share of the firing neurons that each layer's predictor is to name", metavar="X")
-    lost: float = option(0.03, "share of all neurons that a layer may name in vain; decides its size", metavar="X")
-    share: float = option(0.10, "the most that all predictors may take together, of the model's bytes", metavar="X")
-    type: str = option("auto", "type of their weights; auto: q8_0 where it can be", choices=("auto", "q8_0", "f16"))
-    device: str = option("auto", "what trains; auto: a GPU where torch has one", choices=("auto", "cpu", "cuda"))
-    steps: int = option(3000, "most steps of training for a size of a layer; 0: low rank only", metavar="N", least=0)
-    batch: int = option(256, "tokens of a step", metavar="N")
-    lr: float = option(0.02, "rate of learning, of the size of the weights", metavar="X")
-    seed: int = option(0, "seed of what is random", metavar="N", least=0)
+    recall: float = option(0.99, "target share of the firing neurons that each layer's predictor selects", metavar="X")
+    lost: float = option(0.03, "target for false positives, as a share of all neurons; sets the size", metavar="X")
+    share: float = option(0.10, "maximum size of all predictors together, as a share of the model's", metavar="X")
+    type: str = option("auto", "type of the weights; auto: q8_0 where possible", choices=("auto", "q8_0", "f16"))
+    device: str = option("auto", "device to train on; auto: a GPU if torch has one", choices=("auto", "cpu", "cuda"))
+    steps: int = option(3000, "maximum training steps per layer and size; 0: low rank only", metavar="N", least=0)
+    batch: int = option(256, "tokens per training step", metavar="N")
+    lr: float = option(0.02, "learning rate, relative to the magnitude of the weights", metavar="X")
+    seed: int = option(0, "random seed", metavar="N", least=0)

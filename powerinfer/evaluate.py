@@ -44,7 +44,8 @@ def perplexity(
     the model puts a BOS token before a text, the first token of every window is replaced by it. The predictions made
     at positions context/2 to context - 2 of a window count. RequestError for a text of less than two windows.
 
-    step: tokens that are computed at once where they count. Up to 8 go the sparse ways of decode, more are dense.
+    step: tokens that are computed at once where they are scored. Steps of up to `kernels.cpu.NEURON_TOKENS` use the
+    selector, larger ones are dense.
     """
     tokens = _encoded(llm.tokenizer, text, context)
     windows = len(tokens) // context

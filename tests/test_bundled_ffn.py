@@ -11,7 +11,7 @@ from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, ex
 
 from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.bundle_file import gather, some_bytes
+from powerinfer.formats.bundle_memory import gather, some_bytes
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout, Predictor

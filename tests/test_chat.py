@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import sandbox
 from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, Segment, chat_template, encode_chat
-from powerinfer.formats.tokenizer import Tokenizer, tokenizer_from_gguf
+from powerinfer.formats.tokenizer import Tokenizer
+from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 
 TURNS = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"

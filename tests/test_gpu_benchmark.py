@@ -1,16 +1,15 @@
-"""benchmarks/gpu_kernels.py, where there is no GPU: that it runs, and what it counts."""
+"""benchmarks/hybrid/gpu_kernels.py, where there is no GPU: that it runs, and what it counts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import gpu_kernels
-import launches
 import pytest
 import torch
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
+from benchmarks.hybrid import gpu_kernels, launches
 from powerinfer.kernels import gpu
 
 

@@ -75,7 +75,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.neuron_sum(gpu.Neurons(*parts, None, None, "relu", 0.0), x, named)
         bias = torch.empty(d_ff)
         plain = (None, weight("F16"), weight("F16"), None, None, None, bias)
-        gpu.neuron_sum(gpu.Neurons(*plain, "silu", 0.0), x, None, 0.1)
+        for activation in ("silu", "gelu_tanh"):
+            gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0), x, None, 0.1)
         gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
         gpu.norm(x, x[0], x[0], 1e-5, True)
     for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):

@@ -542,7 +542,7 @@ def test_many_neurons(types: tuple[str, str], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", ["silu", "relu", "relu2", "fatrelu", "drelu"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"])
 def test_every_activation(activation: str, gated: bool, kernels: str) -> None:
     if activation == "drelu" and not gated:
         return

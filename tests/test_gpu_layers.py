@@ -30,9 +30,11 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
-from powerinfer.devices.gpu import GpuLayers, Matrices, StoredMatrix, choose_device, gpu_failures  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
+from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.step import Operator, Recorder, Run, State  # noqa: E402
+from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402

@@ -26,7 +26,8 @@ from powerinfer.devices.stage import Stage  # noqa: E402
 from powerinfer.devices.step import cuda_graphs  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
-from powerinfer.formats.bundle_file import open_bundles, some_bytes  # noqa: E402
+from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
+from powerinfer.formats.bundle_memory import some_bytes  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402

@@ -1,4 +1,4 @@
-"""benchmarks/hybrid.py on a stand-in for a GPU, and with a peer that only says how fast it was."""
+"""benchmarks/hybrid/compare.py on a stand-in for a GPU, and with a peer that only says how fast it was."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import hybrid  # noqa: E402
-import hybrid_models  # noqa: E402
-import hybrid_run  # noqa: E402
-import hybrid_table  # noqa: E402
-import make_model  # noqa: E402
-from sparse_weights import Weights, shapes  # noqa: E402
-
+from benchmarks.hybrid import compare, recipes, table, worker  # noqa: E402
+from benchmarks.models import make_model  # noqa: E402
+from benchmarks.models.weights import Weights, shapes  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 
@@ -35,15 +31,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def measured(out: Path, *more: object, run: Callable[..., Any] = hybrid.run) -> dict[str, Any]:
+def measured(out: Path, *more: object, run: Callable[..., Any] = compare.run) -> dict[str, Any]:
     """The document of a whole run at the tiny scale."""
     fixed = ("--models", out.parent / "models", "--gpu", "cpu", "--scale", "tiny", "--names", "falcon-40b")
     sizes = ("--rounds", 1, "--tokens", 4, "--batches", 1, 9, "--prompt", 48, "--shares", 1.5)
     fixed = (*fixed, "--threads", 1, "--quiet", 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid, "run", run)
+        patch.setattr(compare, "run", run)
         patch.setattr(sys, "argv", ["hybrid.py", *map(str, (*fixed, *sizes, "--out", out, *more))])
-        assert hybrid.main() == 0
+        assert compare.main() == 0
     return json.loads(out.read_text())
 
 
@@ -79,14 +75,14 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="other settings"):
         measured(out, "--tokens", 5, run=never)
     capsys.readouterr()
-    text = hybrid_table.tables(document)
+    text = table.tables(document)
     assert "2 of 60 layers" in text and "prompt of 48 tokens" in text
-    assert "failed" not in text and not hybrid_table.speaks(document)
-    assert len(hybrid_table.step_rates(document, model)) == 4
-    spans = hybrid_table.last_token(hybrid_table.trace_of(document, out.parent, model))
+    assert "failed" not in text and not table.speaks(document)
+    assert len(table.step_rates(document, model)) == 4
+    spans = table.last_token(table.trace_of(document, out.parent, model))
     assert {"attention", "hot neurons", "cold neurons"} <= {span["cat"] for span in spans}
     pytest.importorskip("matplotlib")
-    assert [path.name for path in hybrid_table.draw(document, out.parent, tmp_path)] == [
+    assert [path.name for path in table.draw(document, out.parent, tmp_path)] == [
         f"hybrid-{kind}.png" for kind in ("ablation", "budget", "trace")
     ]
 
@@ -100,7 +96,7 @@ def test_what_failed_is_said_and_can_be_done_again(tmp_path: Path) -> None:
     out = tmp_path / "hybrid.json"
     document = measured(out, "--sections", "decode", "kernel", run=run)
     assert document["jobs"]["kernel/falcon-40b"]["error"] == "no such kernel"
-    assert "decode/falcon-40b/0/powerinfer failed: no such kernel" in hybrid_table.tables(document)
+    assert "decode/falcon-40b/0/powerinfer failed: no such kernel" in table.tables(document)
     again = measured(out, "--sections", "decode", "kernel", run=lambda task: {"runs": []})
     assert again["jobs"]["kernel/falcon-40b"] == document["jobs"]["kernel/falcon-40b"]
     again = measured(out, "--sections", "kernel", "--retry", run=lambda task: {"runs": []})
@@ -109,7 +105,7 @@ def test_what_failed_is_said_and_can_be_done_again(tmp_path: Path) -> None:
 
 def test_a_program_that_hangs_is_ended() -> None:
     with pytest.raises(RuntimeError, match=r"sleep had not ended after 0 seconds"):
-        hybrid.compare.output(["sleep", "30"], 0.1)
+        compare.programs.output(["sleep", "30"], 0.1)
 
 
 def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
@@ -121,21 +117,21 @@ def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
 
     out = tmp_path / "hybrid.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.time, "monotonic", lambda: seconds[0])
-        patch.setattr(hybrid.machine, "wait_until_quiet", lambda _: None)
+        patch.setattr(compare.time, "monotonic", lambda: seconds[0])
+        patch.setattr(compare.machine, "wait_until_quiet", lambda _: None)
         counts = [len(measured(out, "--minutes", 3, run=run)["jobs"]) for _ in range(6)]
     assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 10
 
 
 def test_cutting_keeps_layers_and_budget_in_proportion() -> None:
-    whole = hybrid_models.RECIPES["falcon-40b"]
-    cut = hybrid_models.recipe("falcon-40b", "own")
+    whole = recipes.RECIPES["falcon-40b"]
+    cut = recipes.recipe("falcon-40b", "own")
     assert (whole.layers, cut.plan.n_layers, cut.vram) == (60, 15, 6 * GIB)
-    assert hybrid_models.recipe("drelu-7b", "own").vram == 24 * GIB
-    assert hybrid_models.recipe("reglu-70b", "0.001").plan.n_layers == 1
+    assert recipes.recipe("drelu-7b", "own").vram == 24 * GIB
+    assert recipes.recipe("reglu-70b", "0.001").plan.n_layers == 1
     for wrong in ("0", "1.5", "much"):
         with pytest.raises(ValueError):
-            hybrid_models.recipe("falcon-40b", wrong)
+            recipes.recipe("falcon-40b", wrong)
 
 
 @dataclass
@@ -151,11 +147,11 @@ class Chosen:
 def test_layers_in_turns_have_the_room_of_the_plan() -> None:
     profile = SimpleNamespace(d_ff=GROUP * 10 - 1)
     plan: Any = Chosen(request=SimpleNamespace(profile=profile), choice=Chosen((4, 9, 6, 8), (10,) * 4))
-    assert hybrid_run.whole_layers(plan).choice.gpu == (10, 10, 0, 0)
+    assert worker.whole_layers(plan).choice.gpu == (10, 10, 0, 0)
 
 
 def test_threads_and_types_make_the_same_model(tmp_path: Path) -> None:
-    plan = hybrid_models.recipe("reglu-70b", "tiny").plan
+    plan = recipes.recipe("reglu-70b", "tiny").plan
     name, shape = next((name, shape) for name, shape in shapes(plan) if name == "layers.1.gate")
     one, several = (np.concatenate(list(Weights(plan, threads).blocks(name, shape))) for threads in (1, 3))
     np.testing.assert_array_equal(one, several)
@@ -168,7 +164,7 @@ def test_threads_and_types_make_the_same_model(tmp_path: Path) -> None:
 
 def test_the_known_profile_is_what_fires() -> None:
     """Neurons of all of a layer's ranks, against the plan's own probabilities and the share that was asked for."""
-    plan = hybrid_models.recipe("drelu-7b", "tiny").plan
+    plan = recipes.recipe("drelu-7b", "tiny").plan
     profile = make_model.known_profile(plan, 10_000)
     assert profile.active_fraction() == pytest.approx(plan.active, rel=0.01)
     for layer in range(plan.n_layers):
@@ -179,7 +175,7 @@ def test_the_known_profile_is_what_fires() -> None:
 # ---------------------------------------------------------------- the peer
 
 
-class FakePeer(hybrid.Peer):
+class FakePeer(compare.Peer):
     """Takes 1 GiB and half of one for each unit on the GPU; faster with fewer threads."""
 
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
@@ -191,18 +187,18 @@ class FakePeer(hybrid.Peer):
 
 @pytest.mark.parametrize("guess", [GIB // 4, GIB // 2, GIB])
 def test_the_most_layers_within_the_budget(guess: int) -> None:
-    found = hybrid.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, 6 * GIB, guess, 4)
+    found = compare.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, 6 * GIB, guess, 4)
     assert found["count"] == 10 and found["flags"] == ["-ngl", "10"] and found["threads"] == 2
     assert max(one["vram_used"] for one in found["tries"] if one["count"] <= 10) == 6 * GIB
-    assert len(found["tries"]) <= hybrid.MOST_TRIES
+    assert len(found["tries"]) <= compare.MOST_TRIES
     with pytest.raises(RuntimeError, match="nothing fits"):
-        hybrid.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, GIB // 2, guess, 4)
+        compare.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, GIB // 2, guess, 4)
 
 
 def test_flags_of_the_peer() -> None:
-    assert hybrid.ngl_flags(3, 4) == ["-ngl", "3"] and hybrid.ngl_flags(5, 4) == ["-ngl", "999"]
-    assert hybrid.ot_flags(4, 4) == ["-ngl", "999"]
-    assert hybrid.ot_flags(2, 4)[2:] == ["-ot", r"blk\.(2|3)\.ffn_(up|gate|down)\.weight=CPU"]
+    assert compare.ngl_flags(3, 4) == ["-ngl", "3"] and compare.ngl_flags(5, 4) == ["-ngl", "999"]
+    assert compare.ot_flags(4, 4) == ["-ngl", "999"]
+    assert compare.ot_flags(2, 4)[2:] == ["-ot", r"blk\.(2|3)\.ffn_(up|gate|down)\.weight=CPU"]
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -217,7 +213,7 @@ def test_the_peer_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = "\n".join(json.dumps({"pl": batch, "speed_tg": 10.0 * batch}) for batch in (8, 32))
     program(tmp_path, "llama-batched-bench", f'echo "$@" > {tmp_path}/together\ncat <<END\nload\n{lines}\nEND')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    peer = hybrid.Peer(tmp_path, "cuda:1", ["-x"])
+    peer = compare.Peer(tmp_path, "cuda:1", ["-x"])
     result = peer.measure(Path("m.gguf"), {"threads": 4, "flags": ["-ngl", "7"]}, [1, 8, 32], 64)
     assert result == {"decode_tok_s": {"1": 16.0, "8": 80.0, "32": 320.0}, "vram_used": 600 << 20}
     assert (tmp_path / "alone").read_text().startswith("-m m.gguf -t 4 -ngl 7 -x -p 0 -n 64")
@@ -228,6 +224,6 @@ def test_the_peer_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = peer.measure(Path("m.gguf"), {"threads": 4, "flags": []}, [1, 8], 64)
     assert result["decode_tok_s"] == {"1": 16.0} and "status 3" in result["together_error"]
     (tmp_path / "nvidia-smi").unlink()
-    with hybrid.Vram("cuda") as unknown:
+    with compare.Vram("cuda") as unknown:
         pass
     assert unknown.peak is None

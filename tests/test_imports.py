@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,24 +17,27 @@ RANK = {
     **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "cli": 11},
 }
 # Imported when they are used: slow to import, or not in the core install.
-LAZY = {"tokenizers", "huggingface_hub", "safetensors", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy"}
+LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy"}
 # Files that are themselves imported when they are used, and only then: their kernels are decorated at the top.
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "kernels", "neurons")}
-NEVER = {"pickle", "transformers", "gguf", "requests"}
+NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(absolute module name, line) of every import below `tree`, those under TYPE_CHECKING left out."""
+def imported(tree: ast.AST, modules: Container[str] = ()) -> Iterator[tuple[str, int]]:
+    """(absolute module name, line) of every import below `tree`, those under TYPE_CHECKING left out.
+
+    modules: names that are modules where `from` imports them; the others count as what stands in their module.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import in line {node.lineno}"
-            names = [f"powerinfer.{a.name}" for a in node.names] if node.module == "powerinfer" else [node.module or ""]
-            yield from ((name, node.lineno) for name in names)
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                yield name if node.module == "powerinfer" or name in modules else node.module or "", node.lineno
         elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            yield from imported(node)
+            yield from imported(node, modules)
 
 
 def room(module: str) -> str:
@@ -64,6 +67,27 @@ def test_heavy_imports_are_inside_functions(path: Path) -> None:
     for module, line in imported(tree):
         heavy = module.split(".")[0] in LAZY or module in HEAVY
         assert not heavy, f"{path}:{line} imports {module} at the top of the file"
+
+
+def dependencies() -> dict[str, set[str]]:
+    """For every module of the package, the modules of the package that it imports.
+
+    Imports inside functions count, those under TYPE_CHECKING do not: they say what a type is and are never run.
+    """
+    modules = {".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    return {
+        name: {module for module, _ in imported(ast.parse(path.read_text(encoding="utf-8")), modules)} - {name}
+        for name, path in modules.items()
+    }
+
+
+def test_no_files_import_each_other() -> None:
+    wanted = dependencies()
+    assert wanted["powerinfer.cli.run"] and wanted["powerinfer.formats.checkpoint"]  # the walk sees something
+    while free := {name for name, needs in wanted.items() if not needs & wanted.keys()}:
+        wanted = {name: needs for name, needs in wanted.items() if name not in free}
+    assert not wanted, f"these import each other, or a file that does: {', '.join(sorted(wanted))}"
 
 
 def test_the_native_module_has_one_door() -> None:

@@ -7,14 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import activity
-import make_model
-import model_writers
 import numpy as np
 import pytest
-from firing import Firing
-from sparse_weights import ATTENTION_WRITES, Plan, Weights
 
+from benchmarks.lib import machine
+from benchmarks.models import activity, make_model, writers
+from benchmarks.models.firing import Firing
+from benchmarks.models.weights import ATTENTION_WRITES, Plan, Weights
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.placement.power_law import hot_share, layer_means, power_law
@@ -42,7 +41,7 @@ def quiet(tensor: str) -> None:
 
 
 def folder(path: Path, made: Plan, kind: str = "f32", shard_bytes: int = 1 << 30) -> Path:
-    model_writers.write_folder(path, made, kind, quiet, shard_bytes)
+    writers.write_folder(path, made, kind, quiet, shard_bytes)
     return path
 
 
@@ -195,7 +194,7 @@ def test_transformers_sees_the_same_neurons(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_formats_hold_the_same_model(kind: str, tmp_path: Path) -> None:
     made = plan(kind)
-    model_writers.write_gguf(tmp_path / "model.gguf", made, "f32", quiet)
+    writers.write_gguf(tmp_path / "model.gguf", made, "f32", quiet)
     tokens = every_token()[:8]
     of_gguf = activity.measure(tmp_path / "model.gguf", tokens)
     of_folder = activity.measure(folder(tmp_path / "model", made), tokens)
@@ -211,7 +210,7 @@ def test_both_formats_hold_the_same_model(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "digits"), [("f16", 11), ("bf16", 8)])
 def test_narrow_types_round_to_nearest(kind: str, digits: int, tmp_path: Path) -> None:
     made = plan()
-    model_writers.write_gguf(tmp_path / "model.gguf", made, kind, quiet)
+    writers.write_gguf(tmp_path / "model.gguf", made, kind, quiet)
     wide, narrow, small = (
         open_checkpoint(path)
         for path in (folder(tmp_path / "f32", made), folder(tmp_path / kind, made, kind), tmp_path / "model.gguf")
@@ -226,7 +225,7 @@ def test_narrow_types_round_to_nearest(kind: str, digits: int, tmp_path: Path) -
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        model_writers.write_gguf(tmp_path / name, plan(seed=seed), "f16", quiet)
+        writers.write_gguf(tmp_path / name, plan(seed=seed), "f16", quiet)
         folder(tmp_path / f"folder-{name}", plan(seed=seed), "f16")
     for a, b, c in (
         ("a", "b", "c"),
@@ -285,17 +284,18 @@ def test_impossible_models_are_refused() -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    script = str(Path(make_model.__file__))
+    command = [sys.executable, "-m", make_model.__name__]
     model = tmp_path / "model"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "drelu", "--active", "0.2", "--layers", "2"]
-    subprocess.run([sys.executable, script, str(model), *sizes, "--predictor-rank", "64"], check=True)
+    subprocess.run([*command, str(model), *sizes, "--predictor-rank", "64"], check=True, cwd=machine.ROOT)
     done = subprocess.run(
-        [sys.executable, script, "--measure", str(model), "--tokens", "512", "--json"],
-        check=True, capture_output=True, text=True,
+        [*command, "--measure", str(model), "--tokens", "512", "--json"],
+        check=True, capture_output=True, text=True, cwd=machine.ROOT,
     )  # fmt: skip
     result = json.loads(done.stdout)
     assert result["tokens"] == 512 and len(result["layers"]) == 2
     assert result["active_fraction"] == pytest.approx(0.2, abs=0.02)
     assert result["recall"] > 0.9
-    refused = subprocess.run([sys.executable, script, str(model), "--active", "1.5"], capture_output=True, text=True)
+    command += [str(model), "--active", "1.5"]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=machine.ROOT)
     assert refused.returncode == 2 and "must be above 0 and at most 1" in refused.stderr

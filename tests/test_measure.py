@@ -89,10 +89,10 @@ def test_another_engine_or_machine_is_measured_anew(
     assert measure.known(ONE) is None
 
 
-@pytest.mark.parametrize("what", ["build", "model_name"])
-def test_another_build_or_cpu(cache: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize(("where", "what"), [(cpu, "build"), (measure, "cpu_name")])
+def test_another_build_or_cpu(cache: Path, monkeypatch: pytest.MonkeyPatch, where: object, what: str) -> None:
     keep_something(ONE)
-    monkeypatch.setattr(cpu, what, lambda: "another")
+    monkeypatch.setattr(where, what, lambda: "another")
     assert measure.known(ONE) is None
 
 

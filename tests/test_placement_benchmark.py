@@ -1,23 +1,21 @@
-"""benchmarks/placement_time.py and placement_table.py: what is measured, and the tables made of it."""
+"""benchmarks/placement/compare.py and table.py: what is measured, and the tables made of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import placement_table
-import placement_time
 import pytest
+
+from benchmarks.placement import compare, table
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_time, "LEAST", (1, 40))
-    monkeypatch.setattr(placement_time, "SHARES", (0.1, 0.25))
-    monkeypatch.setattr(placement_time, "MODELS", ("opt-30b",))
-    monkeypatch.setattr(placement_time, "MACHINES", ("pc-low",))
-    monkeypatch.setattr(
-        placement_time, "PAPER", [("opt-13b", "f16", "pc-low", 13.0), ("opt-30b", "f16", "pc-low", None)]
-    )
+    monkeypatch.setattr(compare, "LEAST", (1, 40))
+    monkeypatch.setattr(compare, "SHARES", (0.1, 0.25))
+    monkeypatch.setattr(compare, "MODELS", ("opt-30b",))
+    monkeypatch.setattr(compare, "MACHINES", ("pc-low",))
+    monkeypatch.setattr(compare, "PAPER", [("opt-13b", "f16", "pc-low", 13.0), ("opt-30b", "f16", "pc-low", None)])
 
 
 def result(**parts: Any) -> dict[str, Any]:
@@ -26,27 +24,27 @@ def result(**parts: Any) -> dict[str, Any]:
 
 def test_tables_of_what_was_measured(few: None) -> None:
     profiles: dict[str, Any] = {}
-    solved = placement_time.solve_times(repeat=1, plain=0.0)
+    solved = compare.solve_times(repeat=1, plain=0.0)
     assert [(one["least_groups"], one["budget"]) for one in solved] == [(1, 0.1), (1, 0.25), (40, 0.1), (40, 0.25)]
     assert all(one["optimal"] and one["mass"] >= one["greedy_mass"] for one in solved)
-    text = placement_table.solve_table(result(solve=solved))
+    text = table.solve_table(result(solve=solved))
     assert text.count("| yes |") == 4 and "The program as it stands" not in text
     solved[0]["plain"] = {"seconds": 25.0, "limit_s": 10.0, "proven": False, "mass": None}
-    assert "after 25 s (limit 10 s) it found no answer" in placement_table.solve_table(result(solve=solved))
-    compared = placement_time.policies(profiles)
+    assert "after 25 s (limit 10 s) it found no answer" in table.solve_table(result(solve=solved))
+    compared = compare.policies(profiles)
     assert [(one["dtype"], one["budget"]) for one in compared] == [("f16", 0.25), ("q4_0", 0.25)]
-    text = placement_table.policy_table(result(policies=compared))
+    text = table.policy_table(result(policies=compared))
     assert "All answers of ilp and time are proven optimal" in text and text.count("| OPT-30B ") == 2
-    reported = placement_time.paper(profiles)
-    text = placement_table.paper_table(result(paper=reported))
-    assert "| 13 |" in text and "|  |" in text and text.count("| PC-Low |") == 2
+    reported = compare.paper(profiles)
+    text = table.paper_table(result(paper=reported))
+    assert "| 13 |" in text and "| |" in text and text.count("| PC-Low |") == 2
     for one in reported:
         assert 0 < one["work_on_gpu"] < 1 and sum(one["bytes"]["gpu"].values()) <= 11 << 30
 
 
 def test_the_plain_program_is_the_papers() -> None:
     """On a small case HiGHS proves of it what the solver finds."""
-    impact = placement_time.np.array([[9.0, 5.0, 1.0], [8.0, 2.0, 2.0]])
-    found = placement_time.plain_program(impact, 2, 3, 30.0)
-    answer = placement_time.solve(placement_time.mass_costs(impact, [2, 2]), None, 3, None)
+    impact = compare.np.array([[9.0, 5.0, 1.0], [8.0, 2.0, 2.0]])
+    found = compare.plain_program(impact, 2, 3, 30.0)
+    answer = compare.solve(compare.mass_costs(impact, [2, 2]), None, 3, None)
     assert found["proven"] and found["mass"] == pytest.approx(-answer.cost / impact.sum()) == pytest.approx(15 / 27)

@@ -1,4 +1,4 @@
-"""benchmarks/plan_check.py and plan_table.py on a tiny model: what is cut out of it, rounds, tables."""
+"""benchmarks/placement/predictions.py and predictions_table.py on a tiny model: cut models, rounds, tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plan_check
-import plan_table
 import pytest
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
+from benchmarks.placement import predictions
+from benchmarks.placement import predictions_table as table
 from powerinfer.config import EngineConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware.description import Hardware, load
@@ -22,13 +22,13 @@ from powerinfer.hardware.description import Hardware, load
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens, groups that a tiny FFN has several of, and a machine that need not be measured."""
     for name, value in {"PROFILED": 16, "GENERATED": 8, "CONTEXT": 64, "STEPS": 2, "BLOCKS": 2}.items():
-        monkeypatch.setattr(plan_check, name, value)
+        monkeypatch.setattr(predictions, name, value)
 
     def measure(engine: EngineConfig) -> Hardware:
         machine = load("pc-low")
         return Hardware("here", "", machine.cpu)
 
-    monkeypatch.setattr(plan_check, "measure", measure)
+    monkeypatch.setattr(predictions, "measure", measure)
 
 
 @pytest.fixture
@@ -40,20 +40,20 @@ def test_cold_neurons_are_cut_out(model: Path) -> None:
     checkpoint = open_checkpoint(model)
     layers, d_ff = checkpoint.config.n_layers, checkpoint.config.d_ff
     cold = [np.arange(layer, d_ff, 3, dtype=np.int32) for layer in range(layers)]
-    cut: Any = plan_check.ColdCheckpoint(open_checkpoint(model), cold, down=True)
+    cut: Any = predictions.ColdCheckpoint(open_checkpoint(model), cold, down=True)
     for layer in range(layers):
         for part in ("gate", "up", "down"):
             whole = checkpoint.take(f"layers.{layer}.{part}").float32()
             wanted = whole[:, cold[layer]] if part == "down" else whole[cold[layer]]
             assert np.array_equal(cut.take(f"layers.{layer}.{part}").float32(), wanted)
         assert np.array_equal(cut.take(f"layers.{layer}.q").data, checkpoint.take(f"layers.{layer}.q").data)
-    bare: Any = plan_check.ColdCheckpoint(open_checkpoint(model), cold, down=False)
+    bare: Any = predictions.ColdCheckpoint(open_checkpoint(model), cold, down=False)
     assert not bare.take("layers.0.down").float32().any() and bare.take("layers.0.down").shape[1] == len(cold[0])
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["plan_check.py", *map(str, arguments)])
-    plan_check.main()
+    monkeypatch.setattr(sys, "argv", ["predictions.py", *map(str, arguments)])
+    predictions.main()
 
 
 def test_rounds_and_tables(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_rounds_and_tables(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert document["kind"] == "plan" and len(document["rounds"]) == 3
     for one in document["rounds"]:
         assert list(one["selectors"]) == ["all", "exact", "predicted"] and one["cpu"]["dense_gb_s"]
-    found = plan_table.cases(document)
+    found = table.cases(document)
     assert len(found) == 6
     for (_, selector, share), rounds in found.items():
         assert all(each["predicted_ms"] > 0 and each["measured_ms"] > 0 for each in rounds)
@@ -76,7 +76,7 @@ def test_rounds_and_tables(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
         else:
             assert 0 <= rounds[0]["neurons_on_gpu"] < 1 and len(rounds) == 1
             assert (0 < rounds[0]["measured_cpu_ms"] < 1e3) or selector == "predicted"  # a difference of two times
-    rows = [*plan_table.alone_rows(found), *plan_table.stand_in_rows(found), *plan_table.summary(found)]
+    rows = [*table.alone_rows(found), *table.stand_in_rows(found), *table.summary(found)]
     assert sum(line.startswith("| tiny |") for line in rows) == 6
     assert {line.split(",")[0] for line in rows if "within 10 %" in line} == {
         "- for the CPU alone",
@@ -96,14 +96,14 @@ def test_the_middle_of_the_rounds() -> None:
     document = {
         "rounds": [{"commit": "abc", "model": "m", "stand_in": "gpu", "selectors": {"all": [one]}} for one in rounds]
     }
-    (kept,) = plan_table.cases(document).values()
+    (kept,) = table.cases(document).values()
     assert (
         len(kept) == 3
-        and plan_table.off(kept) == pytest.approx(0.09)
-        and plan_table.middle(kept, "predicted_ms") == "10.9"
+        and table.off(kept) == pytest.approx(0.09)
+        and table.middle(kept, "predicted_ms") == "10.9"
     )
-    assert plan_table.count(kept) == "3"
-    assert plan_table.count([case | {"quiet": False, "landed": False}]) == "1*+"
-    assert list(plan_table.summary({("m", "all", 0.5): kept})) == [
+    assert table.count(kept) == "3"
+    assert table.count([case | {"quiet": False, "landed": False}]) == "1*+"
+    assert list(table.summary({("m", "all", 0.5): kept})) == [
         "- with a GPU stood in for, undisturbed: 1 of 1 predictions within 10 %, 1 within 20 %, the worst 9 % off"
     ]

@@ -1,4 +1,4 @@
-"""benchmarks/sparse.py and sparse_table.py, with programs that only say how fast they were."""
+"""benchmarks/sparse/compare.py and table.py, with programs that only say how fast they were."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import sparse
-import sparse_table
+
+from benchmarks.lib import machine
+from benchmarks.sparse import compare, table
 
 OWN = """
 import json, sys
@@ -36,10 +37,10 @@ echo '[{"avg_ts": 16.0}]'
 
 
 def test_crossing() -> None:
-    assert sparse_table.crossing([(0.1, 2.0), (0.5, 1.5), (0.7, 0.5), (1.0, 0.4)]) == pytest.approx(0.6)
-    assert sparse_table.crossing([(0.1, 2.0), (1.0, 1.2)]) == math.inf
-    assert sparse_table.crossing([(0.1, 0.9), (0.2, 1.2)]) is None
-    assert sparse_table.crossing([]) is None
+    assert table.crossing([(0.1, 2.0), (0.5, 1.5), (0.7, 0.5), (1.0, 0.4)]) == pytest.approx(0.6)
+    assert table.crossing([(0.1, 2.0), (1.0, 1.2)]) == math.inf
+    assert table.crossing([(0.1, 0.9), (0.2, 1.2)]) is None
+    assert table.crossing([]) is None
 
 
 def test_run_and_table(tmp_path: Path) -> None:
@@ -48,10 +49,12 @@ def test_run_and_table(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "llama-bench").write_text(PEER)
     (folder / "llama-bench").chmod(0o755)
-    command = [sys.executable, sparse.__file__, "--models", str(tmp_path / "models"), "--peer", f"dense={folder}"]
+    command = [sys.executable, "-m", compare.__name__, "--models", str(tmp_path / "models")]
+    command += ["--peer", f"dense={folder}"]
     command += ["--powerinfer", f"{sys.executable} {own}", "--shape", "tiny", "--fractions", "0.05", "0.2"]
     command += ["--types", "F16", "--predictor-rank", "128", "--rounds", "3", "--retries", "0", "--quiet", "0"]
-    subprocess.run([*command, "--out", str(out)], check=True, env=os.environ | {"CXX": "false"})  # no bandwidth
+    # CXX: no bandwidth is measured
+    subprocess.run([*command, "--out", str(out)], check=True, cwd=machine.ROOT, env=os.environ | {"CXX": "false"})
     assert not list((tmp_path / "models").iterdir())
     document = json.loads(out.read_text())
     assert [(entry["type"], entry["active"]) for entry in document["sparse"]] == [("F16", 0.05), ("F16", 0.2)]
@@ -67,7 +70,7 @@ def test_run_and_table(tmp_path: Path) -> None:
         entry["ffn_seconds"] = {"dense": 0.05, "exact": 0.02, "predicted": 0.01}
         for engine in entry["engines"].values():
             engine["kept"] = 3
-    rows = [line for line in sparse_table.speed_table(document).splitlines() if line.startswith("| F16")]
+    rows = [line for line in table.speed_table(document).splitlines() if line.startswith("| F16")]
     assert (
         rows[0]
         == "| F16 | 5 % | 20.0 | 30.0 (1.50) | 40.0 (2.50) | 50.0 (3.12) | 16.0 | 1000 | 400 | 80 % | 0.40 | 0.20 |"
@@ -77,6 +80,6 @@ def test_run_and_table(tmp_path: Path) -> None:
         == "| F16 | 20 % | 20.0 | 10.0 (0.50) | 10.0 (0.62) | 10.0 (0.62) | 16.0 | 1000 | 400 | 20 % | 0.40 | 0.20 |"
     )
     # 1.5 times at 5 %, half at 20 %: equal in the middle
-    assert "- `exact` in F16 is as fast as `all` at 12 % active" in sparse_table.speed_table(document)
+    assert "- `exact` in F16 is as fast as `all` at 12 % active" in table.speed_table(document)
     del document["sparse"][1]
-    assert "- `exact` in F16 is faster than `all` up to 5 % active" in sparse_table.speed_table(document)
+    assert "- `exact` in F16 is faster than `all` up to 5 % active" in table.speed_table(document)

@@ -22,7 +22,8 @@ from test_sparse import case_named, model_of, packed  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.devices import stage as staging  # noqa: E402
 from powerinfer.devices.stage import BESIDE, Stage, buffer_bytes  # noqa: E402
-from powerinfer.formats.bundle_file import gather, open_bundles, pieces  # noqa: E402
+from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
+from powerinfer.formats.bundle_memory import gather, pieces  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402

@@ -1,17 +1,18 @@
-"""benchmarks/trained.py: its tables, and what the results that are kept must show."""
+"""benchmarks/sparse/trained.py: its tables, and what the results that are kept must show."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-import trained
+
+from benchmarks.sparse import trained
 
 
 def test_the_page_holds_the_tables_of_the_results() -> None:
     result = json.loads(trained.RESULT.read_text())
     made = trained.tables(result)
-    assert made in trained.PAGE.read_text(), "python benchmarks/trained.py --tables writes them"
+    assert made in trained.PAGE.read_text(), "python -m benchmarks.sparse.trained --tables writes them"
     for name, found in result["models"].items():
         assert f"{found['all']['perplexity']:.3f}" in made and f"| {name} |" in made
 

@@ -120,7 +120,6 @@ def _bytes_read(llm: LLM, decode_tok_s: float) -> dict[str, Any]:
     return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * decode_tok_s / 1e9}
 
 
-
 def _show(document: dict[str, Any], out: Output) -> None:
     for name, label in (("prefill_tok_s", "prefill"), ("decode_tok_s", "decode")):
         rate = document[name]

@@ -20,7 +20,7 @@ from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
-    from powerinfer.formats.bundle_file import SomeBundles
+    from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
 Floats = NDArray[np.float32]

@@ -5,11 +5,9 @@ The device may also be torch's CPU, which then stands in for a GPU: the same ope
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.gpu_weights import GpuNorm, Matrices, StoredMatrix
 from powerinfer.devices.link import NAMED_TOKENS, Link
 from powerinfer.devices.step import (
     MOST_SHAPES,
@@ -28,8 +27,8 @@ from powerinfer.devices.step import (
     Step,
     cuda_graphs,
 )
+from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
-from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 
@@ -40,150 +39,7 @@ else:
 
 Floats = NDArray[np.float32]
 
-_NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
 _SEND, _SUM = "send", "ffn"  # the gaps that are left where others sum a layer's neurons
-_OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
-
-
-def choose_device(name: str) -> device:
-    """The torch device of that name: "cuda", "cuda:1", or "cpu", which stands in for a GPU.
-
-    RequestError where there is no such device, or it cannot be used.
-    """
-    torch = _torch()
-    try:
-        chosen = torch.device(name)
-    except RuntimeError:
-        raise RequestError(f"there is no device {name!r}: choose cuda, cuda:1 or cpu") from None
-    if chosen.type == "cpu":
-        return chosen
-    if chosen.type != "cuda":
-        raise RequestError(f"layers cannot run on a device of type {chosen.type}: choose cuda, cuda:1 or cpu")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found:
-        if torch.version.cuda is None:
-            raise RequestError("this torch was built without CUDA: install one with it, or leave out the GPU")
-        reason = f" ({_first_line(said[0].message)})" if said else ""
-        raise RequestError(f"torch finds no CUDA GPU{reason}: check its driver with nvidia-smi, or leave out the GPU")
-    index = chosen.index or 0
-    if index >= found:
-        raise RequestError(f"there is no {name}: this machine has {found} GPU{'s' * (found > 1)}, counted from cuda:0")
-    try:
-        capability = torch.cuda.get_device_capability(index)
-        if capability < _OLDEST:
-            raise RequestError(
-                f"{torch.cuda.get_device_name(index)} is too old: its compute capability is "
-                f"{'.'.join(map(str, capability))}, and {'.'.join(map(str, _OLDEST))} is needed; leave out the GPU"
-            )
-        torch.zeros(1, device=f"cuda:{index}")  # what is wrong with the driver shows here
-    except RuntimeError as error:
-        raise PowerInferError(
-            f"the GPU cannot be used: {_first_line(error)}; check it with nvidia-smi, or leave out the GPU"
-        ) from error
-    return torch.device("cuda", index)
-
-
-def current(device: device) -> AbstractContextManager[Any]:
-    """Meanwhile, what is launched goes to this device: Triton asks the thread, and not the tensors, where that is."""
-    return _torch().cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise RequestError(
-            'running on a GPU needs torch: pip install "powerinfer[gpu]", or leave out the GPU'
-        ) from None
-    return torch
-
-
-def _first_line(error: object) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-@contextmanager
-def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
-    """Turn what a device fails with into one line: out of memory, with the remedy, and errors of the device itself.
-
-    Memory that torch keeps for later is given back, so that the next step begins with all there is.
-    """
-    torch = _torch()
-    try:
-        yield
-        return
-    except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or ("CUDA" in text and _NO_MEMORY.search(text)):
-            problem: PowerInferError = GpuMemoryError(f"the GPU ran out of memory while {doing}: {remedy}")
-        elif "CUDA" in text:  # from then on every call fails
-            problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
-        else:
-            raise
-        problem.__cause__ = error.with_traceback(None)  # whose frames would keep the step's tensors alive
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()
-    raise problem
-
-
-@dataclass(frozen=True)
-class GpuNorm:
-    """weight, bias: float32 [n] on the device. RMS norm, or LayerNorm where `layer`."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    layer: bool
-
-    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """x float32 [rows, n], normalised."""
-        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into)
-
-
-@dataclass(frozen=True)
-class StoredMatrix:
-    """A matrix [out, in] of the model's file, to be uploaded. row_map: row r is to be row row_map[r] of the tensor."""
-
-    tensor: RawTensor
-    row_map: NDArray[np.int32] | None
-
-    @property
-    def rows(self) -> int:
-        """Rows on the device."""
-        return self.tensor.shape[0] if self.row_map is None else len(self.row_map)
-
-    @property
-    def type(self) -> str:
-        """Type on the device."""
-        return gpu.gpu_type(self.tensor.type, self.tensor.shape[1])
-
-
-class Matrices:
-    """Matrices that multiply the same rows: one where their types allow it, so that one kernel is launched.
-
-    biases: float32 [rows] of each, None where it has none.
-    """
-
-    def __init__(self, matrices: Sequence[StoredMatrix], biases: Sequence[Tensor | None], device: device) -> None:
-        torch = _torch()
-        parts = [(one.tensor, one.row_map) for one in matrices]
-        alike = len({one.type for one in matrices}) == 1
-        self.weights = [gpu.upload_together(some, device) for some in ([parts] if alike else [[one] for one in parts])]
-        self.nbytes = sum(weight.nbytes for weight in self.weights)
-        self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            pairs = zip(matrices, biases, strict=True)
-            self.bias = torch.cat([torch.zeros(one.rows, device=device) if b is None else b for one, b in pairs])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added."""
-        if len(self.weights) == 1:
-            return gpu.linear(self.weights[0], x, self.bias)
-        out = _torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
-        return out if self.bias is None else out.add_(self.bias)
 
 
 @dataclass
@@ -217,7 +73,7 @@ class GpuLayers:
         rope_factor: float,
     ) -> None:
         """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine."""
-        torch = _torch()
+        torch = import_torch()
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
         self.page_size = cpu.PAGE
@@ -279,7 +135,7 @@ class GpuLayers:
         return GpuNorm(self._vector(weight), self._some(bias), config.norm_eps, config.norm == "layer")
 
     def _vector(self, values: Floats) -> Tensor:
-        own = _torch().from_numpy(np.array(values, np.float32)).to(self.device)
+        own = import_torch().from_numpy(np.array(values, np.float32)).to(self.device)
         self._bytes["norms"] += own.nbytes
         return own
 
@@ -484,7 +340,7 @@ class GpuLayers:
         device fails or has no memory left; the next step may then be run as if this one had not been.
         """
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
-            torch = _torch()
+            torch = import_torch()
             with current(self.device):
                 step = self.begin(batch, x)
                 with torch.inference_mode():
@@ -546,7 +402,7 @@ class GpuLayers:
 
     def _host(self, rows: int) -> Tensor:
         """Room for rows of logits in memory that the device writes to."""
-        return _torch().zeros((rows, self.vocab_size), pin_memory=self._cuda)
+        return import_torch().zeros((rows, self.vocab_size), pin_memory=self._cuda)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
@@ -559,7 +415,7 @@ class GpuLayers:
         kept = self._x.nbytes + self._description.nbytes + link
         parts["scratch"] = kept + self._passed + self._recorded_bytes
         if self._cuda:
-            cuda = _torch().cuda
+            cuda = import_torch().cuda
             unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
             parts["allocator"] = max(0, unused - self._passed)
         return parts
@@ -571,7 +427,7 @@ class GpuLayers:
         Kernels are compiled, and there is memory for what steps need, or PowerInferError is raised now. Returns the
         most bytes that operators held to pass them to each other; 0 on the stand-in, where nobody counts them.
         """
-        torch, held = _torch(), 0
+        torch, held = import_torch(), 0
         if self._cuda:
             held = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -610,7 +466,7 @@ class GpuLayers:
         """Bytes of the device that torch has taken, and all others."""
         if not self._cuda:
             return 0, 0
-        cuda = _torch().cuda
+        cuda = import_torch().cuda
         free, total = cuda.mem_get_info(self.device)
         reserved = int(cuda.memory_reserved(self.device))
         return reserved, int(total) - int(free) - reserved
@@ -623,7 +479,7 @@ class GpuLayers:
         for name in ("_cache", "_x", "link", "_host_x", "_host_logits", "_description", "_frequencies"):
             self.__dict__.pop(name, None)
         if self._cuda:
-            _torch().cuda.empty_cache()
+            import_torch().cuda.empty_cache()
 
 
 class _Description:
@@ -634,7 +490,7 @@ class _Description:
         self._make(1 << 12)
 
     def _make(self, nbytes: int) -> None:
-        torch = _torch()
+        torch = import_torch()
         cuda = self._device.type == "cuda"
         self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda)
         self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device) if cuda else self._here
@@ -651,7 +507,7 @@ class _Description:
 
     def upload(self, batch: Batch, x: Tensor) -> Step:
         """The step of a batch, but for what is in x."""
-        torch = _torch()
+        torch = import_torch()
         # The columns that are in use, as a power of two: shapes hardly change from step to step.
         width = min(batch.page_table.shape[1], 1 << int(int(batch.positions.max()) // cpu.PAGE).bit_length())
         table = batch.page_table[:, :width]

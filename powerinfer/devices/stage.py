@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.bundle_file import SomeBundles, n_groups, pieces
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
 from powerinfer.kernels import gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout

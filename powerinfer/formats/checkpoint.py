@@ -222,9 +222,13 @@ class Checkpoint:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        from powerinfer.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+        if self.source == "gguf":
+            from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 
-        return tokenizer_from_gguf(self.metadata) if self.source == "gguf" else tokenizer_from_folder(self.path)
+            return tokenizer_from_gguf(self.metadata)
+        from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
+
+        return tokenizer_from_folder(self.path)
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, made on the first call. ModelError if the model has none that can be used."""
@@ -280,14 +284,25 @@ def _open(path: Path) -> Source:
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ModelError(f"{path}: pickle files can run code and are never read; use a GGUF file or safetensors")
     if not path.is_dir():
-        from powerinfer.formats.gguf_model import open_gguf
-
-        return open_gguf(path)
+        return _open_gguf(path)
     if (path / "config.json").exists():
         from powerinfer.formats.folder import open_folder
 
         return open_folder(path)
     return _open(_only_gguf(path))
+
+
+def _open_gguf(path: Path) -> Source:
+    from powerinfer.formats.gguf import read_gguf
+
+    file = read_gguf(path)
+    if file.magic == "PWRI":
+        from powerinfer.formats.published import open_published
+
+        return open_published(file)
+    from powerinfer.formats.gguf_model import open_gguf
+
+    return open_gguf(file)
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -11,8 +11,9 @@ from powerinfer.config import ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.folder_config import read_config
+from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
-from powerinfer.formats.safetensors_file import read_json, read_safetensors
+from powerinfer.formats.safetensors_file import read_safetensors
 from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes
 from powerinfer.formats.tensors import RawTensor
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from powerinfer.config import ACTIVATIONS, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.gguf import GGUFFile, read_gguf
+from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import Fused, Names, Source, collect, printable
 from powerinfer.formats.tensors import RawTensor
@@ -79,13 +78,8 @@ _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 _BOOKKEEPING = ("tensor_data_layout",)  # says how the converter got the weights; nothing depends on it
 
 
-def open_gguf(path: Path) -> Source:
-    """The model in a GGUF file (or in all parts of a split one); ModelError if it is not one this engine runs."""
-    file = read_gguf(path)
-    if file.magic == "PWRI":
-        from powerinfer.formats.published import open_published
-
-        return open_published(file)
+def open_gguf(file: GGUFFile) -> Source:
+    """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
     config = read_config(file)
     names, extra = names_of(file, config), _factors(file, config)
     tensors = collect(config, stored_tensors(file), names, str(file.path), extra, fused(file, config))

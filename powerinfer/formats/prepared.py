@@ -28,9 +28,10 @@ import numpy as np
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import Bytes
-from powerinfer.formats.safetensors_file import parse_json, read_with_metadata
+from powerinfer.formats.safetensors_file import read_with_metadata
 from powerinfer.formats.tensors import RawTensor
 
 PAGE = 4096  # where the first tensor begins

@@ -6,16 +6,15 @@ no overlaps, no holes, no duplicate names, nothing beyond the end.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from powerinfer.errors import ModelError
+from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.tensors import RawTensor
 
 _MAX_HEADER = 1 << 24  # 100,000 tensors have less; the bound keeps a hostile header from costing seconds
-_MAX_JSON = 1 << 24
 _MAX_DIMS = 8
 _BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -23,39 +22,6 @@ _BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-
-
-def parse_json(raw: bytes, where: str) -> Any:
-    """JSON that somebody else wrote; ModelError for bad UTF-8, duplicate keys, NaN, or nesting without end."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return result
-
-    def constant(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        return json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=constant)
-    except UnicodeDecodeError:
-        raise ModelError(f"{where}: not valid UTF-8") from None
-    except RecursionError:
-        raise ModelError(f"{where}: nested too deeply") from None
-    except ValueError as error:
-        raise ModelError(f"{where}: not valid JSON ({error})") from None
-
-
-def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
-    """The object in a JSON file, and the file; ModelError if it is not an object of sane size."""
-    file = MappedFile(path)
-    if file.size > _MAX_JSON:
-        raise ModelError(f"{path}: {file.size} bytes are absurd for such a file")
-    value = parse_json(file.read(0, file.size), str(path))
-    if type(value) is not dict:
-        raise ModelError(f"{path}: not a JSON object")
-    return value, file
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], MappedFile]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol
 
 from powerinfer.errors import ModelError, RequestError
@@ -131,7 +130,7 @@ def _pre_tokenizer(state: bytes) -> Any:
 
 
 class Tokenizer:
-    """Encodes text to ids and decodes ids to text. Made by `tokenizer_from_gguf` and `tokenizer_from_folder`.
+    """Encodes text to ids and decodes ids to text. Made by `tokenizer_gguf` and `tokenizer_folder`.
 
     `bos_id`, `eos_id`: None where the model has none. `eos_ids`: every token that ends a generation.
     `chat_template`: the model's own template source, or None. `special_tokens`: the texts that are more than text.
@@ -332,17 +331,3 @@ def native_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{what} is malformed: {reason or type(error).__name__}") from error
-
-
-def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's `tokenizer.*` keys describe; ModelError when they are malformed or unknown."""
-    from powerinfer.formats.tokenizer_gguf import read
-
-    return read(metadata)
-
-
-def tokenizer_from_folder(path: str | PathLike[str]) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (tokenizer.json and the files beside it); ModelError as above."""
-    from powerinfer.formats.tokenizer_folder import read
-
-    return read(path)

@@ -17,8 +17,11 @@ MAX_FILE_BYTES = 1 << 28  # the largest tokenizer.json in use is a tenth of this
 MAX_SIDE_FILE_BYTES = 1 << 24
 
 
-def read(path: str | PathLike[str]) -> Tokenizer:
-    """The tokenizer of the folder `path`."""
+def tokenizer_from_folder(path: str | PathLike[str]) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder (tokenizer.json and the files beside it).
+
+    ModelError when the files are malformed or ask for what this engine does not know.
+    """
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json; transformers writes it: tokenizer.save_pretrained(folder)")

@@ -63,7 +63,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def read(metadata: dict[str, Any]) -> Tokenizer:
+def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer that a GGUF file's `tokenizer.*` keys describe; ModelError when they are malformed or unknown."""
     model = metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _gguf_byte_level, "llama": _gguf_scored, "t5": _gguf_unigram, "unigram": _gguf_unigram}

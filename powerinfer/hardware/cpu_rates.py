@@ -22,7 +22,8 @@ from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups, owned
+from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups
+from powerinfer.formats.bundle_memory import owned
 from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor

@@ -10,17 +10,16 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import PART_TYPES
+from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
-from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.formats.tensors import NATIVE_TYPES
 
 FORMAT = 1
@@ -36,9 +35,10 @@ MACHINES = Path(__file__).with_name("machines")
 _LIMIT = 1 << 20  # bytes of a description
 _MOST_BYTES = 1 << 50  # of a memory
 _MOST_RATE = 1e6  # GB/s
-_MOST_TIME = 1e9  # us or ns: a second of a row, a quarter of an hour of an operator
-_MOST_TEXT = 2000  # characters
-_MOST_FACTS = 64  # of a key, and read sizes of a disk
+
+_Bytes = Annotated[int, Between(0, _MOST_BYTES)]
+_Rate = Annotated[float, Between(1e-9, _MOST_RATE)]
+_Time = Annotated[float, Between(0, 1e9)]  # us or ns: a second of a row, a quarter of an hour of an operator
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class Device:
         are operators, which wait for the first bytes of their weights (`warm`). 0 and 1 where that is not known.
     """
 
-    name: str
-    memory_bytes: int
-    reserved_bytes: int
-    threads: int
-    dense_gb_s: Mapping[str, float]
-    head_gb_s: Mapping[str, float]
-    bundle_gb_s: Mapping[str, float]
-    row_ns: Mapping[str, float]
-    op_us: float
-    sparse_us: float
-    step_us: float
-    kv_gb_s: float
-    cache_bytes: int = 0
-    cache_gain: float = 1.0
+    name: Line
+    memory_bytes: Annotated[int, Between(1, _MOST_BYTES)]
+    reserved_bytes: _Bytes
+    threads: Annotated[int, Between(1, 1 << 16)]
+    dense_gb_s: Mapping[str, _Rate]
+    head_gb_s: Mapping[str, _Rate]
+    bundle_gb_s: Mapping[str, _Rate]
+    row_ns: Mapping[str, _Time]
+    op_us: _Time
+    sparse_us: _Time
+    step_us: _Time
+    kv_gb_s: _Rate
+    cache_bytes: _Bytes = 0
+    cache_gain: Annotated[float, Between(1, 1000)] = 1.0
 
     def warm(self, step_bytes: float) -> Device:
         """The device with the rates of steps that read `step_bytes` of weights, keys and values in all.
@@ -117,7 +117,7 @@ class Device:
 class Disk:
     """read_gb_s: by the bytes of one read, what random reads give, `READERS` of them under way at a time."""
 
-    read_gb_s: Mapping[int, float]
+    read_gb_s: Annotated[Mapping[Annotated[int, Between(1, _MOST_BYTES)], _Rate], Length(64, least=1)]
 
     def seconds(self, size: int) -> float:
         """Time that a read of `size` bytes adds while many are under way.
@@ -154,16 +154,16 @@ class Hardware:
     key: what a measured machine's figures hang on (CPU, engine, threads ...); empty for a described one.
     """
 
-    name: str
-    source: str
+    name: Line
+    source: Line
     cpu: Device
     gpu: Device | None = None
     disk: Disk | None = None
-    sync_us: float = 0.0
-    copy_gb_s: float = 0.0
-    assumed: str = ""
-    key: Mapping[str, str] = field(default_factory=dict)
-    host_bytes: int = 0
+    sync_us: _Time = 0.0
+    copy_gb_s: Annotated[float, Between(0, _MOST_RATE)] = 0.0
+    assumed: Line = ""
+    key: Annotated[Mapping[Line, Line], Length(64)] = field(default_factory=dict)
+    host_bytes: _Bytes = 0
 
 
 def ready_made() -> list[str]:
@@ -187,14 +187,13 @@ def load(path_or_name: str | Path) -> Hardware:
 
 def read(path: Path) -> Hardware:
     """The description in a file; ModelError if it is none."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_LIMIT + 1)
-    except OSError as error:
-        raise RequestError(f"cannot read {path} ({error.strerror or error})") from None
-    if len(raw) > _LIMIT:
-        raise ModelError(f"{path}: too large for the description of a machine")
-    return _hardware(_Fields(parse_json(raw, str(path)), str(path), ""))
+    document = of_kind(parse_json(read_limited(path, _LIMIT), str(path)), KIND, FORMAT, str(path))
+    for name in ("sync_us", "copy_gb_s", "assumed"):  # 0 and "" are claims, to be made by whoever describes
+        if name not in document:
+            raise ModelError(f"{path}: {name} is missing")
+    hardware = checked(Hardware, document, str(path))
+    _refuse_absurd(hardware, str(path))
+    return hardware
 
 
 def save(hardware: Hardware, path: Path) -> None:
@@ -207,145 +206,22 @@ def save(hardware: Hardware, path: Path) -> None:
         raise PowerInferError(f"cannot write {path} ({error.strerror or error})") from error
 
 
-# ---------------------------------------------------------------- reading what somebody wrote
-
-
-class _Fields:
-    """A JSON object that must hold certain fields and no others: take each, then `finish`."""
-
-    def __init__(self, value: Any, where: str, name: str) -> None:
-        self._where = where
-        self._name = name
-        if type(value) is not dict:
-            raise self.bad(f"{name or 'it'} is not a JSON object")
-        self._rest: dict[str, Any] = dict(value)
-
-    def bad(self, why: str) -> ModelError:
-        return ModelError(f"{self._where}: not the description of a machine, {why}")
-
-    def take(self, name: str) -> Any:
-        if name not in self._rest:
-            raise self.bad(f"{self._name}{name} is missing")
-        return self._rest.pop(name)
-
-    def inner(self, name: str) -> _Fields:
-        return _Fields(self.take(name), self._where, f"{self._name}{name}.")
-
-    def optional(self, name: str) -> _Fields | None:
-        if self._rest.get(name) is None:
-            self._rest.pop(name, None)
-            return None
-        return self.inner(name)
-
-    def finish(self) -> None:
-        for name in self._rest:
-            raise self.bad(f"unknown field {self._name}{shown(name)}")
-
-    def text(self, name: str) -> str:
-        return self._text(name, self.take(name))
-
-    def whole(self, name: str, least: int, most: int, missing: int | None = None) -> int:
-        """A whole number; missing: what stands for a field that need not be there."""
-        value = self.take(name) if missing is None else self._rest.pop(name, missing)
-        if type(value) is not int or not least <= value <= most:
-            raise self.bad(f"{self._name}{name} is {shown(value)}, not a whole number from {least} to {most}")
-        return value
-
-    def number(self, name: str, most: float, zero: bool = True) -> float:
-        return self._number(name, self.take(name), most, zero)
-
-    def numbers(self, name: str, allowed: frozenset[str], needed: frozenset[str], most: float, zero: bool) -> Any:
-        """A table of numbers by weight type."""
-        table = self.inner(name)
-        names = table._rest.keys()
-        for one in sorted(names - allowed):
-            raise self.bad(f"{self._name}{name} has {shown(one)}, which is no weight type there")
-        for one in sorted(needed - names):
-            raise self.bad(f"{self._name}{name} lacks {one}")
-        return {one: table.number(one, most, zero) for one in list(names)}
-
-    def texts(self, name: str) -> dict[str, str]:
-        table = self.inner(name)
-        if len(table._rest) > _MOST_FACTS:
-            raise self.bad(f"{self._name}{name} is too long")
-        return {self._text(name, one): table.text(one) for one in list(table._rest)}
-
-    def sizes(self, name: str) -> dict[int, float]:
-        """A table of rates by sizes in bytes, which JSON writes as texts."""
-        table = self.inner(name)
-        if not 0 < len(table._rest) <= _MOST_FACTS:
-            raise self.bad(f"{self._name}{name} must hold between 1 and {_MOST_FACTS} sizes")
-        result = {}
-        for one in list(table._rest):
-            if not (one.isascii() and one.isdigit() and len(one) < 16 and 0 < int(one) <= _MOST_BYTES):
-                raise self.bad(f"{self._name}{name} has {shown(one)}, which is no size in bytes")
-            result[int(one)] = table.number(one, _MOST_RATE, zero=False)
-        return dict(sorted(result.items()))
-
-    def _text(self, name: str, value: Any) -> str:
-        if type(value) is not str or len(value) > _MOST_TEXT or not value.isprintable():
-            raise self.bad(f"{self._name}{name} is not a line of text")
-        return value
-
-    def _number(self, name: str, value: Any, most: float, zero: bool) -> float:
-        good = type(value) in (int, float) and 0 <= value <= most and math.isfinite(value)
-        if not good or not (zero or value >= 1e-9):
-            least = "" if zero else "more than "
-            raise self.bad(f"{self._name}{name} is {shown(value)}, not a number from {least}0 to {most:g}")
-        return float(value)
-
-
-def _hardware(fields: _Fields) -> Hardware:
-    found, kind = fields.take("format"), fields.take("kind")
-    if kind != KIND:
-        raise fields.bad(f"its kind is {shown(kind)}")
-    if type(found) is not int or found != FORMAT:
-        raise fields.bad(f"its format is {shown(found)}, and this version reads {FORMAT}")
-    gpu, disk = fields.optional("gpu"), fields.optional("disk")
-    hardware = Hardware(
-        name=fields.text("name"),
-        source=fields.text("source"),
-        cpu=_device(fields.inner("cpu")),
-        gpu=None if gpu is None else _device(gpu),
-        disk=None if disk is None else _disk(disk),
-        sync_us=fields.number("sync_us", _MOST_TIME),
-        copy_gb_s=fields.number("copy_gb_s", _MOST_RATE),
-        assumed=fields.text("assumed"),
-        key=fields.texts("key"),
-        host_bytes=fields.whole("host_bytes", 0, _MOST_BYTES, missing=0),
-    )
-    fields.finish()
+def _refuse_absurd(hardware: Hardware, where: str) -> None:
+    """ModelError for figures that cannot go together."""
+    for name, device in (("cpu", hardware.cpu), ("gpu", hardware.gpu)):
+        if device is None:
+            continue
+        if device.reserved_bytes > device.memory_bytes:
+            raise ModelError(f"{where}: {name}.reserved_bytes is more than {name}.memory_bytes")
+        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(PART_TYPES)
+        other = frozenset((OTHER,))
+        tables = {"dense_gb_s": (dense, other), "head_gb_s": (dense, other)}
+        tables |= {"bundle_gb_s": (parts, parts), "row_ns": (parts, parts)}
+        for table, (allowed, needed) in tables.items():
+            names = getattr(device, table).keys()
+            for one in sorted(names - allowed):
+                raise ModelError(f"{where}: {name}.{table} has {shown(one)}, which is no weight type there")
+            for one in sorted(needed - names):
+                raise ModelError(f"{where}: {name}.{table} lacks {one}")
     if hardware.gpu is not None and hardware.copy_gb_s < 1e-9:
-        raise fields.bad("a machine with a GPU needs copy_gb_s")
-    return hardware
-
-
-def _device(fields: _Fields) -> Device:
-    memory = fields.whole("memory_bytes", 1, _MOST_BYTES)
-    dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(PART_TYPES)
-    device = Device(
-        name=fields.text("name"),
-        memory_bytes=memory,
-        reserved_bytes=fields.whole("reserved_bytes", 0, memory),
-        threads=fields.whole("threads", 1, 1 << 16),
-        dense_gb_s=fields.numbers("dense_gb_s", dense, frozenset((OTHER,)), _MOST_RATE, zero=False),
-        head_gb_s=fields.numbers("head_gb_s", dense, frozenset((OTHER,)), _MOST_RATE, zero=False),
-        bundle_gb_s=fields.numbers("bundle_gb_s", parts, parts, _MOST_RATE, zero=False),
-        row_ns=fields.numbers("row_ns", parts, parts, _MOST_TIME, zero=True),
-        op_us=fields.number("op_us", _MOST_TIME),
-        sparse_us=fields.number("sparse_us", _MOST_TIME),
-        step_us=fields.number("step_us", _MOST_TIME),
-        kv_gb_s=fields.number("kv_gb_s", _MOST_RATE, zero=False),
-        cache_bytes=fields.whole("cache_bytes", 0, _MOST_BYTES),
-        cache_gain=fields.number("cache_gain", 1000.0),
-    )
-    fields.finish()
-    if device.cache_gain < 1:
-        raise fields.bad(f"a cache_gain of {device.cache_gain:g} is below 1")
-    return device
-
-
-def _disk(fields: _Fields) -> Disk:
-    disk = Disk(fields.sizes("read_gb_s"))
-    fields.finish()
-    return disk
+        raise ModelError(f"{where}: a machine with a GPU needs copy_gb_s")

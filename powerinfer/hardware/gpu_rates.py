@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.gpu import GpuLayers, choose_device, current, gpu_failures
+from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups
 from powerinfer.formats.checkpoint import Progress
@@ -39,7 +40,7 @@ from powerinfer.system import available_memory, cpu_name, resident_memory
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-    from powerinfer.devices.gpu import GpuNorm
+    from powerinfer.devices.gpu_weights import GpuNorm
 
 Floats = NDArray[np.float32]
 

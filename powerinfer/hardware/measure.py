@@ -53,7 +53,7 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
 
     One that was not asked for and cannot be used costs a remark. PowerInferError for one that was asked for.
     """
-    from powerinfer.devices.gpu import choose_device
+    from powerinfer.devices.torch_device import choose_device
     from powerinfer.devices.wanted import wanted_gpu
 
     name, _ = wanted_gpu(engine)

@@ -17,8 +17,8 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.gpu import current, gpu_failures
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.hardware.gpu_rates import software

@@ -30,7 +30,8 @@ from powerinfer.devices.link import NAMED_TOKENS
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.trace import Trace, span
-from powerinfer.formats.bundle_file import BundleFile, SomeBundles, gather, own_pages
+from powerinfer.formats.bundle_file import BundleFile
+from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
@@ -107,7 +108,7 @@ class HybridFfn:
         """
         import torch
 
-        from powerinfer.devices.gpu import current
+        from powerinfer.devices.torch_device import current
 
         layout, to = self._bundles.layout, self._layers.device
         self._bundles.file.check()
@@ -139,7 +140,7 @@ class HybridFfn:
         self._bundles.file.release(rows)
 
     def _failures(self) -> AbstractContextManager[None]:
-        from powerinfer.devices.gpu import gpu_failures
+        from powerinfer.devices.torch_device import gpu_failures
 
         return gpu_failures(f"loading the neurons of layer {self.layer}", "give less --vram")
 

@@ -134,7 +134,7 @@ class _Placing:
 
 def _place(checkpoint: Checkpoint, engine: EngineConfig, name: str, progress: Progress | None) -> _Placing | str:
     """What goes where; a reason where the GPU is not used."""
-    from powerinfer.devices.gpu import choose_device
+    from powerinfer.devices.torch_device import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.hardware.measure import measured
@@ -205,8 +205,8 @@ def _load_placed(
     sample: Callable[[], Sequence[int]],
     progress: Progress | None,
 ) -> tuple[SplitExecutor, HybridSparsity | None]:
-    from powerinfer.devices.gpu import gpu_failures
     from powerinfer.devices.stage import Stage
+    from powerinfer.devices.torch_device import gpu_failures
     from powerinfer.hybrid.crossing import settle
     from powerinfer.hybrid.ffn import HybridSparsity, hang_neurons
     from powerinfer.hybrid.vram import hold_budget

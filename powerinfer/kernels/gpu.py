@@ -11,7 +11,6 @@ torch is imported inside the functions: the sizes below are asked for without it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -20,30 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.bundle_file import cuts, gather, some_bytes, whole
+from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
+from powerinfer.kernels.gpu_types import FEW as FEW
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, Q8_STEP
+from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
+from powerinfer.kernels.gpu_types import PAGE as PAGE
+from powerinfer.kernels.gpu_types import Cached as Cached
+from powerinfer.kernels.gpu_types import Neurons as Neurons
+from powerinfer.kernels.gpu_types import Weight as Weight
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.system import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PAGE = 32
-"""Tokens of a page of the KV cache."""
-
-FEW = 32
-"""Most tokens whose products read a weight once, as it is; for more of them matrices are dequantised first."""
-
-GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-"""The types in which matrices lie on a GPU. Parts of bundles may be Q4_0X32 besides."""
-
-HALF_MOST = 65504.0
-"""The largest float16."""
-
-Q8_STEP = float(np.float32(1) / np.float32(127))
-"""Of the largest of 32 values in 8 bits, the share that is one step."""
 
 _PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
@@ -84,27 +75,6 @@ def _has_triton() -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weight:
-    """A matrix [rows, k] on a device.
-
-    F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
-    byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
-    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales lie in `Neurons.shared`.
-    """
-
-    type: str
-    rows: int
-    k: int
-    data: Tensor
-    scales: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return _nbytes(self.data) + _nbytes(self.scales)
 
 
 def gpu_type(type_name: str, k: int = 32) -> str:
@@ -222,10 +192,6 @@ def _pieces(rows: int, k: int, elements: int | None = None) -> Iterator[tuple[in
     step = max(1, (elements or _PIECE) // k)
     for begin in range(0, rows, step):
         yield begin, min(begin + step, rows)
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else int(tensor.numel()) * int(tensor.element_size())
 
 
 def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tensor | None = None) -> Tensor:
@@ -347,29 +313,6 @@ def kv_bytes(kv_type: str, head_dim: int) -> int:
     return {"f16": 2 * head_dim, "f32": 4 * head_dim, "q8_0": head_dim + 2 * -(-head_dim // 32)}[kv_type]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cached:
-    """The keys, or the values, of a layer: float16, float32 or int8 [pages, PAGE, kv_heads, head_dim].
-
-    scales: of int8, float16 [pages, PAGE, kv_heads, ceil(head_dim / 32)]; 32 values of a head share one.
-    """
-
-    data: Tensor
-    scales: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return _nbytes(self.data) + _nbytes(self.scales)
-
-    def values(self, pages: Tensor) -> Tensor:
-        """What lies in some pages, float32 [pages, PAGE, kv_heads, head_dim]."""
-        wide = self.data[pages].float()
-        if self.scales is None:
-            return wide
-        return wide.mul_(self.scales[pages].float().repeat_interleave(32, dim=-1)[..., : wide.shape[-1]])
-
-
 def new_cache(kv_type: str, pages: int, kv_heads: int, head_dim: int, device: Any) -> Cached:
     """An empty one. Zeros: attention multiplies what it masks by zero, which must not be NaN."""
     import torch
@@ -391,7 +334,7 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
     n = x.shape[-1]
     blocks = torch.nn.functional.pad(x, (0, -n % 32)).unflatten(-1, (-1, 32))
-    scales = (blocks.abs().amax(dim=-1) * Q8_STEP).clamp_max_(HALF_MOST).half()
+    scales = (blocks.abs().amax(dim=-1) * Q8_STEP).clamp_max_(FLOAT16_MAX).half()
     wide = scales.float()[..., None]
     codes = (blocks * torch.where(wide > 0, 1 / wide, 0.0)).round_().clamp_(-128, 127)
     return codes.to(torch.int8).flatten(-2)[..., :n], scales
@@ -412,7 +355,7 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
             new, scales = quantised(new)
             cached.scales.view(-1, *scales.shape[1:])[slots[kept]] = scales[kept]
         elif cached.data.dtype != new.dtype:
-            new = new.clamp(-HALF_MOST, HALF_MOST).to(cached.data.dtype)
+            new = new.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(cached.data.dtype)
         cached.data.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
 
 
@@ -495,37 +438,6 @@ def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: in
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Neurons
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Neurons:
-    """The neurons of a layer that rest on a device.
-
-    up, and gate unless the FFN is plain: [n, d_model]; down: [n, d_model], row i is neuron i's column of down; its type
-    may be Q4_0X32, then neuron i's scales are row group[i] of `shared`, float16 [groups, d_model], group int32 [n].
-    gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu.
-    """
-
-    gate: Weight | None
-    up: Weight
-    down: Weight
-    shared: Tensor | None
-    group: Tensor | None
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    activation: str
-    threshold: float
-
-    @property
-    def n(self) -> int:
-        """How many they are."""
-        return self.up.rows
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        weights = sum(w.nbytes for w in (self.gate, self.up, self.down) if w is not None)
-        return weights + sum(_nbytes(t) for t in (self.shared, self.group, self.gate_bias, self.up_bias))
 
 
 def resident(
@@ -706,9 +618,11 @@ def products(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> 
 
 
 def _activate(x: Tensor, activation: str, threshold: float) -> Tensor:
-    """The activation, of drelu its half; NaN stays."""
+    """The activation; of drelu, the gate's half. NaN propagates."""
     if activation == "silu":
         return x * x.sigmoid()
+    if activation == "gelu_tanh":
+        return x * (GELU_SCALE * (x + GELU_CUBIC * x * x * x)).sigmoid()
     if activation == "fatrelu":
         return x.masked_fill(x <= threshold, 0)
     kept = x.relu()

@@ -107,6 +107,8 @@ def activate(activation: str, gate: Floats, up: Floats | None = None, threshold:
     wide = np.asarray(gate, np.float64)
     if activation == "silu":
         active = wide * 0.5 * (1.0 + np.tanh(0.5 * wide))
+    elif activation == "gelu_tanh":
+        active = wide * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     else:
         active = kept(wide, threshold if activation == "fatrelu" else 0.0)
     if activation == "relu2":

@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu import FEW
-from powerinfer.kernels.gpu import Q8_STEP as Q8
+from powerinfer.kernels.gpu_types import FEW
+from powerinfer.kernels.gpu_types import Q8_STEP as Q8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu import Cached, Weight
+    from powerinfer.kernels.gpu_types import Cached, Weight
 
 
 class Tile(NamedTuple):

@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE
 from powerinfer.kernels.triton_kernels import Tile, add_bias, columns, either, precision, row_dots
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu import Neurons
+    from powerinfer.kernels.gpu_types import Neurons
 
 # Products of listed neurons, for one token and for several: fewer rows than in a whole matrix, for there are fewer.
 DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
@@ -33,6 +34,7 @@ ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
 ADD_PROGRAMS = 1056  # lists are cut until there are so many programs, eight for each processor of the largest GPUs,
 ADD_ROUNDS = 2  # but, were all neurons listed, into no fewer than so many tiles
 SUM = (16, 128)  # splits, and sums of each, that a program adds up at a time
+_GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 LIST = 1024  # neurons that one program looks at to list them; a multiple of the rows of tiles
 
 
@@ -92,9 +94,11 @@ def _list_kernel(
 
 @triton.jit
 def _active(a, threshold, ACTIVATION: tl.constexpr):
-    """The activation, of drelu its half; what is no number stays so."""
+    """The activation; of drelu, the gate's half. NaN propagates."""
     if ACTIVATION == "silu":
         return a / (1 + tl.exp(-a))
+    if ACTIVATION == "gelu_tanh":
+        return a / (1 + tl.exp(-_GELU_SCALE * (a + _GELU_CUBIC * a * a * a)))
     if ACTIVATION == "fatrelu":
         return tl.where(a <= threshold, 0.0, a)
     a = tl.where(a <= 0, 0.0, a)

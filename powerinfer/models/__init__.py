@@ -67,8 +67,9 @@ def load_split(
 
     PowerInferError, too, when the GPU cannot be used or has not enough memory.
     """
-    from powerinfer.devices.gpu import GpuLayers, choose_device, gpu_failures
+    from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
 
     config, device = checkpoint.config, choose_device(share.device)
     assert not share.head or share.layers == config.n_layers, "the head reads what the last layer gives"

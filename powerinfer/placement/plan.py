@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.prepared import write_small
-from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier

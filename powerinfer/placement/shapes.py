@@ -387,7 +387,7 @@ def find_shape(name: str) -> Shape:
     if not path.is_file():
         raise RequestError(f"no shape {shown(name)}: neither a config.json nor one of {', '.join(SHAPES)}")
     from powerinfer.formats.folder_config import read_config
-    from powerinfer.formats.safetensors_file import parse_json
+    from powerinfer.formats.json_file import parse_json
 
     with open(path, "rb") as file:
         raw = file.read(_CONFIG_LIMIT + 1)

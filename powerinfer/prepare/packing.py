@@ -18,14 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.bundle_file import (
-    ACROSS,
-    BundleFile,
-    bundle_layout,
-    n_groups,
-    open_bundles,
-    write_bundles,
-)
+from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layout, n_groups, open_bundles, write_bundles
 from powerinfer.formats.bundle_types import PartTypes, by_neuron, row_parts, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type, dequantize, quantize

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.safetensors_file import parse_json
 
 TIERS = ("gpu", "cpu", "disk")
 _LIMIT = 16 << 20  # bytes of a document: a line a layer

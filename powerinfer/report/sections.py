@@ -120,8 +120,6 @@ def _overlaps(profile: Profile) -> Table:
 
 # ---------------------------------------------------------------- predictors
 
-_QUALITY = ("recall", "precision", "candidate_fraction", "active_fraction")
-
 
 def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """What is known about the predictors; how good they are only where their training wrote it down."""

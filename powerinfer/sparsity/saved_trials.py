@@ -19,8 +19,8 @@ from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.prepared import prepared_folder, write_small
-from powerinfer.formats.safetensors_file import parse_json
 from powerinfer.kernels import cpu
 from powerinfer.sparsity.selectors import Selector, Threshold
 from powerinfer.sparsity.trial import Verdict

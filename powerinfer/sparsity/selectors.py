@@ -5,23 +5,17 @@
     predicted  those that a predictor names and whose gate, checked exactly, fires
     threshold  those whose activation exceeds a threshold: lossy, for activations that are never exactly zero
 
-The native operators do this work (csrc/sparse.cpp); `select` says in numpy what they must select.
+The native operators do this work (csrc/sparse.cpp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from powerinfer.config import ModelConfig
 from powerinfer.errors import RequestError
-
-Floats = NDArray[np.floating[Any]]
-Mask = NDArray[np.bool_]
 
 RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
 """Activations that are exactly zero for the neurons that do not fire."""
@@ -38,22 +32,12 @@ class Selector(Protocol):
         """Why a model of this configuration cannot be run so, and what to use instead; None when it can."""
         ...
 
-    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
-        """bool [tokens, d_ff]: the neurons to compute.
-
-        activations: of the gates (plain FFN: of up) [tokens, d_ff]; guesses: what a predictor says [tokens, d_ff].
-        """
-        ...
-
 
 class All:
     name, way, needs_predictor = "all", "dense", False
 
     def unsuited(self, config: ModelConfig) -> str | None:
         return None
-
-    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
-        return np.ones(activations.shape, bool)
 
 
 class Exact:
@@ -64,36 +48,14 @@ class Exact:
             return None
         return f"the activation {config.activation} is never exactly zero: use --selector threshold, which is lossy"
 
-    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
-        mask: Mask = activations != 0
-        return mask
 
-
-@dataclass(frozen=True)
 class Predicted:
-    """threshold: what a guess must reach; floor: if fewer do, so many of the largest guesses are taken."""
-
-    threshold: float = 0.0
-    floor: int = 0
     name, way, needs_predictor = "predicted", "predicted", True
 
     def unsuited(self, config: ModelConfig) -> str | None:
         if config.activation in RECTIFIED:
             return None
         return f"no predictor can name silent neurons of the activation {config.activation}: use --selector threshold"
-
-    def candidates(self, guesses: Floats) -> Mask:
-        """bool [tokens, d_ff]: the neurons whose gates are computed."""
-        mask: Mask = np.asarray(guesses >= self.threshold)
-        for row, guess in zip(mask, guesses, strict=True):
-            if row.sum() < min(self.floor, row.size):
-                row[np.argsort(-guess, kind="stable")[: self.floor]] = True
-        return mask
-
-    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
-        assert guesses is not None, "needs a predictor"
-        mask: Mask = self.candidates(guesses) & (activations != 0)
-        return mask
 
 
 @dataclass(frozen=True)
@@ -113,10 +75,6 @@ class Threshold:
 
     def unsuited(self, config: ModelConfig) -> str | None:
         return None
-
-    def select(self, activations: Floats, guesses: Floats | None) -> Mask:
-        mask: Mask = np.abs(activations) > self.most
-        return mask
 
 
 def selector_named(

@@ -1,0 +1,132 @@
+"""Time the CPU's part of a hybrid FFN alone: the cold neurons of a layer, for batches of several sizes.
+
+    python -m benchmarks.hybrid.cold_neurons [--types F16/F16,Q4_0/Q4_0X32] [--tokens 1,8,16,32] [--threads N]
+
+Random bundles of several layers, more than caches hold, whose neurons fire independently of each other, each with its
+own probability, spread evenly on a logarithmic scale (--fires LEAST:MOST). `exact` computes every gate; `named` those
+that fire and one in five besides, as a predictor that errs would. One line each: milliseconds of a layer, the bytes of
+the rows that some token needs (every gate, or the gates named; up and down of what fires), and these over the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import time
+from statistics import NormalDist, median
+from typing import Any
+
+import numpy as np
+
+from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.bundle_file import bundle_layout, n_groups
+from powerinfer.formats.bundle_memory import SomeBundles
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+
+SAMPLE = 1024  # neurons that are random; the others are copies of these, with biases of their own
+IN_VAIN = 0.2
+
+
+def random_rows(rng: Any, type_name: str, shape: tuple[int, int], deviation: float) -> RawTensor:
+    """A tensor whose values have that deviation."""
+    if type_name == "F16":
+        data = (deviation * rng.standard_normal(shape, np.float32)).astype(np.float16)
+        return RawTensor("F16", shape, data.view(np.uint8).reshape(-1))
+    size, spread = {"Q4_0": (16, 4.63), "Q8_0": (32, 73.9)}[type_name]  # of evenly spread codes
+    blocks = np.empty((shape[0] * shape[1] // 32, 2 + size), np.uint8)
+    blocks[:, :2] = np.array([deviation / spread], np.float16).view(np.uint8)
+    blocks[:, 2:] = rng.integers(0, 256, (len(blocks), size), np.uint8)
+    return RawTensor(type_name, shape, blocks.reshape(-1))
+
+
+def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) -> list[SomeBundles]:
+    """Random bundles of so many layers; activations of deviation 1 get products of deviation 1."""
+    k, groups = layout.d_model, n_groups(config.d_ff)
+    sample = np.zeros((SAMPLE // BUNDLE_GROUP, layout.group_bytes), np.uint8)
+    parts = [("dot", layout.gate_type, layout.up_at), ("add", layout.down_type, layout.down_at)]
+    if layout.gated:
+        parts.append(("dot", layout.gate_type, layout.gate_at))
+    for kind, type_name, at in parts:
+        across = type_name == "Q4_0X32"
+        shape = (SAMPLE * k // BUNDLE_GROUP, BUNDLE_GROUP) if across else (SAMPLE, k)
+        rows = random_rows(rng, "Q4_0" if across else type_name, shape, k**-0.5)
+        cpu.pack_part(type_name, kind, SAMPLE, k, rows.data, sample, layout.pitch, at, 1)
+    memory = mmap.mmap(-1, layers * groups * layout.group_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    out = np.frombuffer(memory, np.uint8).reshape(layers, groups, layout.group_bytes)
+    for layer in out:
+        for begin in range(0, groups, len(sample)):
+            layer[begin : begin + len(sample)] = sample[: groups - begin]
+    index = np.arange(config.d_ff, dtype=np.int32)
+    counts = np.full(groups, BUNDLE_GROUP, np.int32)
+    return [SomeBundles(index, counts, layer.reshape(1, -1)) for layer in out]
+
+
+def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
+    rng = np.random.default_rng(5)
+    k, n = args.d_model, args.neurons
+    config = ModelConfig("cold", 1, k, 1, 1, 16, n, 32, 64, 1e-5, RopeConfig(dim=16), "relu", gated=args.gated)
+    engine = EngineConfig(threads=args.threads, context=64, isa=args.isa)
+    executor = CpuExecutor(config, engine, np.ones(8, np.float32), 1.0, first_layer=1)
+    layout = bundle_layout(config, gate_type, down_type, cpu.part_bytes)
+    least, most = args.fires
+    p = np.exp(rng.uniform(np.log(least), np.log(most), n))
+    bias = np.array([NormalDist().inv_cdf(one) for one in p], np.float32)
+    biases = (bias, None, None) if args.gated else (None, bias, None)
+    every = bundles(rng, config, layout, args.layers)
+    ops = [executor.bundled_ffn(layout, some, biases=biases, replace=True) for some in every]
+    x = rng.standard_normal((max(args.tokens), k), np.float32)
+    out = np.empty_like(x)
+    fires = np.empty((len(x), n), bool)
+    for t in range(len(x)):
+        executor.count_fired(ops[0])
+        executor.neuron_sum(ops[0], x[t : t + 1], None, out[t : t + 1])
+        fires[t] = executor.fired(ops[0], n) > 0
+    named = (fires | (rng.random(fires.shape) < IN_VAIN * p / (1 - p))).astype(np.uint8)
+    for tokens in args.tokens:
+        fired = fires[:tokens].any(0)
+        scales = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP)) * layout.shared_bytes
+        rest = fired.sum() * (args.gated * layout.gate_bytes + layout.down_bytes) + scales
+        for names, gates in ((None, n), (named[:tokens], named[:tokens].any(0).sum())):
+            taken = []
+            for _ in range(args.rounds):
+                begin = time.perf_counter()
+                for op in ops:
+                    executor.neuron_sum(op, x[:tokens], names, out[:tokens])
+                taken.append((time.perf_counter() - begin) / len(ops))
+            needed, way = gates * layout.gate_bytes + rest, "exact" if names is None else "named"
+            print(
+                f"{gate_type}/{down_type} {tokens:3d} {way}: {1e3 * median(taken):8.2f} ms {needed / 1e6:7.1f} MB"
+                f" {needed / median(taken) / 1e9:6.2f} GB/s (of the neurons {gates / n:.2f} gates, {fired.mean():.2f}"
+                f" down; of a token {fires[:tokens].mean():.3f})",
+                flush=True,
+            )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="F16/F16,Q4_0/Q4_0X32", help="of gate and up, and of down")
+    parser.add_argument("--tokens", type=numbers, default=[1, 8, 16, 32])
+    parser.add_argument("--d-model", type=int, default=4096)
+    parser.add_argument("--neurons", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--fires", type=lambda text: [float(part) for part in text.split(":")], default=[0.002, 0.08])
+    parser.add_argument("--gated", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    for types in args.types.split(","):
+        measure(args, *types.split("/"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""Measure models that do not fit on a GPU: hot neurons on it, cold ones on the CPU, against llama.cpp with CUDA.
+
+    python -m benchmarks.hybrid.compare --models FOLDER --peer FOLDER_OF_BINARIES [--scale 0.25] [--minutes 9]
+    python -m benchmarks.hybrid.compare --models FOLDER --gpu cpu --scale tiny           tries everything without a GPU
+
+It makes the models (recipes.py), one at a time, and measures section by section:
+
+    make       the model, its profile, predictor and bundles, and what this machine can do (`powerinfer measure`)
+    peer       how many layers llama.cpp can put on the GPU within the budget: whole ones (-ngl), or all attention and
+               the FFNs of some (-ot); each with all threads and with half of them
+    kernel     bandwidth of the sum over a layer's neurons, a tenth of which fires
+    decode     tokens per second of 1, 8 and 32 requests together: this engine and llama.cpp in turn, round by round; of
+               this engine also the share of the firing neurons that the GPU had, a trace, what the plan predicted
+    ablation   what each idea brings: `dense`, whole layers on either side; `layers`, only the neurons that fire, both
+               sides in turns; `random`, both sides at a time with any neurons; and `time`, the plan's, from `decode`;
+               `exact` is the plan without a predictor
+    prefill    tokens per second of a prompt: cold neurons streamed to the GPU, or by the CPU; llama.cpp
+    budget     tokens per second by the budget
+
+A card with less memory is stood in for by the budget: the GPU is as fast as it is. --scale takes a share of a model's
+layers and the same share of its budget, for both engines (by itself a quarter of falcon-40b and of reglu-70b, all of
+drelu-7b); embedding, head and what a driver takes stay whole, so at a
+small scale less of the budget is left for layers than the real model would have.
+
+Every job is written down when it is done. Started again with the same --out, the script goes on where it was; with
+--minutes it ends before a job that might take longer. --retry does jobs that failed again. A model is removed when its
+jobs are done, unless --keep. table.py makes tables and plots of the JSON.
+
+llama.cpp has no budget for VRAM: what it takes is read from nvidia-smi. `lib/llama_cpp.py FOLDER --cuda 90` builds it.
+It reads the same files; it does not know of ReLU in them and computes the activation of their family, which costs the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hybrid import recipes, worker
+from benchmarks.lib import machine, programs, results
+from powerinfer.errors import PowerInferError
+
+SECTIONS = ("make", "peer", "decode", "ablation", "prefill", "budget", "kernel")
+SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the budget
+STEPS = ("dense", "layers", "random")  # of the ablation, before the plan
+KERNEL_TOKENS = (1, 8, 32)
+MOST_TRIES = 6  # for one limit of the peer
+HANGS = 240  # seconds, after which a program is taken not to end any more
+EVERYTHING = 999  # as -ngl: all layers and the head
+
+Result = dict[str, Any]
+
+
+class Vram:
+    """Peak of the memory in use on a GPU while in the context, without what was in use before. None where unknown."""
+
+    peak: int | None = None
+
+    def __init__(self, gpu: str) -> None:
+        self._gpu = gpu
+
+    def __enter__(self) -> Vram:
+        self._process: subprocess.Popen[str] | None = None
+        if self._gpu == "cpu":
+            return self
+        command = ["nvidia-smi", "-i", self._gpu.partition(":")[2] or "0", "--query-gpu=memory.used"]
+        command += ["--format=csv,noheader,nounits", "-lms", "100"]
+        try:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        except OSError:
+            return self
+        self._seen = [self._read()]
+        self._reader = threading.Thread(target=self._follow, daemon=True)
+        self._reader.start()
+        return self
+
+    def _read(self) -> int | None:
+        assert self._process is not None and self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        return int(line) << 20 if line.isdigit() else None
+
+    def _follow(self) -> None:
+        while (used := self._read()) is not None:
+            self._seen.append(used)
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        self._reader.join()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        known = [used for used in self._seen if used is not None]
+        self.peak = max(known) - known[0] if known else None
+
+
+def run(task: Result) -> Result:
+    """A task of worker.py in its own process; RuntimeError with its last line when it fails.
+
+    With a stand-in for a GPU in this one: there is no memory of a device to be given back.
+    """
+    if task.get("gpu") == "cpu":
+        return worker.perform(task)
+    command = [sys.executable, "-m", "benchmarks.hybrid.worker", json.dumps(task)]
+    return dict(json.loads(programs.output(command, None if task["what"] == "make" else HANGS).splitlines()[-1]))
+
+
+@dataclass
+class Peer:
+    """llama.cpp with CUDA. folder: of its binaries; extra: further flags of each of them."""
+
+    folder: Path
+    gpu: str
+    extra: list[str]
+
+    def _command(self, name: str, model: Path, threads: int, flags: list[str]) -> list[str]:
+        return [str(self.folder / name), "-m", str(model), "-t", str(threads), *flags, *self.extra]
+
+    def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
+        """Tokens per second of one request, and the peak of VRAM in bytes."""
+        command = self._command("llama-bench", model, threads, flags)
+        with Vram(self.gpu) as vram:
+            text = programs.output([*command, "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"], HANGS)
+        return float(json.loads(text)[0]["avg_ts"]), vram.peak
+
+    def prompt(self, model: Path, limit: Result, tokens: int) -> Result:
+        """As `worker.prefill`, with the flags that were found to fit."""
+        command = self._command("llama-bench", model, limit["threads"], limit["flags"])
+        text = programs.output([*command, "-p", str(tokens), "-n", "0", "-r", "2", "-o", "json"], HANGS)
+        return {"prefill_tok_s": {"llama.cpp": float(json.loads(text)[0]["avg_ts"])}}
+
+    def together(self, model: Path, threads: int, flags: list[str], batches: list[int], tokens: int) -> Result:
+        """Tokens per second by the number of requests, each behind a prompt of one token."""
+        command = self._command("llama-batched-bench", model, threads, flags)
+        sizes = ["-npp", "1", "-ntg", str(tokens), "-npl", ",".join(map(str, batches))]
+        cache = ["-c", str(max(batches) * (tokens + 2)), "-fit", "off", "--output-format", "jsonl"]
+        lines = programs.output([*command, *sizes, *cache], HANGS).splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        return {str(one["pl"]): one["speed_tg"] for one in found}
+
+    def measure(self, model: Path, limit: Result, batches: list[int], tokens: int) -> Result:
+        """As `worker.decode`, with the flags that were found to fit."""
+        threads, flags = limit["threads"], limit["flags"]
+        rate, used = self.alone(model, threads, flags, tokens)
+        rates: Result = {"1": rate}
+        several = [batch for batch in batches if batch > 1]
+        result: Result = {"decode_tok_s": rates, "vram_used": used}
+        try:
+            rates |= self.together(model, threads, flags, several, min(tokens, 31)) if several else {}
+        except (OSError, RuntimeError, ValueError) as error:
+            result["together_error"] = programs.reason(error)
+        return result
+
+
+def ngl_flags(count: int, layers: int) -> list[str]:
+    """The head and the last `count - 1` layers on the GPU as a whole; one more than there are layers is all."""
+    return ["-ngl", str(EVERYTHING if count > layers else count)]
+
+
+def ot_flags(count: int, layers: int) -> list[str]:
+    """All attention, the head and the FFNs of the first `count` layers on the GPU."""
+    flags = ["-ngl", str(EVERYTHING)]
+    if count < layers:
+        names = "|".join(map(str, range(count, layers)))
+        flags += ["-ot", rf"blk\.({names})\.ffn_(up|gate|down)\.weight=CPU"]
+    return flags
+
+
+WAYS: dict[str, tuple[Callable[[int, int], list[str]], int]] = {"ngl": (ngl_flags, 1), "ot": (ot_flags, 0)}
+"""Of llama.cpp: flags for a count of units on the GPU, and units beyond the layers."""
+
+
+def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int, threads: int) -> Result:
+    """The most units on the GPU within the budget, found by trying, and the better of two numbers of threads.
+
+    each: about the bytes of a unit, for the first guesses.
+    """
+    flags, more = WAYS[way]
+    fits, exceeds = -1, layers + more + 1
+    at = min(layers + more, budget // each)
+    tries: list[Result] = []
+    known: dict[int, int] = {}
+    while exceeds - fits > 1 and len(tries) < MOST_TRIES:
+        tries.append({"count": at})
+        try:
+            tries[-1]["tok_s"], used = peer.alone(model, threads, flags(at, layers), 8)
+        except RuntimeError as error:  # most likely the GPU's memory
+            tries[-1]["error"] = programs.reason(error)
+            exceeds, at = at, (fits + at) // 2
+            continue
+        if used is None:
+            raise RuntimeError("nvidia-smi does not say how much VRAM is in use")
+        tries[-1]["vram_used"] = known[at] = used
+        fits, exceeds = (at, exceeds) if used <= budget else (fits, at)
+        if len(known) > 1 and known[max(known)] > known[min(known)]:
+            each = (known[max(known)] - known[min(known)]) // (max(known) - min(known))
+        at = min(exceeds - 1, max(fits + 1, at + (budget - used) // max(1, each)))
+    if fits < 0:
+        raise RuntimeError(f"nothing fits into {budget} bytes: {tries}")
+    found: Result = {"count": fits, "flags": flags(fits, layers), "tries": tries}
+    rates = {n: peer.alone(model, n, found["flags"], 16)[0] for n in sorted({threads, max(1, threads // 2)})}
+    return found | {"threads": max(rates, key=lambda n: rates[n]), "tok_s_by_threads": rates}
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@dataclass
+class Measurement:
+    """What is measured, and the document that holds what has been."""
+
+    arguments: argparse.Namespace
+    document: Result
+    peer: Peer | None
+    begun: float = field(default_factory=lambda: time.monotonic())
+    longest: dict[str, float] = field(default_factory=dict)  # seconds, of the jobs of a section
+
+    @property
+    def jobs(self) -> dict[str, Result]:
+        jobs: dict[str, Result] = self.document["jobs"]
+        return jobs
+
+    def wanted(self, key: str) -> bool:
+        """Whether the job is still to be done."""
+        done = self.jobs.get(key)
+        return done is None or (self.arguments.retry and "error" in done)
+
+    def over(self, key: str) -> bool:
+        """Whether the job might not end in time if it takes as long as any of its section, or else any but make did."""
+        left = 60 * self.arguments.minutes - (time.monotonic() - self.begun)
+        others = [seconds for section, seconds in self.longest.items() if section != "make"]
+        return bool(self.arguments.minutes) and left < self.longest.get(_section(key), max(others, default=0.0))
+
+    def do(self, key: str, work: Callable[[], Result]) -> None:
+        """Do a job and write down what came of it."""
+        machine.wait_until_quiet(self.arguments.quiet)
+        begin = time.monotonic()
+        with machine.Load() as load:
+            try:
+                result = work()
+            except (OSError, RuntimeError, ValueError, KeyError, IndexError, PowerInferError) as error:
+                result = {"error": programs.reason(error)}
+        taken = time.monotonic() - begin
+        self.longest[_section(key)] = max(self.longest.get(_section(key), 0.0), taken)
+        others = {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
+        self.jobs[key] = result | others | {"wall_s": round(taken, 1), "commit": machine.commit()}
+        results.write_json(self.arguments.out, self.document)
+        print(f"{key}: {said(result)} ({taken:.0f} s)", file=sys.stderr, flush=True)
+
+
+def _section(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def said(result: Result) -> str:
+    """A result in a few words."""
+    if "error" in result:
+        return str(result["error"])
+    rates = result.get("decode_tok_s") or result.get("prefill_tok_s", {})
+    return ", ".join(f"{batch}: {rate:.1f} tok/s" for batch, rate in rates.items()) or "done"
+
+
+def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """(key, work) of all jobs on a model but making it, in the order in which they are done."""
+    arguments, peer = measurement.arguments, measurement.peer
+    made = recipes.recipe(name, arguments.scale)
+    model = recipes.path_of(arguments.models, name, arguments.scale)
+    layers, sections = made.plan.n_layers, arguments.sections
+    vram: int | float = made.vram or 0.5
+
+    def ours(policy: str, selector: str, budget: int | float, batches: list[int], trace: Path | None = None) -> Result:
+        task = {"what": "decode", "model": str(model), "gpu": arguments.gpu, "vram": budget, "policy": policy}
+        task |= {"selector": selector, "batches": batches, "tokens": arguments.tokens, "threads": arguments.threads}
+        task["most"] = max(arguments.batches)  # so that all runs have the same cache
+        with Vram(arguments.gpu) as used:
+            result = run(task | {"trace": None if trace is None else str(trace)})
+        return result | {"vram_used": used.peak}
+
+    def theirs(way: str, prompt: bool = False) -> Result:
+        found = measurement.jobs.get(f"peer/{name}/{way}", {})
+        if peer is None or "flags" not in found:
+            raise RuntimeError(f"no flags are known to fit: section peer, job peer/{name}/{way}")
+        if prompt:
+            return peer.prompt(model, found, arguments.prompt)
+        return peer.measure(model, found, arguments.batches, arguments.tokens)
+
+    def our_prompt() -> Result:
+        task = {"what": "prefill", "model": str(model), "gpu": arguments.gpu, "vram": vram, "policy": "time"}
+        return run(task | {"selector": "predicted", "prompt": arguments.prompt, "threads": arguments.threads})
+
+    def found_limit(way: str) -> Result:
+        assert peer is not None
+        each = max(1, model.stat().st_size // (layers + 1))
+        return limit(peer, model, way, layers, made.vram, each, arguments.threads)
+
+    ways = list(WAYS) if peer is not None and made.vram else []
+    if "peer" in sections:
+        for way in ways:
+            yield f"peer/{name}/{way}", lambda way=way: found_limit(way)
+    if "kernel" in sections:
+        task = {"what": "kernel", "model": str(model), "gpu": arguments.gpu, "tokens": list(KERNEL_TOKENS)}
+        yield f"kernel/{name}", lambda: run(task)
+    for number in range(arguments.rounds):
+        each: list[tuple[str, Callable[[], Result]]] = []
+        if "decode" in sections:
+            trace = arguments.out.with_name(f"{arguments.out.stem}-{name}-trace.json") if number == 0 else None
+            plan = lambda trace=trace: ours("time", "predicted", vram, arguments.batches, trace)  # noqa: E731
+            each.append((f"decode/{name}/{number}/powerinfer", plan))
+            each += [(f"decode/{name}/{number}/llama.cpp-{way}", lambda way=way: theirs(way)) for way in ways]
+        if "ablation" in sections and number < arguments.ablation_rounds:
+            steps = [(step, lambda step=step: ours(step, "predicted", vram, [1])) for step in STEPS]
+            steps.append(("exact", lambda: ours("time", "exact", vram, [1])))
+            each += [(f"ablation/{name}/{number}/{step}", work) for step, work in steps]
+        if "prefill" in sections:
+            each.append((f"prefill/{name}/{number}/powerinfer", our_prompt))
+            each += [(f"prefill/{name}/{number}/llama.cpp-{way}", lambda way=way: theirs(way, True)) for way in ways]
+        shift = number % max(1, len(each))
+        yield from each[shift:] + each[:shift]
+    if "budget" in sections:
+        for share in arguments.shares:
+            budget = int(share * made.vram) if made.vram else share / 2
+            yield f"budget/{name}/{share:g}", lambda budget=budget: ours("time", "predicted", budget, [1])
+
+
+def measure(measurement: Measurement) -> bool:
+    """Do what is left of all models. False where time was over before all was done."""
+    arguments = measurement.arguments
+    threads = {"threads": arguments.threads}
+    for name in arguments.names:
+        left = [(key, work) for key, work in jobs(measurement, name) if measurement.wanted(key)]
+        model = recipes.path_of(arguments.models, name, arguments.scale)
+        if left or ("make" in arguments.sections and measurement.wanted(f"make/{name}")):
+            if measurement.over(f"make/{name}"):
+                return False
+            make = threads | {"what": "make", "model": str(model), "name": name, "scale": arguments.scale}
+            if measurement.wanted(f"make/{name}") or not bundles_of(model).exists():
+                measurement.do(f"make/{name}", lambda make=make: run(make))
+            if "error" in measurement.jobs[f"make/{name}"]:
+                continue
+        if left and measurement.wanted("hardware"):
+            measurement.do("hardware", lambda: run(threads | {"what": "hardware", "gpu": arguments.gpu}))
+        for key, work in left:
+            if measurement.over(key):
+                return False
+            measurement.do(key, work)
+        if not arguments.keep and set(arguments.sections) > {"make"}:
+            recipes.remove(model)
+    return True
+
+
+def bundles_of(model: Path) -> Path:
+    """The last file of a model's making."""
+    return Path(f"{model}.powerinfer") / "neurons.safetensors"
+
+
+def opened(out: Path, settings: Result) -> Result:
+    """The document that is gone on with, or a new one. SystemExit where it was measured otherwise."""
+    if not out.exists():
+        return {"kind": "hybrid", **machine.description(), "settings": settings, "jobs": {}}
+    document: Result = json.loads(out.read_text())
+    if document.get("settings") != json.loads(json.dumps(settings)):
+        sys.exit(f"{out} was measured with other settings; give another --out, or remove it")
+    return document
+
+
+def gpu_name(gpu: str) -> str:
+    """Of the device, or that it is stood in for."""
+    if gpu == "cpu":
+        return "none: torch's CPU device stands in"
+    index = gpu.partition(":")[2] or "0"
+    query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return machine.first_line("nvidia-smi", "-i", index, *query) or "unknown"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = tuple(recipes.RECIPES)
+    parser.add_argument("--models", type=Path, required=True, metavar="FOLDER", help="where the models are made")
+    parser.add_argument("--names", nargs="+", choices=known, default=known, help="models; default: all")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: all")
+    parser.add_argument("--scale", default="own", help="share of layers and budget, or tiny (default: %(default)s)")
+    parser.add_argument("--gpu", default="cuda", help="cuda, cuda:1, or cpu, which stands in (default %(default)s)")
+    parser.add_argument("--peer", type=Path, metavar="FOLDER", help="of llama.cpp's binaries, built with CUDA")
+    parser.add_argument("--peer-flags", default="", metavar="FLAGS", help="more, that both of its programs take")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="requests together")
+    parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone; several: 31 at most")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ablation-rounds", type=int, default=1)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the budget; default: %(default)s")
+    parser.add_argument("--quiet", type=float, default=4.0, help="seconds to wait for a quiet machine before a job")
+    parser.add_argument("--minutes", type=float, default=0, help="begin no job that might end later; 0: no limit")
+    parser.add_argument("--retry", action="store_true", help="do failed jobs again")
+    parser.add_argument("--keep", action="store_true", help="keep the models")
+    parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid.json")
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        try:
+            recipes.recipe(name, arguments.scale)
+        except ValueError as error:
+            parser.error(str(error))
+    arguments.batches = list(arguments.batches)
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # models are made by threads of their own
+    settings = {"scale": arguments.scale, "gpu": arguments.gpu, "device": gpu_name(arguments.gpu)}
+    settings |= {name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "prompt", "peer_flags")}
+    document = opened(arguments.out, settings)
+    models = document.setdefault("models", {})
+    for name in arguments.names:
+        whole = recipes.RECIPES[name]
+        models[name] = recipes.recipe(name, arguments.scale).document()
+        models[name] |= {"whole_layers": whole.layers, "whole_vram": whole.vram}
+    peer = None
+    if arguments.peer is not None:
+        peer = Peer(arguments.peer, arguments.gpu, arguments.peer_flags.split())
+        document["peer"] = programs.peer_facts(arguments.peer)
+    arguments.models.mkdir(parents=True, exist_ok=True)
+    if not measure(Measurement(arguments, document, peer)):
+        print("time is over: start it again with the same --out to go on", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

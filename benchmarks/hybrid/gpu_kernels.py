@@ -1,0 +1,263 @@
+"""Time the kernels of a GPU alone, as shares of the memory bandwidth that a copy reaches.
+
+    python -m benchmarks.hybrid.gpu_kernels [--d-model 8192] [--d-ff 28672] [--active 0.1] [--sweep] [--out FILE]
+    python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
+
+For every type of weights: a matrix against 1, 8 and 32 tokens, and the neurons of a gated ReLU layer of which a share
+is named, all of which fire; then attention over a long context, and a predictor. What a kernel reads is counted once,
+the neurons that any token names for all tokens together. Weights are taken in turn from copies that are larger in all
+than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor Python help or hinder.
+
+--sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
+choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
+plain torch is timed, which only shows that the script runs. Prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.lib import machine, results
+from powerinfer.kernels import gpu
+
+KERNELS = ("linear", "neurons", "predict", "attention")
+TOKENS = (1, 8, 32)
+TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
+UNCACHED = 512 << 20  # bytes that copies of weights come to
+CALLS = 16  # of a recorded step
+REPEATS = 7
+CONTEXT = 4096
+
+Call = Callable[[int], Any]
+"""A kernel on the i-th copy of what it reads."""
+
+
+def random_weight(kind: str, rows: int, k: int, device: str) -> gpu.Weight:
+    weight = gpu._empty(kind, rows, k, device)
+    if weight.data.is_floating_point():
+        weight.data.normal_(0, k**-0.5)
+    else:
+        info = torch.iinfo(weight.data.dtype)
+        weight.data.random_(info.min, info.max + 1)
+    if weight.scales is not None:
+        weight.scales.fill_(0.2 * k**-0.5)
+    return weight
+
+
+def random_neurons(types: tuple[str, str], n: int, d_model: int, device: str) -> gpu.Neurons:
+    """A layer all of whose neurons fire if they are named."""
+    gate, up, down = (random_weight(kind, n, d_model, device) for kind in (types[0], *types))
+    across = types[1] == "Q4_0X32"
+    shared = torch.full((-(-n // 32), d_model), 0.01, dtype=torch.float16, device=device) if across else None
+    group = (torch.arange(n, device=device) // 32).int() if across else None
+    return gpu.Neurons(gate, up, down, shared, group, torch.full((n,), 1e3, device=device), None, "relu", 0.0)
+
+
+def seconds(call: Call, copies: int, device: str) -> float:
+    """Of one call, the median over the repeats."""
+    calls = max(CALLS, copies)
+    if device == "cpu":
+        call(0)
+        begin = time.perf_counter()
+        for i in range(copies):
+            call(i)
+        return (time.perf_counter() - begin) / copies
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call(0)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for i in range(calls):
+            call(i % copies)
+    times = []
+    for _ in range(REPEATS + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    return median(times[1:])
+
+
+def copy_gb_s(device: str) -> float:
+    """Bytes read and written by a copy, 1e9 a second."""
+    size = UNCACHED if device != "cpu" else 1 << 24
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda _: target.copy_(source), 1, device) / 1e9
+
+
+def copies_of(nbytes: int, device: str) -> int:
+    return 2 if device == "cpu" else -(-UNCACHED // nbytes)
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, int, Call]]:
+    """(what, type, tokens, bytes read, copies, call)."""
+    device, d_model, d_ff = arguments.device, arguments.d_model, arguments.d_ff
+
+    def wanted(what: str, kind: str) -> bool:
+        return what in arguments.kernels and (arguments.types is None or kind in arguments.types)
+
+    for kind in dict.fromkeys(kind for kind, _ in TYPES if wanted("linear", kind)):
+        nbytes = gpu.weight_bytes(kind, d_model, d_model)
+        weights = [random_weight(kind, d_model, d_model, device) for _ in range(copies_of(nbytes, device))]
+        for tokens in arguments.tokens:
+            x = torch.randn(tokens, d_model, device=device)
+            yield "linear", kind, tokens, nbytes, len(weights), lambda i, w=weights, x=x: gpu.linear(w[i], x)
+    for types in [types for types in TYPES if wanted("neurons", "/".join(types))]:
+        one = random_neurons(types, d_ff, d_model, device)
+        active = int(one.nbytes * arguments.active)
+        layers = [one] + [
+            random_neurons(types, d_ff, d_model, device) for _ in range(min(copies_of(active, device), 4) - 1)
+        ]
+        rows = sum(w.nbytes for w in (one.gate, one.up, one.down) if w is not None) // d_ff
+        for tokens in arguments.tokens:
+            x = torch.randn(tokens, d_model, device=device)
+            chosen = np.random.default_rng(tokens).random((tokens, d_ff)) < arguments.active
+            union = np.flatnonzero(chosen.any(axis=0))
+            shared = 0 if one.shared is None else len(np.unique(union // 32)) * 2 * d_model
+            named = torch.from_numpy(chosen.astype(np.uint8)).to(device)
+            call = lambda i, n=layers, x=x, named=named: gpu.neuron_sum(n[i], x, named)  # noqa: E731
+            yield "neurons", "/".join(types), tokens, len(union) * rows + shared, len(layers), call
+    if wanted("predict", "Q8_0"):
+        rank = d_model // 8
+        nbytes = gpu.weight_bytes("Q8_0", rank, d_model) + gpu.weight_bytes("Q8_0", d_ff, rank)
+        pairs = [
+            (random_weight("Q8_0", rank, d_model, device), random_weight("Q8_0", d_ff, rank, device))
+            for _ in range(copies_of(nbytes, device))
+        ]
+        for tokens in arguments.tokens:
+            x = torch.randn(tokens, d_model, device=device)
+            yield "predict", "Q8_0", tokens, nbytes, len(pairs), lambda i, p=pairs, x=x: gpu.predict(*p[i], x, 0.5, 8)
+    if "attention" in arguments.kernels:
+        yield from attention_cases(device, d_model, arguments.tokens)
+
+
+def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
+    dim = 128
+    heads, pages = d_model // dim, CONTEXT // gpu.PAGE
+    for kv_heads, tokens in itertools.product((max(1, heads // 8), heads), sizes):
+        shape = (tokens * pages, gpu.PAGE, kv_heads, dim)
+        nbytes = 2 * 2 * int(np.prod(shape))
+        caches = [
+            [gpu.Cached(torch.randn(shape, device=device).half()) for _ in "kv"]
+            for _ in range(min(copies_of(nbytes, device), 8))
+        ]
+        table = torch.arange(tokens * pages, dtype=torch.int32, device=device).view(tokens, pages)
+        rows = torch.arange(tokens, dtype=torch.int32, device=device)
+        positions = torch.full((tokens,), CONTEXT - 1, dtype=torch.int32, device=device)
+        q = torch.randn(tokens, heads, dim, device=device)
+
+        def call(i: int, q: Any = q, caches: Any = caches, where: Any = (table, rows, positions)) -> None:
+            gpu.attention(q, *caches[i], *where, None, dim**-0.5)
+
+        yield "attention", f"F16, {heads} heads on {kv_heads}", tokens, nbytes, len(caches), call
+
+
+@contextmanager
+def tiles(what: str, kind: str, tokens: int) -> Iterator[Iterator[tuple[Any, ...]]]:
+    """Goes through other tiles for a case, which stand in the kernels' tables while one is looked at."""
+    from powerinfer.kernels import triton_kernels, triton_neurons
+
+    first, _, down = kind.partition("/")
+    several = tokens > 1
+    tables: list[tuple[dict[str, Any], str]] = []
+    if what in ("linear", "predict"):
+        tables = [(triton_kernels.SEVERAL if several else triton_kernels.ONE, first)]
+    elif what == "neurons":
+        tables = [
+            (triton_neurons.DOT_SEVERAL if several else triton_neurons.DOT_ONE, first),
+            (triton_neurons.ADD_SEVERAL if several else triton_neurons.ADD_ONE, down),
+        ]
+    before = [table[name] for table, name in tables]
+
+    def choices() -> Iterator[tuple[Any, ...]]:
+        for (table, name), own in zip(tables, before, strict=True):
+            for rows, columns, warps in itertools.product((0.5, 1, 2, 4), (0.5, 1, 2), (0.5, 1, 2)):
+                tile = triton_kernels.Tile(int(own.rows * rows), int(own.columns * columns), int(own.warps * warps))
+                if tile.warps and tile.rows >= (16 if several else 1) and tile.columns >= 32:
+                    table[name] = tile
+                    yield (*(t[n] for t, n in tables),)
+            table[name] = own
+
+    try:
+        yield choices()
+    finally:
+        for (table, name), own in zip(tables, before, strict=True):
+            table[name] = own
+
+
+def swept(what: str, kind: str, tokens: int, call: Call, copies: int, device: str) -> dict[str, Any]:
+    """The fastest tiles of those tried."""
+    from triton.errors import TritonError
+
+    tried = []
+    with tiles(what, kind, tokens) as choices:
+        for chosen in choices:
+            try:
+                tried.append((seconds(call, copies, device), [list(tile) for tile in chosen]))
+            except (TritonError, RuntimeError):  # too large for the GPU, or the compiler refuses it
+                continue
+    best = sorted(tried, key=lambda one: one[0])[:3]
+    return {"best": [{"us": round(1e6 * s, 2), "tiles": chosen} for s, chosen in best]} if best else {}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = arguments.device
+    peak = copy_gb_s(device)
+    timed: list[dict[str, Any]] = []
+    name = "torch on the CPU" if device == "cpu" else torch.cuda.get_device_name()
+    sizes = {key: getattr(arguments, key) for key in ("d_model", "d_ff", "active")}
+    document = {**machine.description(), "device": name, "torch": torch.__version__, **sizes, "copy_gb_s": peak}
+    document["kernels"] = timed
+    for what, kind, tokens, nbytes, copies, call in cases(arguments):
+        with torch.inference_mode():
+            s = seconds(call, copies, device)
+            case = {"kernel": what, "type": kind, "tokens": tokens, "bytes": nbytes, "us": round(1e6 * s, 2)}
+            case |= {"gb_s": round(nbytes / s / 1e9, 1), "share": round(nbytes / s / 1e9 / peak, 3)}
+            if arguments.sweep:
+                case |= swept(what, kind, tokens, call, copies, device)
+        timed.append(case)
+        print(json.dumps(case), flush=True)
+        if arguments.out is not None:
+            results.write_json(arguments.out, document)
+    return document
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--d-model", type=int, default=8192)
+    parser.add_argument("--d-ff", type=int, default=28672, help="neurons of a layer that are on the GPU")
+    parser.add_argument("--active", type=float, default=0.1, help="share of them that a token needs")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="default: all")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="as the results name them, such as F16/F16")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="default: 1 8 32")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles")
+    parser.add_argument("--out", type=Path, help="write the document there too")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here")
+    if arguments.device == "cpu" and arguments.sweep:
+        parser.error("tiles are those of Triton's kernels, which need a GPU")
+    document = measure(arguments)
+    print(json.dumps(document))
+    return document
+
+
+if __name__ == "__main__":
+    main()

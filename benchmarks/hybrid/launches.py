@@ -1,0 +1,199 @@
+"""Count what a decode step launches on a GPU from Python, and time what that costs the host.
+
+    python -m benchmarks.hybrid.launches MODEL [--gpu cuda] [--split 0.5] [--requests 1] [--steps 32] [--out FILE]
+
+MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--selector predicted). All of its layers
+go to the GPU, and of their neurons a share chosen at random (--split). A step is run replayed, as the engine does it,
+and launched one by one. Of each way:
+
+- `operators` of a step: replays, and by kind those that are launched anew in every step; counted on any machine
+- `calls` of a step: what the driver is told, by name, as torch's profiler has it; on a GPU alone
+- `step_us`, and of it `host_us`: what remains without waiting for the GPU and without the CPU's neurons; per layer too.
+  On a GPU alone: elsewhere the host computes what it launches
+- `python_us` of a step: the same while replays do nothing, which is the engine's own part of it
+
+Prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib import machine
+from powerinfer.config import EngineConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.split import SplitExecutor
+from powerinfer.devices.step import Recorder, Run, State
+from powerinfer.formats.bundle_file import open_bundles
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.predictor_file import open_predictor
+from powerinfer.hybrid.ffn import hang_neurons
+from powerinfer.kernels import cpu
+from powerinfer.models import GpuShare, load_split
+from powerinfer.neurons import Placement, Tier
+
+CONTEXT = 256  # tokens of a request at most
+FIRST = 3  # steps until all is recorded
+
+Replay = Callable[[State], State]
+
+
+class Ways:
+    """Makes recordings with another recorder, counts replays, and may leave them out."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder or (lambda run, state: run)
+        self.replays = 0
+        self.idle = False
+
+    def record(self, run: Run, state: State) -> Replay:
+        recorded = self._recorder(run, state)
+
+        def replay(before: State) -> State:
+            self.replays += 1
+            return before if self.idle else recorded(before)
+
+        return replay
+
+
+class Clock:
+    """Adds up the seconds that are spent in some functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def within(self, thing: Any, name: str) -> None:
+        function = getattr(thing, name)
+
+        def timed(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*arguments)
+            self.seconds += time.perf_counter() - begin
+            return result
+
+        setattr(thing, name, timed)
+
+
+@contextmanager
+def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
+    """All layers and the head on the GPU, neurons on both sides."""
+    checkpoint = open_checkpoint(arguments.model)
+    config, bundles = checkpoint.config, open_bundles(checkpoint, None, cpu.part_bytes)
+    engine = EngineConfig(
+        context=CONTEXT, max_batch=arguments.requests, prefill_chunk=64, threads=arguments.threads, kv_type="f16"
+    )
+    pages = arguments.requests * CONTEXT // cpu.PAGE
+    executor = load_split(
+        checkpoint, engine, GpuShare(arguments.gpu, config.n_layers, True, True, bundles, pages=pages)
+    )
+    rng, predictors = np.random.default_rng(0), None
+    if arguments.selector == "predicted":
+        file = open_predictor(checkpoint)
+        predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
+    tiers = [
+        np.where(rng.random(config.d_ff) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
+        for _ in range(config.n_layers)
+    ]
+    try:
+        placement = Placement(config.d_ff, 1, tuple(tiers))
+        hang_neurons(executor.cpu, executor.gpu, bundles, placement, predictors=predictors)
+        yield executor
+    finally:
+        executor.close()
+
+
+def batch_at(executor: SplitExecutor, requests: int, position: int) -> Batch:
+    """The next token of each request, all of which are as long."""
+    each = np.arange(requests, dtype=np.int32)
+    pages = np.arange(requests * CONTEXT // cpu.PAGE, dtype=np.int32).reshape(requests, -1)
+    return Batch(each % executor.vocab_size, np.full(requests, position, np.int32), each, pages, each)
+
+
+def timed_steps(executor: SplitExecutor, requests: int, steps: int, clock: Clock) -> tuple[float, float]:
+    """Median seconds of a step in `GpuLayers`, in all and outside of the clock's functions."""
+    whole, own = [], []
+    for position in range(steps):
+        batch = batch_at(executor, requests, position)
+        x = executor.cpu.embedded(batch)
+        waited, begin = clock.seconds, time.perf_counter()
+        executor.gpu.run(batch, x)
+        whole.append(time.perf_counter() - begin)
+        own.append(whole[-1] - (clock.seconds - waited))
+    return median(whole[FIRST:]), median(own[FIRST:])
+
+
+def driver_calls(executor: SplitExecutor, requests: int, steps: int) -> dict[str, float]:
+    """What the CUDA driver and its runtime are told in a step, by name."""
+    import torch
+
+    told = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[told.CPU, told.CUDA]) as profile:
+        for position in range(steps):
+            executor.forward(batch_at(executor, requests, position))
+    on_host = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    names = Counter(name for name in on_host if name.startswith("cu"))
+    return {name: count / steps for name, count in names.most_common()}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    with loaded(arguments) as executor:
+        layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
+        link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
+        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu, "end")):
+            clock.within(thing, name)
+        ways = Ways(executor.gpu._recorder)
+        document: dict[str, Any] = {}
+        for name, recorder in (("replayed", ways.record), ("one by one", None)):
+            executor.gpu.record(recorder)
+            timed_steps(executor, requests, FIRST + 1, clock)
+            whole, own = timed_steps(executor, requests, steps, clock)
+            ways.replays = 0
+            executor.forward(batch_at(executor, requests, steps - 1))
+            anew = Counter(one.kind for one in executor.gpu.operators if recorder is None or not one.static)
+            way: dict[str, Any] = {"operators": {"replays": ways.replays, **anew}}
+            if on_gpu:
+                way["calls"] = driver_calls(executor, requests, steps)
+                times = {"step_us": 1e6 * whole, "host_us": 1e6 * own, "host_us_per_layer": 1e6 * own / layers}
+                way |= {key: round(value, 1) for key, value in times.items()}
+            if recorder is not None:
+                ways.idle = True
+                idle = 1e6 * timed_steps(executor, requests, steps, clock)[1]
+                way |= {"python_us": round(idle, 1), "python_us_per_layer": round(idle / layers, 2)}
+                ways.idle = False
+            document[name] = way
+        about = {key: getattr(arguments, key) for key in ("gpu", "selector", "split", "requests", "steps")}
+        return {**machine.description(), **about, "model": arguments.model.name, "layers": layers, **document}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--gpu", default="cuda")
+    parser.add_argument("--selector", default="exact", choices=("exact", "predicted"))
+    parser.add_argument("--split", type=float, default=0.5, help="share of the neurons that are on the GPU")
+    parser.add_argument("--requests", type=int, default=1, help="of a step, a token of each")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the document there too")
+    arguments = parser.parse_args(argv)
+    if not FIRST < arguments.steps <= CONTEXT:
+        parser.error(f"--steps is more than {FIRST} and at most {CONTEXT}")
+    document = measure(arguments)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+    return document
+
+
+if __name__ == "__main__":
+    main()

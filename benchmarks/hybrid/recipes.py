@@ -1,0 +1,137 @@
+"""The models of compare.py: shapes of published ones with random weights, and everything that `prepare` would make.
+
+Made from what is known rather than measured, to save time: the neurons of models/make_model.py fire as often as a power
+law says, so the profile holds these frequencies (`make_model.known_profile`) and the predictor is the one that the
+weights were built around (`make_model.make_predictor`). The bundles are packed by `powerinfer pack`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models import make_model
+from benchmarks.models.weights import Plan
+from powerinfer.cli.main import main as powerinfer
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.profile_file import write_profile
+
+GIB = 1 << 30
+RANK = 512  # of the predictors
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and the memory of the card that is stood in for.
+
+    stored: type of the matrices; vram: bytes; about: what the firing is taken from; share: of the layers, where nobody
+    asks for another: so that model, bundles and what making them takes suit 64 GB of disk and the time that there is.
+    """
+
+    plan: Plan
+    stored: str
+    vram: int
+    about: str
+    share: float
+
+    @property
+    def layers(self) -> int:
+        return self.plan.n_layers
+
+    def scaled(self, scale: float) -> Recipe:
+        """A share of the layers, and the same share of the budget: 15 of 60 layers get a quarter of it."""
+        layers = max(1, round(scale * self.layers))
+        plan = replace(self.plan, n_layers=layers, layer_ratio=self.plan.layer_ratio if layers > 1 else 1.0)
+        return replace(self, plan=plan, vram=self.vram * layers // self.layers)
+
+    def tiny(self) -> Recipe:
+        """The same kind of model, small enough for any machine. Without a budget: its runs have room for half the
+        neurons.
+        """
+        small = {"d_model": 128, "d_ff": 512, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab": 1024}
+        plan = replace(self.plan, **small, context=4096, noise_rank=47)
+        return replace(self, plan=plan, vram=0)
+
+    def document(self) -> dict[str, Any]:
+        """What was made, with the shares of neurons that carry 80 % of the activations."""
+        chosen = make_model.chosen_statistics(self.plan)
+        shares = chosen["hot_share_of_layer"]
+        firing = {"hot_share_of_layer": sum(shares) / len(shares), "hot_share_of_model": chosen["hot_share_of_model"]}
+        return {"plan": asdict(self.plan), "stored": self.stored, "vram": self.vram, "about": self.about, **firing}
+
+
+# Shapes as published (docs/plan.md names the sources of the shares).
+RECIPES: dict[str, Recipe] = {
+    "falcon-40b": Recipe(
+        Plan(
+            family="falcon", d_model=8192, d_ff=32768, n_layers=60, n_heads=128, n_kv_heads=8, vocab=65024,
+            activation="relu", **make_model.PROFILES["opt-30b"] | {"active": 0.05},
+        ),
+        "f16",
+        24 * GIB,
+        "mean as of ReLU Falcon-40B (95 % sparse); skew and ratio of the layers as of OPT-30B, a plain ReLU FFN too",
+        0.25,
+    ),
+    "reglu-70b": Recipe(
+        Plan(
+            family="llama", d_model=8192, d_ff=28672, n_layers=80, n_heads=64, n_kv_heads=8, vocab=32000,
+            activation="relu", **make_model.PROFILES["reglu-70b"],
+        ),
+        "q4_0",
+        24 * GIB,
+        "mean, skew and ratio of the layers as of LLaMA2-70B with ReGLU (models/make_model.py)",
+        0.25,
+    ),
+    "drelu-7b": Recipe(
+        Plan(
+            family="llama", d_model=4096, d_ff=14336, n_layers=32, n_heads=32, n_kv_heads=8, vocab=32000,
+            activation="drelu", **make_model.PROFILES["drelu"],
+        ),
+        "f16",
+        24 * GIB,
+        "mean as of Bamboo-7B (90 % sparse), Zipf's law over the neurons; the whole model fits into the budget",
+        1.0,
+    ),
+}  # fmt: skip
+
+
+def recipe(name: str, scale: str) -> Recipe:
+    """A recipe at a scale: "own" for its own share, "tiny", or a share from 0 to 1. ValueError for others."""
+    chosen = RECIPES[name]
+    if scale == "tiny":
+        return chosen.tiny()
+    share = chosen.share if scale == "own" else float(scale)
+    if not 0 < share <= 1:
+        raise ValueError(f"a scale of {scale}: give a share from 0 to 1, own or tiny")
+    return chosen.scaled(share)
+
+
+def path_of(folder: Path, name: str, scale: str) -> Path:
+    return folder / f"{name}-{scale}.gguf"
+
+
+def prepare(path: Path, made: Recipe, threads: int) -> None:
+    """The model's file, profile, predictor and bundles: what of them is not there yet."""
+    make_model.make(path, made.plan, "gguf", made.stored, threads)
+    checkpoint = open_checkpoint(path)
+    folder = Path(f"{path}.powerinfer")
+    if not (folder / "profile.safetensors").exists():
+        about = {"method": "frequencies that the weights were made for; nothing was run"}
+        write_profile(checkpoint, None, make_model.known_profile(made.plan), about)
+    if not (folder / "predictor.safetensors").exists():
+        make_model.make_predictor(path, made.plan, rank_of(made.plan))
+    if not (folder / "neurons.safetensors").exists() and powerinfer(["pack", "-m", str(path), "--no-check"]):
+        raise RuntimeError(f"powerinfer pack failed on {path.name}")
+
+
+def rank_of(plan: Plan) -> int:
+    """Of the predictor: what the noise needs, in whole blocks of Q8_0."""
+    return min(RANK, -(-(2 * plan.noise_rank + 1) // 32) * 32)
+
+
+def remove(path: Path) -> None:
+    """A model and what was prepared for it."""
+    path.unlink(missing_ok=True)
+    shutil.rmtree(f"{path}.powerinfer", ignore_errors=True)

@@ -1,0 +1,102 @@
+"""Build llama.cpp, the peer of the benchmarks, from the sdist of llama-cpp-python, for exactly this machine.
+
+    python -m benchmarks.lib.llama_cpp FOLDER [--no-amx | --cuda ARCHITECTURE]      prints the folder of the binaries
+    python -m benchmarks.lib.llama_cpp FOLDER --archive FILE.tgz
+
+Release build, GGML_NATIVE, OpenMP, its own kernels repacking weights (CPU_REPACK), as its README says. One line is
+added to its AMX code: gcc treats `_tile_loadconfig` as reading 8 bytes of the 64, drops the stores of the rest, and
+the program then dies in the first prefill. `--no-amx` builds a second variant without AMX, for a comparison that also
+holds on processors that have none. Needs cmake, ninja and a C++ compiler.
+
+`--cuda 90` builds for an NVIDIA GPU too (89: RTX 40, 90: H100 and H200), with CUDA graphs and flash attention as by
+default; needs CUDA's compiler, nvcc. What is built already stays, so a build that was stopped goes on. Compiling the
+kernels of flash attention takes most of the time; --no-flash-attention leaves them out.
+
+For a machine without a network: `--archive` writes what building needs of the source, mended, and nothing else;
+unpacked into FOLDER there, it is not downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+SDIST = "llama-cpp-python==0.3.36"
+PROGRAMS = ("llama-bench", "llama-completion", "llama-perplexity", "llama-quantize")
+CUDA_PROGRAMS = ("llama-bench", "llama-batched-bench")
+PARTS = ("CMakeLists.txt", "LICENSE", "app", "cmake", "common", "ggml", "include", "licenses", "src", "tools", "vendor")
+AMX_LINE = "    _tile_loadconfig(&tc);\n"
+AMX_MENDED = '    asm volatile("" : : "m"(tc));  // gcc: keep all stores to tc\n' + AMX_LINE
+
+
+def source(folder: Path) -> Path:
+    """llama.cpp's source tree under `folder`, downloaded and mended once."""
+    target = folder / "source"
+    if not target.exists():
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", ":all:"]
+        subprocess.run([*command, "-d", str(folder), SDIST], check=True, stdout=sys.stderr)
+        archive = next(folder.glob("llama_cpp_python-*.tar.gz"))
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        tree = folder / archive.name.removesuffix(".tar.gz") / "vendor/llama.cpp"
+        kernels = tree / "ggml/src/ggml-cpu/amx/mmq.cpp"
+        text = kernels.read_text()
+        if text.count(AMX_LINE) != 1:
+            sys.exit(f"{kernels} is not the version that this script knows how to mend")
+        kernels.write_text(text.replace(AMX_LINE, AMX_MENDED))
+        tree.rename(target)
+    return target
+
+
+def build(folder: Path, amx: bool = True, cuda: str | None = None, flash_attention: bool = True) -> Path:
+    """Configure and build (only what is missing); returns the folder of the binaries.
+
+    cuda: compute capability of the GPU without its point, None for a build without CUDA.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / ("build" if amx else "build-no-amx")
+    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+    flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
+    programs = PROGRAMS
+    if not amx:
+        without = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+        flags += [f"-DCMAKE_C_FLAGS={without}", f"-DCMAKE_CXX_FLAGS={without}"]
+    if cuda is not None:
+        target, programs = folder / f"build-cuda-{cuda}", CUDA_PROGRAMS
+        flags += ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={cuda}", "-DGGML_CUDA_NCCL=OFF"]
+        flags.append(f"-DGGML_CUDA_FA={'ON' if flash_attention else 'OFF'}")
+    configure = ["cmake", "-S", str(source(folder)), "-B", str(target), "-G", "Ninja", *flags]
+    subprocess.run(configure, check=True, stdout=sys.stderr)
+    subprocess.run(["cmake", "--build", str(target), "--target", *programs], check=True, stdout=sys.stderr)
+    return target / "bin"
+
+
+def archive(folder: Path, file: Path) -> None:
+    """What `build` needs of the source, as `source/` in a compressed archive."""
+    tree = source(folder)
+    with tarfile.open(file, "w:gz") as tar:
+        for part in PARTS:
+            tar.add(tree / part, f"source/{part}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    variant = parser.add_mutually_exclusive_group()
+    variant.add_argument("--no-amx", action="store_true")
+    variant.add_argument("--cuda", metavar="ARCHITECTURE", help="compute capability without its point, such as 90")
+    variant.add_argument("--archive", type=Path, metavar="FILE")
+    parser.add_argument("--no-flash-attention", action="store_true", help="with --cuda")
+    arguments = parser.parse_args()
+    if arguments.archive:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        archive(arguments.folder, arguments.archive)
+        return
+    print(build(arguments.folder, not arguments.no_amx, arguments.cuda, not arguments.no_flash_attention))
+
+
+if __name__ == "__main__":
+    main()

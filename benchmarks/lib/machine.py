@@ -1,0 +1,126 @@
+"""What a result must say about where it comes from, and how quiet the machine was while it was taken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTURBED_CORES = 0.15  # CPU time taken by others, in cores, from which on a run counts as disturbed
+
+
+def first_line(*command: str) -> str:
+    """The first line that a command prints, or "" where the command is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().split("\n")[0] if done.returncode == 0 else ""
+
+
+def commit() -> str:
+    """The commit of the working tree, with "+changes" when tracked files of the package differ from it."""
+    name = first_line("git", "rev-parse", "--short=12", "HEAD")
+    changed = first_line("git", "status", "--porcelain", "--untracked-files=no", "--", "powerinfer", "CMakeLists.txt")
+    return name + ("+changes" if changed else "")
+
+
+def cpu_fields() -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo; empty where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(errors="replace").split("\n\n")[0] if path.exists() else ""
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def cpu() -> dict[str, Any]:
+    """Name of the processor, usable cores, and the vector units that matter here."""
+    fields = cpu_fields()
+    units = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16")
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return {
+        "name": fields.get("model name", platform.processor() or platform.machine()),
+        "family": fields.get("cpu family", ""),
+        "model": fields.get("model", ""),
+        "cores": len(os.sched_getaffinity(0)),
+        "units": [unit for unit in units if unit in flags],
+    }
+
+
+def without_folders(part: str) -> str:
+    """A part of a command line with its paths cut to their last two names: where they lay is nobody's business."""
+    label, found, path = part.rpartition("=")
+    return shlex.quote(label + found + "/".join(Path(path).parts[-2:])) if os.sep in path else shlex.quote(part)
+
+
+def program() -> list[str]:
+    """How the running script is called: as a module of benchmarks/, or as a file."""
+    path = Path(sys.argv[0])
+    if path.is_absolute() and path.is_relative_to(ROOT / "benchmarks"):
+        return ["-m", ".".join(path.relative_to(ROOT).with_suffix("").parts)]
+    return [without_folders(sys.argv[0])]
+
+
+def description() -> dict[str, Any]:
+    """Everything a result names: when, which commit, on what, built with what, by which command."""
+    memory = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "cpu": cpu(),
+        "memory_gib": round(int(memory) / 2**20, 1),
+        "kernel": platform.release(),
+        "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
+        "python": platform.python_version(),
+        "command": " ".join(["python", *program(), *map(without_folders, sys.argv[1:])]),
+    }
+
+
+class Load:
+    """CPU time taken by everything but one process tree, read from /proc/stat around a run.
+
+    Use as a context manager around a child process that has been waited for; then `others` is the mean number of
+    cores that other processes used and `steal` those that the hypervisor took.
+    """
+
+    others: float
+    steal: float
+
+    @staticmethod
+    def _read() -> tuple[float, float, float, float]:
+        ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        user, nice, system, _, _, irq, softirq, steal = ticks
+        child, own = os.times(), time.monotonic()
+        mine = child.user + child.system + child.children_user + child.children_system
+        hertz = os.sysconf("SC_CLK_TCK")
+        return (user + nice + system + irq + softirq) / hertz, steal / hertz, mine, own
+
+    def __enter__(self) -> Load:
+        self._before = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        busy, steal, mine, wall = (after - before for after, before in zip(self._read(), self._before, strict=True))
+        self.others = max(0.0, (busy - mine) / max(wall, 1e-3))
+        self.steal = steal / max(wall, 1e-3)
+
+    @property
+    def disturbed(self) -> bool:
+        return self.others + self.steal > DISTURBED_CORES
+
+
+def wait_until_quiet(seconds: float) -> None:
+    """Wait, at most `seconds`, for a half second in which others use less than a tenth of a core."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with Load() as load:
+            time.sleep(0.5)
+        if load.others + load.steal < 0.1:
+            return

@@ -1,0 +1,151 @@
+"""Write the benchmark table of the README from the newest results.
+
+python -m benchmarks.speed.table [--check]     --check: only say whether the README is up to date (exit status 1: not)
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.programs import OURS
+from benchmarks.lib.results import RESULTS, newest, number, of_one_machine, row, write_tables
+
+LABELS = {"prefill_tok_s": "prefill of {prompt_tokens}", "decode_tok_s": "decode of {gen_tokens}"}
+MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
+
+
+def speed() -> dict[str, Any] | None:
+    """All results of this machine as one: of every model and thread count, and of the rest, the newest figures."""
+    documents = of_one_machine("speed")
+    if not documents:
+        return None
+    merged: dict[str, Any] = {}
+    entries: dict[tuple[str, int], dict[str, Any]] = {}
+    for document in documents:
+        bandwidth = merged.get("read_bandwidth_gb_s", {}) | document["read_bandwidth_gb_s"]
+        python = [*merged.get("python", ()), *document.get("python", ())]
+        merged = merged | document | {"read_bandwidth_gb_s": bandwidth, "python": python}
+        for entry in document["speed"]:
+            entries[entry["model"], entry["threads"]] = entry | {"commit": document["commit"]}
+    merged["speed"] = list(entries.values())
+    merged["commit"] = ", ".join(dict.fromkeys(entry["commit"] for entry in merged["speed"]))
+    return merged
+
+
+def model_label(name: str) -> str:
+    family, _, block_type = name.partition("-")
+    return f"{MODELS.get(family, family)} {block_type}"
+
+
+def cell(engine: dict[str, Any], rate: str) -> str:
+    if rate not in engine:
+        return "fails"
+    return number(engine[rate]["median"]) + ("" if engine["kept"] >= 3 else "*")
+
+
+def speed_rows(document: dict[str, Any]) -> list[str]:
+    peers = list(document["peers"])
+    heads = ["", "threads", OURS, *(f"{peer} | ratio" for peer in peers)]
+    rows = [row(*heads), "|---|---|" + "---|" * (1 + 2 * len(peers))]
+    for rate, label in LABELS.items():
+        for entry in document["speed"]:
+            cells = [f"{label.format_map(document)}, {model_label(entry['model'])}", str(entry["threads"])]
+            cells.append(cell(entry["engines"][OURS], rate))
+            for peer in peers:
+                ratio = entry["ratio"][peer][rate]
+                cells += [cell(entry["engines"][peer], rate), f"{ratio['median']:.2f}" if ratio else ""]
+            rows.append(row(*cells))
+    return rows
+
+
+def start_rows(document: dict[str, Any]) -> list[str]:
+    start = document.get("start")
+    if not start:
+        return []
+    rows = [
+        "",
+        f"Process start to first token, {model_label(start['model'])}, 5-token prompt, {start['threads']} threads:",
+        "",
+        "| | seconds | peak memory, MiB |",
+        "|---|---|---|",
+    ]
+    for label, engine in start["engines"].items():
+        if "wall_s" in engine:
+            rows.append(f"| {label} | {engine['wall_s']['median']:.2f} | {engine['peak_rss_mib']['median']:.0f} |")
+    return rows
+
+
+def derived_lines(document: dict[str, Any]) -> list[str]:
+    """Thread scaling, Python's share, and how much of the memory bandwidth decoding uses."""
+    lines = []
+    decode = {(entry["model"], entry["threads"]): entry["engines"] for entry in document["speed"]}
+    for model, threads in list(decode):
+        own = decode[model, threads][OURS]
+        if threads < 2 or "decode_tok_s" not in own:
+            continue
+        parts = []
+        single = decode.get((model, 1), {}).get(OURS, {})
+        if "decode_tok_s" in single:
+            parts.append(f"{own['decode_tok_s']['median'] / single['decode_tok_s']['median']:.2f} times one thread")
+        bandwidth = document["read_bandwidth_gb_s"].get(str(threads))
+        if own.get("bytes_per_token") and bandwidth:
+            rate = own["bytes_per_token"] * own["decode_tok_s"]["median"] / 1e9
+            parts.append(f"{rate:.1f} GB/s of {bandwidth:.1f} GB/s read bandwidth")
+        shares = [one for one in document.get("python", ()) if (one["model"], one["threads"]) == (model, threads)]
+        if shares:
+            parts.append(f"{100 * shares[-1]['python_share']:.1f} % of a step in Python")
+        if parts:
+            lines.append(f"- decode of {model_label(model)} with {threads} threads: " + ", ".join(parts))
+    return ["", *lines] if lines else []
+
+
+def quality_rows(document: dict[str, Any] | None) -> list[str]:
+    if not document:
+        return []
+    rows = [
+        "",
+        f"Against `transformers` in fp32 on the same dequantised weights ({document['text']}, "
+        f"{document['models'][0]['scored_tokens']} scored tokens, windows of 512):",
+        "",
+        "| | engine | top-1 agreement | mean KL | perplexity |",
+        "|---|---|---|---|---|",
+    ]
+    for model in document["models"]:
+        name = model_label(model["model"].removesuffix(".gguf"))
+        for label, values in model["engines"].items():
+            if label == "reference":
+                rows.append(f"| {name} | transformers | 1 | 0 | {values['perplexity']:.3f} |")
+            else:
+                agreement, kl = f"{values['top1_agreement']:.4f}", f"{values['mean_kl']:.2e}"
+                rows.append(f"| {name} | {label} | {agreement} | {kl} | {values['perplexity']:.3f} |")
+    return rows
+
+
+def heading(document: dict[str, Any]) -> list[str]:
+    cpu = document["cpu"]
+    units = ", ".join(cpu["units"])
+    return [
+        f"{document['date'][:10]}, commit {document['commit']}, {cpu['cores']} cores of {cpu['name']} ({units}), "
+        f"{document['compiler']}. Tokens per second, medians of {runs(document)} interleaved runs; the ratio is "
+        "the median of the ratios within a round; * fewer than three undisturbed runs.",
+        "",
+    ]
+
+
+def runs(document: dict[str, Any]) -> str:
+    numbers = [entry["engines"][OURS]["runs"] for entry in document["speed"]]
+    return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else str(numbers[0])
+
+
+def table() -> str:
+    document = speed()
+    if document is None:
+        sys.exit(f"no speed result in {RESULTS}; run benchmarks/speed/compare.py first")
+    lines = heading(document) + speed_rows(document) + derived_lines(document) + start_rows(document)
+    return "\n".join(lines + quality_rows(newest("quality"))) + "\n"
+
+
+if __name__ == "__main__":
+    write_tables(__doc__, ROOT / "README.md", lambda: {"benchmark table": table()})

@@ -1,0 +1,76 @@
+"""Norms and matrices of layers on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.devices.torch_device import import_torch
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import gpu
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+else:
+    Tensor = device = Any
+
+
+@dataclass(frozen=True)
+class GpuNorm:
+    """weight, bias: float32 [n] on the device. RMS norm, or LayerNorm where `layer`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    layer: bool
+
+    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """x float32 [rows, n], normalised."""
+        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into)
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [out, in] of the model's file, to be uploaded. row_map: row r is to be row row_map[r] of the tensor."""
+
+    tensor: RawTensor
+    row_map: NDArray[np.int32] | None
+
+    @property
+    def rows(self) -> int:
+        """Rows on the device."""
+        return self.tensor.shape[0] if self.row_map is None else len(self.row_map)
+
+    @property
+    def type(self) -> str:
+        """Type on the device."""
+        return gpu.gpu_type(self.tensor.type, self.tensor.shape[1])
+
+
+class Matrices:
+    """Matrices that multiply the same rows: one where their types allow it, so that one kernel is launched.
+
+    biases: float32 [rows] of each, None where it has none.
+    """
+
+    def __init__(self, matrices: Sequence[StoredMatrix], biases: Sequence[Tensor | None], device: device) -> None:
+        torch = import_torch()
+        parts = [(one.tensor, one.row_map) for one in matrices]
+        alike = len({one.type for one in matrices}) == 1
+        self.weights = [gpu.upload_together(some, device) for some in ([parts] if alike else [[one] for one in parts])]
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            pairs = zip(matrices, biases, strict=True)
+            self.bias = torch.cat([torch.zeros(one.rows, device=device) if b is None else b for one, b in pairs])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added."""
+        if len(self.weights) == 1:
+            return gpu.linear(self.weights[0], x, self.bias)
+        out = import_torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
+        return out if self.bias is None else out.add_(self.bias)

@@ -1,0 +1,104 @@
+"""Choosing the torch device that layers run on, and turning its failures into one line."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
+
+if TYPE_CHECKING:
+    from torch import device
+else:
+    device = Any
+
+_NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
+_OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
+
+
+def choose_device(name: str) -> device:
+    """The torch device of that name: "cuda", "cuda:1", or "cpu", which stands in for a GPU.
+
+    RequestError where there is no such device, or it cannot be used.
+    """
+    torch = import_torch()
+    try:
+        chosen = torch.device(name)
+    except RuntimeError:
+        raise RequestError(f"there is no device {name!r}: choose cuda, cuda:1 or cpu") from None
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
+        raise RequestError(f"layers cannot run on a device of type {chosen.type}: choose cuda, cuda:1 or cpu")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        if torch.version.cuda is None:
+            raise RequestError("this torch was built without CUDA: install one with it, or leave out the GPU")
+        reason = f" ({_first_line(said[0].message)})" if said else ""
+        raise RequestError(f"torch finds no CUDA GPU{reason}: check its driver with nvidia-smi, or leave out the GPU")
+    index = chosen.index or 0
+    if index >= found:
+        raise RequestError(f"there is no {name}: this machine has {found} GPU{'s' * (found > 1)}, counted from cuda:0")
+    try:
+        capability = torch.cuda.get_device_capability(index)
+        if capability < _OLDEST:
+            raise RequestError(
+                f"{torch.cuda.get_device_name(index)} is too old: its compute capability is "
+                f"{'.'.join(map(str, capability))}, and {'.'.join(map(str, _OLDEST))} is needed; leave out the GPU"
+            )
+        torch.zeros(1, device=f"cuda:{index}")  # a broken driver fails here
+    except RuntimeError as error:
+        raise PowerInferError(
+            f"the GPU cannot be used: {_first_line(error)}; check it with nvidia-smi, or leave out the GPU"
+        ) from error
+    return torch.device("cuda", index)
+
+
+def current(device: device) -> AbstractContextManager[Any]:
+    """A context in which kernels are launched on this device: Triton asks the thread for it, not the tensors."""
+    return import_torch().cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def import_torch() -> Any:
+    """torch, or RequestError where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        raise RequestError(
+            'running on a GPU needs torch: pip install "powerinfer[gpu]", or leave out the GPU'
+        ) from None
+    return torch
+
+
+def _first_line(error: object) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@contextmanager
+def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
+    """Turn failures of the device into one line: out of memory, with the remedy, and errors of the device itself.
+
+    Memory cached by torch is freed, so that the next step has all that there is.
+    """
+    torch = import_torch()
+    try:
+        yield
+        return
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or ("CUDA" in text and _NO_MEMORY.search(text)):
+            problem: PowerInferError = GpuMemoryError(f"the GPU ran out of memory while {doing}: {remedy}")
+        elif "CUDA" in text:  # from then on every call fails
+            problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
+        else:
+            raise
+        problem.__cause__ = error.with_traceback(None)  # whose frames would keep the step's tensors alive
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    raise problem

@@ -1,0 +1,135 @@
+"""Bundles in memory: some of a layer's neurons copied out of the bundle file, and cut into pieces for a transfer.
+
+The bundles of the neurons that are held lie group by group (`SomeBundles`); what a group's rows share follows them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.formats.prepared import LINE
+from powerinfer.formats.quant import Bytes
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices
+
+
+@dataclass(frozen=True)
+class SomeBundles:
+    """Bundles of some of a layer's neurons, in memory of their own.
+
+    index: int32 [n], the neurons, ascending; counts: int32 [groups], how many of them each group of the layer has;
+    rows: uint8 [1, bytes], group by group the bundles and, where a group has any, what they share, pages of their own.
+    """
+
+    index: Indices
+    counts: NDArray[np.int32]
+    rows: Bytes
+
+    @property
+    def places(self) -> Indices:
+        """Of each neuron, where biases and the like of it are kept: group * BUNDLE_GROUP + its number in the group."""
+        first = np.cumsum(self.counts) - self.counts
+        group = self.index // BUNDLE_GROUP
+        return (group * BUNDLE_GROUP + np.arange(len(self.index)) - first[group]).astype(np.int32)
+
+
+def some_bytes(layout: BundleLayout, index: Indices) -> int:
+    """Bytes of the bundles of these neurons, with what their groups share."""
+    return len(index) * layout.pitch + len(np.unique(index // BUNDLE_GROUP)) * layout.shared_bytes
+
+
+def own_pages(nbytes: int) -> Bytes:
+    """Memory that takes room as it is written: uint8 [nbytes]."""
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # rows that lie anywhere touch many pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def owned(rows: Bytes) -> Bytes:
+    """A copy in pages of its own, huge ones where the system has them.
+
+    Files are mostly mapped in pages of 4 KB, and out of those rows that lie anywhere take a quarter longer to read.
+    """
+    own = own_pages(rows.nbytes).reshape(rows.shape)
+    own[:] = rows
+    return own
+
+
+def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | None = None) -> SomeBundles:
+    """The bundles of some neurons, copied. groups: uint8 [groups, layout.group_bytes]; index: ascending, not empty.
+
+    memory: uint8 [bytes] where they are to lie, None: in pages of their own.
+    """
+    out = own_pages(some_bytes(layout, index)) if memory is None else memory[: some_bytes(layout, index)]
+    counts = np.bincount(index // BUNDLE_GROUP, minlength=len(groups)).astype(np.int32)
+    bundles, first, at = BUNDLE_GROUP * layout.pitch, 0, 0
+    for group, count in zip(groups[counts > 0], counts[counts > 0].tolist(), strict=True):
+        size = count * layout.pitch
+        own = index[first : first + count] % BUNDLE_GROUP
+        here = out[at : at + size].view(np.int64).reshape(count, -1)
+        np.take(group[:bundles].view(np.int64).reshape(BUNDLE_GROUP, -1), own, axis=0, out=here, mode="clip")
+        out[at + size : at + size + layout.shared_bytes] = group[bundles : bundles + layout.shared_bytes]
+        first, at = first + count, at + size + layout.shared_bytes
+    return SomeBundles(index, counts, out.reshape(1, -1))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole groups of `SomeBundles`.
+
+    first, last: which of its neurons, from `first` up to `last`; rows: uint8 [bytes], their bytes where they lie; at:
+    int32 [n], the cache line of `rows` at which each bundle begins; group: int32 [n], the number of its group among
+    those that are there; shared: int32 [those], the line at which what a group shares begins.
+    """
+
+    first: int
+    last: int
+    rows: Bytes
+    at: Indices
+    group: Indices
+    shared: Indices
+
+
+def cuts(layout: BundleLayout, counts: NDArray[np.int32], most: int, beside: int = 0) -> Iterator[tuple[int, int]]:
+    """Groups that lie together, from .. up to, so that none exceeds `most` bytes, but at least one at a time.
+
+    counts: int32 [groups], neurons of each that are there; beside: bytes of each neuron beside its bundle's.
+    """
+    ends = np.cumsum(counts * (layout.pitch + beside) + (counts > 0) * layout.shared_bytes, dtype=np.int64)
+    begin, groups = 0, len(counts)
+    while begin < groups:
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield begin, end
+        begin = end
+
+
+def whole(layout: BundleLayout, some: SomeBundles) -> Piece:
+    """All of it as one piece."""
+    (piece,) = pieces(layout, some, some.rows.nbytes)
+    return piece
+
+
+def pieces(layout: BundleLayout, some: SomeBundles, most: int, beside: int = 0) -> Iterator[Piece]:
+    """Its groups, in pieces of at most so many bytes where a group has no more; see `cuts`."""
+    rows, at, first = some.rows[0], 0, 0
+    for begin, end in cuts(layout, some.counts, most, beside):
+        counts = some.counts[begin:end]
+        counts = counts[counts > 0]
+        if not len(counts):
+            continue
+        ends = np.cumsum(counts * layout.pitch + layout.shared_bytes, dtype=np.int64)
+        group = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        behind = np.cumsum(counts) - counts  # neurons of the groups before
+        places = (ends - layout.shared_bytes - counts * layout.pitch)[group]
+        places += (np.arange(len(group)) - behind[group]) * layout.pitch
+        shared = (ends - layout.shared_bytes) // LINE
+        size, n = int(ends[-1]), len(group)
+        own = rows[at : at + size]
+        yield Piece(first, first + n, own, (places // LINE).astype(np.int32), group, shared.astype(np.int32))
+        at, first = at + size, first + n

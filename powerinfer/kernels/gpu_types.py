@@ -1,0 +1,111 @@
+"""Sizes and tensor types shared by the kernels over torch tensors (`gpu`) and their Triton versions (`triton_*`).
+
+torch is not imported: the sizes are asked for without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAGE = 32
+"""Tokens of a page of the KV cache."""
+
+FEW = 32
+"""Most tokens whose products read a weight once, as it is; for more of them matrices are dequantised first."""
+
+GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+"""The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
+
+FLOAT16_MAX = 65504.0
+
+Q8_STEP = float(np.float32(1) / np.float32(127))
+"""One step of a block of Q8_0, as a share of the largest of its 32 values."""
+
+GELU_SCALE, GELU_CUBIC = float(np.sqrt(8 / np.pi)), 0.044715
+"""gelu_tanh(x) = x * sigmoid(GELU_SCALE * (x + GELU_CUBIC * x ** 3))."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A matrix [rows, k] on a device.
+
+    F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
+    byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
+    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales lie in `Neurons.shared`.
+    """
+
+    type: str
+    rows: int
+    k: int
+    data: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return tensor_bytes(self.data, self.scales)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cached:
+    """The keys, or the values, of a layer: float16, float32 or int8 [pages, PAGE, kv_heads, head_dim].
+
+    scales: of int8, float16 [pages, PAGE, kv_heads, ceil(head_dim / 32)]; 32 values of a head share one.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return tensor_bytes(self.data, self.scales)
+
+    def values(self, pages: Tensor) -> Tensor:
+        """What lies in some pages, float32 [pages, PAGE, kv_heads, head_dim]."""
+        wide = self.data[pages].float()
+        if self.scales is None:
+            return wide
+        return wide.mul_(self.scales[pages].float().repeat_interleave(32, dim=-1)[..., : wide.shape[-1]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neurons:
+    """Neurons of a layer on a device.
+
+    up, and gate unless the FFN is plain: [n, d_model]; down: [n, d_model], row i is neuron i's column of down; its type
+    may be Q4_0X32, then neuron i's scales are row group[i] of `shared`, float16 [groups, d_model], group int32 [n].
+    gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu.
+    """
+
+    gate: Weight | None
+    up: Weight
+    down: Weight
+    shared: Tensor | None
+    group: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    activation: str
+    threshold: float
+
+    @property
+    def n(self) -> int:
+        """Number of neurons."""
+        return self.up.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        weights = sum(w.nbytes for w in (self.gate, self.up, self.down) if w is not None)
+        return weights + tensor_bytes(self.shared, self.group, self.gate_bias, self.up_bias)
+
+
+def tensor_bytes(*tensors: Tensor | None) -> int:
+    """Bytes of some tensors; a missing one has none."""
+    return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
