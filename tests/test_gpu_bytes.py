@@ -30,14 +30,14 @@ from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.predictor_file import open_predictor  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
 from powerinfer.hybrid import vram  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
-from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
@@ -47,6 +47,7 @@ from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.request import SamplingParams  # noqa: E402
+from powerinfer.sparsity.selection import select  # noqa: E402
 
 CONTEXT, CHUNK, REQUESTS = 96, 48, 3
 OPTIONS: dict[str, Any] = {"threads": 1, "context": CONTEXT, "prefill_chunk": CHUNK, "max_batch": REQUESTS}
@@ -102,22 +103,20 @@ def request_of(path: Path, quantize: str | None, groups: float, layers: int | No
 @contextmanager
 def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, list[HybridFfn]]]:
     checkpoint = open_checkpoint(path, quantize)
-    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
-    pages = -(-CONTEXT // cpu.PAGE)
-    predictors = None
-    if plan.request.selector == "predicted":
-        file = open_predictor(checkpoint)
-        predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
-    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, True, bundles, None, pages, predictors)
-    executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
+    engine = EngineConfig(**OPTIONS, kv_type=plan.request.kv_type, selector=plan.request.selector)
+    selection, pages = select(checkpoint, engine), -(-CONTEXT // cpu.PAGE)
+    assert selection.bundles is not None
+    executor = load_split(
+        Resolved(checkpoint, engine, selection, "cpu", "", plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages)
+    )
     try:
         placement = plan.placement(plan.request.profile)
         stage = None
         if plan.staging:
             stage = Stage(executor.gpu.device, plan.staging)
             stage.least = CHUNK
-        own = executor.cpu, executor.gpu, bundles, placement
-        yield executor, hang_neurons(*own, predictors=predictors, stage=stage)
+        own = executor.cpu, executor.gpu, selection.bundles, placement
+        yield executor, hang_neurons(*own, predictors=selection.predictors, stage=stage)
     finally:
         executor.close()
 
@@ -179,8 +178,8 @@ def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, 
     path = tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv")
     model = checkpoint_model(open_checkpoint(path))
     planned = on_gpu(model, load("pc-low"), Workload(kv_type, CONTEXT, CHUNK, REQUESTS), layers, head, dense=True)
-    share = GpuShare("cpu", layers, head, pages=-(-CONTEXT // cpu.PAGE))
-    executor = load_split(open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), share)
+    checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
+    executor = load_split(Resolved(checkpoint, engine, gpu="cpu", gpu_layers=layers, gpu_head=head, pages=pages))
     try:
         for when in steps(executor):
             held = {part: nbytes for part, nbytes in executor.gpu.memory().items() if nbytes}

@@ -38,13 +38,14 @@ from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa:
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
-from powerinfer.models import GpuShare, load, load_split  # noqa: E402
+from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.request import SamplingParams  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
-ALL = GpuShare("cpu", LAYERS, head=True)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,10 +55,18 @@ def engine_of(**options: Any) -> EngineConfig:
     return EngineConfig(**(settings | {"max_batch": 4} | options))
 
 
+def on_gpu(layers: int = LAYERS, head: bool = False, pages: int | None = None) -> dict[str, Any]:
+    """What of a model is on the stand-in for a GPU."""
+    return {"gpu": "cpu", "gpu_layers": layers, "gpu_head": head, "pages": pages}
+
+
+ALL = on_gpu(head=True)
+
+
 @contextmanager
-def opened(path: Path, share: GpuShare, **options: Any) -> Iterator[SplitExecutor]:
+def opened(path: Path, share: dict[str, Any], bundled: bool = False, **options: Any) -> Iterator[SplitExecutor]:
     engine = engine_of(**options)
-    executor = load_split(open_checkpoint(path, engine.quantize), engine, share)
+    executor = load_split(Resolved(open_checkpoint(path, engine.quantize), engine, **share), bundled=bundled)
     try:
         yield executor
     finally:
@@ -101,7 +110,7 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
         for text, ours in enumerate(together):
             truth.check(ours, text, "in a batch")
     for layers in (1, LAYERS):  # the head, and of one layer the others, on the CPU
-        with opened(truth.path, GpuShare("cpu", layers)) as executor:
+        with opened(truth.path, on_gpu(layers)) as executor:
             truth.check(families.run_chunks(executor, tokens, [50, 1, total - 51], pages[3]), what=f"{layers} layers")
 
 
@@ -214,7 +223,7 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
     truth, made, shown = Truth(case_named(name), "folder", tmp_path), [], []
     runs = []
     for recorder in (None, stand_in_recorder(made)):
-        with opened(truth.path, GpuShare("cpu", LAYERS, head=True, bundled=True)) as executor:
+        with opened(truth.path, ALL, bundled=True) as executor:
             matrices = open_checkpoint(truth.path)
             for layer in executor.gpu.neuron_layers:
                 Halves(executor.gpu, matrices, layer, shown)
@@ -272,7 +281,7 @@ def test_rehearsed_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_unused_pages_and_logits_that_nobody_wants(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
-    for share in (ALL, GpuShare("cpu", 2)):
+    for share in (ALL, on_gpu(2)):
         with opened(truth.path, share) as executor:
             pages = np.full((3, 200), -1, np.int32)  # wider than any sequence is long, and a row of nobody
             pages[1, :3] = families.scattered_pages(executor, 1)[0]
@@ -355,7 +364,7 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
     for block in blocks.get(case.base, lambda: truth.model.model.layers)():
         residual_of(case, block).register_forward_pre_hook(keep)
     families.logits(truth.model, truth.texts[0])
-    with counted(monkeypatch) as read, opened(truth.path, GpuShare("cpu", 2, bundled=True)) as executor:
+    with counted(monkeypatch) as read, opened(truth.path, on_gpu(2), bundled=True) as executor:
         names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
         assert names == {
             f"layers.2.{part}" for part in (("gate",) if executor.gpu._config.gated else ()) + ("up", "down")
@@ -424,7 +433,7 @@ def test_a_skipped_tensor_counts_as_taken(tmp_path: Path) -> None:
 
 def test_what_lies_where(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-biases"), "folder", tmp_path)
-    with opened(truth.path, ALL) as executor, opened(truth.path, GpuShare("cpu", 1)) as part:
+    with opened(truth.path, ALL) as executor, opened(truth.path, on_gpu(1)) as part:
         every, one = executor.gpu.memory(), part.gpu.memory()
         d, ff, kv = 64, 88, 32
         assert one["attention"] == 4 * (2 * d * d + 2 * d * kv) and one["ffn"] == 4 * 3 * d * ff
@@ -439,7 +448,7 @@ def test_what_lies_where(tmp_path: Path) -> None:
 
 def test_pages_may_be_given(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
-    with opened(truth.path, GpuShare("cpu", 2, pages=3)) as executor:
+    with opened(truth.path, on_gpu(2, pages=3)) as executor:
         assert executor.n_pages == executor.gpu.n_pages == executor.cpu.n_pages == 3
         truth.check(families.run_chunks(executor, truth.texts[0], [families.TOKENS], np.array([2, 0, 1], np.int32)))
         bad = Batch(*(np.zeros(1, np.int32),) * 3, np.array([[3]], np.int32), np.zeros(1, np.int32))
@@ -501,7 +510,7 @@ def test_a_request_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypat
     with LLM(path, kv_type="f32", context=64, selector="all") as llm:
         expected = [answer.token_ids for answer in llm.generate(prompts, params)]
     checkpoint = open_checkpoint(path)
-    executor = load_split(checkpoint, engine, GpuShare("cpu", 1))
+    executor = load_split(Resolved(checkpoint, engine, **on_gpu(1)))
     attention, calls = gpu.attention, [0]
 
     def failing(*args: Any) -> Any:
@@ -540,7 +549,7 @@ def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(gpu, "upload_together", full)
         patch.setattr(CpuExecutor, "close", closing)
         with pytest.raises(PowerInferError) as caught:
-            load_split(open_checkpoint(truth.path), engine_of(), ALL)
+            load_split(Resolved(open_checkpoint(truth.path), engine_of(), **ALL))
     assert one_line(caught.value).startswith("the GPU ran out of memory while the model was loaded: put fewer layers")
     assert len(closed) == 1
 

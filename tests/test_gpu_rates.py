@@ -256,7 +256,7 @@ def test_torch_is_not_imported_where_there_is_no_driver(cache: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is one")
     code = (
-        "import sys\nfrom powerinfer.hybrid import placing\nfrom powerinfer.runtime import engine\n"
+        "import sys\nfrom powerinfer.hybrid import load, resolve\nfrom powerinfer.runtime import engine\n"
         "assert not {'powerinfer.kernels.gpu', 'powerinfer.devices.gpu'} & set(sys.modules)\n"
         "from powerinfer.config import EngineConfig\nfrom powerinfer.hardware import measure\n"
         "assert measure.gpu_beside(EngineConfig(), print) is None\nassert measure.known(EngineConfig()) is None\n"

@@ -34,10 +34,13 @@ from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hybrid import ffn as hybrid  # noqa: E402
 from powerinfer.hybrid.adjust import trades  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
-from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.sparsity.selection import Selection  # noqa: E402
+from powerinfer.sparsity.selectors import Exact, Threshold  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,13 +75,13 @@ def split(
     config = checkpoint.config
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     gpu_layers = config.n_layers if layers is None else layers
-    own = bundles, most, None, predictors
-    gpu_share = GpuShare(device, gpu_layers, head and gpu_layers == config.n_layers, True, *own)
-    executor = load_split(checkpoint, engine, gpu_share)
+    selector = Exact() if most is None else Threshold(max(most), tuple(most))
+    selection = Selection(selector, "a test", bundles, predictors)
+    whole = head and gpu_layers == config.n_layers
+    executor = load_split(Resolved(checkpoint, engine, selection, device, "", gpu_layers, whole))
     try:
-        limit = (lambda layer: 0.0) if most is None else most.__getitem__
         parts = executor.cpu, executor.gpu, bundles, placed(config, share)
-        yield executor, hang_neurons(*parts, most=limit, predictors=predictors, stage=stage)
+        yield executor, hang_neurons(*parts, most=selection.threshold, predictors=predictors, stage=stage)
     finally:
         executor.close()
 
@@ -317,10 +320,9 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
     tokens = families.prompt(case)[:5]
-    with split(path, 0.5, 2, False) as (executor, ffns):
+    with split(path, 0.5, 2, False) as (executor, _):
         plain = one_by_one(executor, tokens)
-        sparsity = HybridSparsity("exact", executor, ffns)
-        with sparsity.traced() as trace:
+        with executor.traced() as trace:
             np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # looking on changes nothing
         one_by_one(executor, tokens)  # and this is seen no more
         assert executor.trace is None and len(trace.steps) == len(tokens)

@@ -80,7 +80,7 @@ def with_groups(request: PlanRequest, groups: int, **more: Any) -> PlanRequest:
 
 def check(made: Plan) -> None:
     """What every plan keeps to: budgets to the byte, all neurons somewhere, sums that agree."""
-    request, document = made.request, made.document()
+    request, document = made.request, made.document().json()
     vram, ram = budget.budgets(request.hardware, request.vram, request.ram)
     tiers = made.bytes
     assert sum(tiers["gpu"].values()) <= vram and sum(tiers["cpu"].values()) <= ram
@@ -423,19 +423,16 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     needed = sum(request.claims().cpu.values()) - request.claims().cpu.get("panels", 0)
     tight = make_plan(replace(request, ram=needed + 2 * GROUP * request.model.bundles.stride))
     assert not tight.fits and tight.choice.seconds > base.choice.seconds
-    [more] = [one for one in tight.helps if one["flag"] == "--ram"]
-    assert (
-        make_plan(replace(request, ram=more["bytes"])).fits
-        and not make_plan(replace(request, ram=more["bytes"] - 1)).fits
-    )
+    [more] = [one for one in tight.helps if one.flag == "--ram"]
+    assert make_plan(replace(request, ram=more.bytes)).fits and not make_plan(replace(request, ram=more.bytes - 1)).fits
     small = make_plan(replace(request, vram=3 * MIB, ram=None))
-    assert {one["flag"] for one in small.helps} == {"--vram"} and len(small.helps) == 5
+    assert {one.flag for one in small.helps} == {"--vram"} and len(small.helps) == 5
     for one in small.helps:
         mass = {"50": 0.5, "80": 0.8, "all": 1.0}
-        for vram in (one["bytes"], one["bytes"] - 1):
+        for vram in (one.bytes, one.bytes - 1):
             found = make_plan(replace(request, vram=vram))
-            claims, reached = found.claims, vram == one["bytes"]
-            what = one["what"]
+            claims, reached = found.claims, vram == one.bytes
+            what = one.what
             if what.startswith("attention"):
                 assert (claims.gpu_layers == 3) is reached
             elif what.startswith("the output head"):
@@ -528,7 +525,7 @@ def test_a_profile_in_which_nothing_fires() -> None:
         assert made.choice.mass_on_gpu == 0
         vram, ram = budget.budgets(made.request.hardware, None, None)
         assert sum(made.bytes["gpu"].values()) <= vram and sum(made.bytes["cpu"].values()) <= ram
-        json.dumps(made.document(), allow_nan=False)
+        json.dumps(made.document().json(), allow_nan=False)
 
 
 # ---------------------------------------------------------------- placements
@@ -575,7 +572,7 @@ def test_the_same_request_gives_the_same_plan() -> None:
     request = with_groups(request_of(small_model(d_ff=256)), 5)
 
     def document() -> dict[str, Any]:
-        found = make_plan(replace(request)).document()
+        found = make_plan(replace(request)).document().json()
         found.pop("solve_s")
         for other in found["predicted"]["policies"].values():
             other.pop("solve_s")

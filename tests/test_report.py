@@ -24,10 +24,11 @@ from test_cli import COMMAND, error_line, powerinfer
 from powerinfer.cli.main import main
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.json_file import checked, of_kind
+from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.report import plots, writing
 from powerinfer.report.findings import findings, of_plan, with_plan
 from powerinfer.report.page import Section, Table, mark_of, page
-from powerinfer.report.planned import plan_facts, read_plan
 from powerinfer.report.writing import write_report
 
 HOSTILE = "<script>alert(1)</script>\"'&</title>\u202egpj.\x1b[2J $\\frac{$ \ud800"
@@ -37,25 +38,54 @@ HOSTILE = "<script>alert(1)</script>\"'&</title>\u202egpj.\x1b[2J $\\frac{$ \ud8
 def a_plan(**changes: Any) -> dict[str, Any]:
     """The document of a plan for two layers of 96 neurons."""
     layer = {"layer": 0, "gpu": 64, "cpu": 24, "disk": 8, "mass_on_gpu": 0.75}
+    shares = {"mass_on_gpu": 0.7, "work_on_gpu": 0.8}
     document = {
+        "format": 1,
+        "kind": "plan",
+        "key": "0123456789abcdef",
         "model": "Tiny",
         "fingerprint": "",
+        "quantize": None,
+        "weight_type": "F16",
         "profile": "",
         "fits": True,
         "policy": "time",
         "selector": "exact",
         "context": 128,
         "batch": 1,
+        "kv_type": "f16",
+        "optimal": True,
+        "solve_s": 0.01,
         "budgets": {"vram": 20000, "ram": 40000},
         "hardware": "pc-high",
         "mass_on_gpu": 0.75,
+        "work_on_gpu": 0.8,
         "bytes": {"gpu": {"attention": 4000, "ffn": 9000}, "cpu": {"ffn": 3000}, "disk": {"ffn": 1000}},
+        "activations": {"gpu": 0.75, "cpu": 0.2, "disk": 0.05},
+        "gpu_layers": 2,
         "layers": [layer | {"layer": n, "seconds": {"gpu": 1e-5, "cpu": 2e-5, "sync": 1e-6}} for n in range(2)],
-        "predicted": {"decode_tok_s": 12.5, "policies": {"greedy": {"decode_tok_s": 11.0, "mass_on_gpu": 0.7}}},
-        "reasons": ["8 neurons a layer rest on the disk"],
+        "predicted": {
+            "decode_tok_s": 12.5,
+            "ms_per_token": 80.0,
+            "at_position": 64,
+            "policies": {"greedy": {"decode_tok_s": 11.0, "optimal": None, "solve_s": 0.0, **shares}},
+        },
+        "reasons": ["8 neurons a layer are on disk"],
         "helps": [{"what": "all of it in RAM", "flag": "--ram", "bytes": 3 << 30, "within_machine": False}],
+        "groups": {"size": 32, "gpu": [2, 2], "kept": [3, 3]},
+        "path": None,
     }
     return document | changes
+
+
+def a_layer(**changes: Any) -> dict[str, Any]:
+    return {**a_plan()["layers"][0], **changes}
+
+
+def plan_from(**changes: Any) -> PlanDocument:
+    """That plan with some of its fields changed, read from its document."""
+    whole = of_kind(json.loads(json.dumps(a_plan(**changes))), "plan", 1, "plan.json")
+    return checked(PlanDocument, whole, "plan.json")
 
 
 class Reader(HTMLParser):
@@ -168,7 +198,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
-    found = with_plan(findings(opened), plan_facts(a_plan()), tmp_path / "plan.json", opened)
+    found = with_plan(findings(opened), plan_from(), tmp_path / "plan.json", opened)
     (tmp_path / "plan.json").write_text(json.dumps(a_plan()))
     report = write_report(found, tmp_path / "out")
     assert report.made and report.page == tmp_path / "out" / "index.html"
@@ -188,7 +218,7 @@ def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
     assert profile is not None
     active = f"{100 * profile.active_fraction():.0f} %"
     assert f"A token needs {active} of the neurons on average" in reader.text
-    assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer rest on the disk." in reader.text
+    assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer are on disk." in reader.text
     assert "all of it in RAM --ram 3GiB more than the machine has" in reader.text
     assert "greedy 11 70 %" in reader.text and "hidden sizes 32" in reader.text
 
@@ -270,7 +300,7 @@ def test_a_plan_of_a_model_that_is_only_described(tmp_path: Path) -> None:
         {"layer": n, "gpu": 100, "cpu": 2900 - n, "disk": n, "mass_on_gpu": 0.3, "seconds": {}} for n in range(96)
     ]
     file.write_text("a line of progress\n" + json.dumps(a_plan(model="OPT-175B", layers=layers)) + "\n")
-    report = write_report(of_plan(read_plan(file), file), tmp_path / "out")
+    report = write_report(of_plan(read_plan_document(file), file), tmp_path / "out")
     assert {one.stem for one in report.images} == {"bytes", "neurons"}, "no times are predicted, no profile is there"
     reader = read(report.page)
     assert "OPT-175B" in reader.text and "What is missing" not in reader.text
@@ -281,7 +311,7 @@ def test_a_plan_of_a_model_that_is_only_described(tmp_path: Path) -> None:
 def test_plots_of_a_former_report_go(model: Path, tmp_path: Path, undrawn: None) -> None:
     opened = open_checkpoint(model)
     (tmp_path / "plan.json").write_text("")
-    found = with_plan(findings(opened), plan_facts(a_plan()), tmp_path / "plan.json", opened)
+    found = with_plan(findings(opened), plan_from(), tmp_path / "plan.json", opened)
     write_report(found, tmp_path / "out")
     (tmp_path / "out" / "mine.png").write_bytes(b"not ours")
     left = {path.name for path in write_report(findings(opened), tmp_path / "out").page.parent.iterdir()}
@@ -296,16 +326,15 @@ def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path) -> None
     profile = found.profile.value
     assert profile is not None
     evil = replace(profile, corpora=(HOSTILE, HOSTILE * 2))
-    plan = plan_facts(
-        a_plan(
-            hardware=HOSTILE,
-            policy=HOSTILE,
-            reasons=[HOSTILE],
-            assumed=[HOSTILE],
-            helps=[{"what": HOSTILE, "flag": HOSTILE, "bytes": 1, "within_machine": True}],
-            bytes={tier: {HOSTILE: 5, "ffn": 9} for tier in ("gpu", "cpu", "disk")},
-            predicted={"decode_tok_s": 1.0, "policies": {HOSTILE: {"decode_tok_s": 1.0, "mass_on_gpu": 0.5}}},
-        )
+    predicted = a_plan()["predicted"]
+    plan = plan_from(
+        hardware=HOSTILE,
+        policy=HOSTILE,
+        reasons=[HOSTILE],
+        assumed=[HOSTILE],
+        helps=[{"what": HOSTILE, "flag": HOSTILE, "bytes": 1, "within_machine": True}],
+        bytes={tier: {HOSTILE: 5, "ffn": 9} for tier in ("gpu", "cpu", "disk")},
+        predicted=predicted | {"policies": {HOSTILE: predicted["policies"]["greedy"]}},
     )
     (tmp_path / "plan.json").write_text("")
     found = with_plan(
@@ -336,29 +365,36 @@ def test_a_page_escapes_everything_it_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"layers": []}, "no layers"),
+        ({"format": 2}, "its format is '2'"),
+        ({"kind": "hardware"}, "its kind is 'hardware'"),
+        ({"layers": []}, "layers has a length of 0"),
         ({"layers": "x"}, "layers is 'x', not a list"),
-        ({"layers": [{}] * 5000}, "5000 entries"),
-        ({"layers": [{"gpu": -1}]}, r"layers\[0\].seconds"),
-        ({"layers": [{"gpu": -1, "seconds": {}}]}, r"layers\[0\].gpu is '-1'"),
-        ({"layers": [{"gpu": 0, "cpu": 0.5, "seconds": {}}]}, r"layers\[0\].cpu is '0.5', not a whole number"),
-        ({"layers": [{"gpu": 0, "cpu": 0, "disk": 0, "mass_on_gpu": 7, "seconds": {}}]}, "mass_on_gpu is '7'"),
+        ({"layers": [{}] * 5000}, "layers has a length of 5000"),
+        ({"layers": [a_layer(gpu=-1)]}, r"layers\[0\].gpu is '-1'"),
+        ({"layers": [a_layer(), a_layer(cpu=0.5)]}, r"layers\[1\].cpu is '0.5', not a whole number"),
+        ({"layers": [a_layer(mass_on_gpu=7)]}, r"layers\[0\].mass_on_gpu is '7'"),
+        ({"layers": [a_layer(seconds=None)]}, r"layers\[0\].seconds is 'None'"),
+        ({"layers": [a_layer(seconds={"gpu": -1})]}, r"layers\[0\].seconds.gpu is '-1'"),
+        ({"layers": [{"gpu": 1}]}, r"layers\[0\].layer is missing"),
         ({"fits": "yes"}, "fits is 'yes'"),
         ({"mass_on_gpu": True}, "mass_on_gpu is 'True'"),
-        ({"mass_on_gpu": float("nan")}, "mass_on_gpu is 'nan'"),
-        ({"predicted": {"decode_tok_s": 1e400, "policies": {}}}, "decode_tok_s is 'inf'"),
-        ({"bytes": {"gpu": {}}}, "bytes.cpu. is not an object"),
+        ({"mass_on_gpu": 1.01}, "mass_on_gpu is '1.01'"),
+        ({"predicted": a_plan()["predicted"] | {"decode_tok_s": 1e300}}, "decode_tok_s is '1e.300'"),
+        ({"predicted": {"decode_tok_s": 1}}, "predicted.ms_per_token is missing"),
+        ({"bytes": {"gpu": {}}}, "bytes does not have just gpu, cpu, disk"),
+        ({"activations": {}}, "activations does not have just gpu, cpu, disk"),
         ({"bytes": {"gpu": {"x": 10**30}, "cpu": {}, "disk": {}}}, "bytes.gpu.x is '1000"),
-        ({"reasons": [1]}, "reasons is '1', not a text"),
+        ({"reasons": [1]}, r"reasons\[0\] is '1', not a text"),
         ({"assumed": {}}, "assumed is"),
         ({"helps": [{"what": "x", "flag": "--ram", "bytes": 1.5}]}, r"helps\[0\].bytes is '1.5'"),
-        ({"reasons": ["x" * 3000]}, "not a text"),
+        ({"reasons": ["x" * 3000]}, r"reasons\[0\] has a length of 3000"),
         ({"policy": None}, "policy is 'None', not a text"),
+        ({"surprise": 1}, "surprise is not known"),
     ],
 )
-def test_plans_that_are_none(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+def test_plans_that_are_none(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        plan_facts(a_plan(**change))
+        plan_from(**change)
 
 
 @pytest.mark.parametrize(
@@ -368,17 +404,17 @@ def test_files_that_hold_no_plan(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(content)
     with pytest.raises(ModelError, match=re.escape(str(file))):
-        read_plan(file)
+        read_plan_document(file)
 
 
 def test_plans_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(RequestError, match=re.escape(str(path))):
-            read_plan(path)
+            read_plan_document(path)
 
 
 def test_a_plan_of_another_model_is_refused(opened: Checkpoint) -> None:
-    other = plan_facts(a_plan(layers=a_plan()["layers"] * 2))
+    other = plan_from(layers=a_plan()["layers"] * 2)
     with pytest.raises(RequestError, match="4 layers of 96 neurons, and Tiny has 2 of 96"):
         with_plan(findings(opened), other, Path("other.json"), opened)
 
@@ -477,7 +513,7 @@ def test_the_newest_plan_is_shown_while_it_holds(
 
     first = plan()
     found = findings(open_checkpoint(path)).plan
-    assert found.value is not None and found.value.document == {k: v for k, v in first.items() if k != "assumed"}
+    assert found.value is not None and found.value.json() == first
     second = plan("--vram", "2GiB", "--batch", "3")
     os.utime(first["path"], ns=(1, 1))
     found = findings(open_checkpoint(path)).plan
@@ -500,7 +536,7 @@ def test_the_newest_plan_is_shown_while_it_holds(
     assert found.value is None and "made from another profile" in str(found.stale)
     main(shlex.split(found.command)[1:])
     renewed = findings(open_checkpoint(path)).plan
-    assert renewed.value is not None and renewed.value.batch == 3 and renewed.value.budgets["gpu"] == 2 << 30
+    assert renewed.value is not None and renewed.value.batch == 3 and renewed.value.budgets.vram == 2 << 30
     assert renewed.path != found.path, "the command that is named makes the same plan anew"
     tiny_llama(path, "relu2")
     stale = [one.stale for one in findings(open_checkpoint(path))]

@@ -28,7 +28,8 @@ from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Predictor  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
-from powerinfer.sparsity.attach import Sparsity, attach  # noqa: E402
+from powerinfer.sparsity.attach import CpuSparsity, attach  # noqa: E402
+from powerinfer.sparsity.selection import select  # noqa: E402
 
 RELU = [
     case
@@ -53,13 +54,14 @@ def model_of(case: families.Case, seed: int = 11) -> tuple[Any, Any]:
 
 
 @contextmanager
-def opened(path: Path, **options: Any) -> Iterator[tuple[Any, Sparsity | None]]:
+def opened(path: Path, **options: Any) -> Iterator[tuple[Any, CpuSparsity | None]]:
     settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     engine = EngineConfig(**(settings | {"max_batch": 8, "trial": False, "recall_every": 1} | options))
     checkpoint = open_checkpoint(path, engine.quantize)
     executor = load(checkpoint, engine)
     try:
-        yield executor, attach(executor, checkpoint, engine, lambda: list(range(40)))
+        found = attach(executor, checkpoint, engine, select(checkpoint, engine), lambda: list(range(40)))
+        yield executor, found if isinstance(found, CpuSparsity) else None
     finally:
         executor.close()
 

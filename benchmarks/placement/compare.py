@@ -136,7 +136,7 @@ def policies(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
                     card = replace(hardware.gpu, memory_bytes=room)
                     plan = make_plan(replace(base, hardware=replace(base.hardware, gpu=card)))
                     entry = {"model": name, "dtype": dtype, "machine": where, "budget": share, "vram": room}
-                    entry["policies"] = plan.document()["predicted"]["policies"]
+                    entry["policies"] = plan.document().json()["predicted"]["policies"]
                     print(entry, flush=True)
                     found.append(entry)
     return found
@@ -145,7 +145,7 @@ def policies(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
 def paper(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
     found = []
     for name, dtype, where, reported in PAPER:
-        document = make_plan(request(name, dtype, load(where), 640, profiles)).document()
+        document = make_plan(request(name, dtype, load(where), 640, profiles)).document().json()
         kept = ("fits", "mass_on_gpu", "work_on_gpu", "gpu_layers", "optimal", "solve_s", "bytes")
         entry = {"model": name, "dtype": dtype, "machine": where, "paper_tok_s": reported}
         entry |= {key: document[key] for key in kept} | {"tok_s": document["predicted"]["decode_tok_s"]}

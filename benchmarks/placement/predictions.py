@@ -165,7 +165,7 @@ def read_anew(path: Path) -> None:
 
 def alone(subject: Subject, hardware: Hardware, selector: str, repeat: int) -> dict[str, Any]:
     """A plan without a GPU, and what `LLM.generate` needs for a token, in milliseconds."""
-    predicted = make_plan(subject.request(hardware, selector, 0, GENERATED)).document()["predicted"]["ms_per_token"]
+    predicted = make_plan(subject.request(hardware, selector, 0, GENERATED)).document().predicted.ms_per_token
     options = subject.options | {"selector": selector, "recall_every": 0, "prepared": subject.prepared}
     if selector != "all":
         read_anew((Path(subject.prepared) / "neurons.safetensors").resolve())

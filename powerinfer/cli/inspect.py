@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
-    from powerinfer.report.planned import PlanFacts
+    from powerinfer.placement.plan_document import PlanDocument
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "context_length")
 MEMORIES = {"gpu": "VRAM", "cpu": "RAM"}
@@ -118,9 +118,13 @@ def _bundles(file: BundleFile) -> dict[str, Any]:
     return {"types": {"gate": gate, "up": file.layout.gate_type, "down": file.layout.down_type}}
 
 
-def _plan(plan: PlanFacts) -> dict[str, Any]:
-    names = ("selector", "policy", "hardware", "budgets", "context", "batch", "fits", "mass_on_gpu", "decode_tok_s")
-    return {name: getattr(plan, name) for name in names}
+def _plan(plan: PlanDocument) -> dict[str, Any]:
+    names = ("selector", "policy", "hardware", "context", "batch", "fits", "mass_on_gpu")
+    budgets = {"gpu": plan.budgets.vram, "cpu": plan.budgets.ram}
+    return {name: getattr(plan, name) for name in names} | {
+        "budgets": budgets,
+        "decode_tok_s": plan.predicted.decode_tok_s,
+    }
 
 
 def _choices(engine: EngineConfig) -> dict[str, str]:
@@ -192,7 +196,7 @@ def _bundles_line(found: dict[str, Any]) -> str:
 
 
 def _plan_line(found: dict[str, Any]) -> str:
-    from powerinfer.report.planned import rate
+    from powerinfer.placement.plan_document import rate
 
     budgets = " and ".join(f"{found['budgets'][tier] / 2**30:.3g} GiB of {name}" for tier, name in MEMORIES.items())
     return (

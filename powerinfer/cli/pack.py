@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig, ModelConfig
-
-if TYPE_CHECKING:
-    from powerinfer.formats.bundle_file import BundleFile
-    from powerinfer.prepare.packing import Packed
 
 CONTEXT = 128  # tokens of the check's windows
 TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
@@ -51,7 +47,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
-    from powerinfer.prepare.packing import current, pack
+    from powerinfer.prepare.packing import current, describe, pack
 
     engine = config_from(args, EngineConfig)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
@@ -69,20 +65,6 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(document, out)
     out.document(document)
     return 0
-
-
-def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
-    """The bundles as a document; packed: None where they were there already."""
-    layout = bundles.layout
-    gate = layout.gate_type if layout.gated else None
-    return {
-        "path": str(bundles.path),
-        "bytes": bundles.file.size,
-        "types": {"gate": gate, "up": layout.gate_type, "down": layout.down_type},
-        "layers": len(bundles.layers),
-        "error": packed.error if packed else None,
-        "seconds": packed.seconds if packed else 0.0,
-    }
 
 
 def _agreement(config: ModelConfig, args: argparse.Namespace, out: Output) -> dict[str, Any]:

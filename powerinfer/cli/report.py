@@ -33,12 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
+    from powerinfer.placement.plan_document import read_plan_document
     from powerinfer.report.findings import findings, of_plan, with_plan
-    from powerinfer.report.planned import read_plan
     from powerinfer.report.writing import report_folder, write_report
 
     begin = time.perf_counter()
-    plan = read_plan(Path(args.plan)) if args.plan else None
+    plan = read_plan_document(Path(args.plan)) if args.plan else None
     if plan is not None and args.model is None:
         found = of_plan(plan, Path(args.plan))
         folder = Path(args.out or f"{args.plan}.report")

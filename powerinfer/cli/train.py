@@ -14,15 +14,12 @@ finished), notes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.formats.predictor_file import FIGURES
-
-if TYPE_CHECKING:
-    from powerinfer.formats.predictor_file import PredictorFile
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +33,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
-    from powerinfer.prepare.training import current, train
+    from powerinfer.prepare.training import current, describe, train
 
     engine, config = config_from(args, EngineConfig), config_from(args, TrainConfig)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
@@ -65,25 +62,17 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def describe(file: PredictorFile) -> dict[str, Any]:
-    """Trained predictors as a document."""
-    told = file.training or {}
-    layers = told.get("layers", [])
-    shown = ("recall", "candidate_fraction", "active_fraction")
-    means = {name: _mean(layers, name) if layers else None for name in shown}
-    names = ("recall_target", "held_out_tokens", "share_of_model", "layers")
-    return {"path": str(file.path), "bytes": file.nbytes, "type": file.type, **means, **{n: told.get(n) for n in names}}
-
-
 def table(training: Mapping[str, Any] | None) -> list[str]:
     """What each layer's predictor reaches on held-out samples, for people, from `PredictorFile.training`."""
+    from powerinfer.prepare.training import mean
+
     layers = (training or {}).get("layers", [])
     if not layers:
         return []
     lines = ["layer  rank  method    recall    precision  candidates  active    svd: recall  candidates"]
     for number, one in enumerate(layers):
         lines.append(f"{number:>5}  {one['rank']:>4}  {one['method']:<8}  {_shares(one)}")
-    means = {name: _mean(layers, name) for name in FIGURES}
+    means = {name: mean(layers, name) for name in FIGURES}
     rank = round(sum(one["rank"] for one in layers) / len(layers))
     return [*lines, f" mean  {rank:>4}            {_shares(means)}"]
 
@@ -91,7 +80,3 @@ def table(training: Mapping[str, Any] | None) -> list[str]:
 def _shares(one: Mapping[str, float]) -> str:
     widths = (6, 9, 10, 6, 11, 10)
     return "  ".join(f"{one[name]:>{width}.2%}" for name, width in zip(FIGURES, widths, strict=True))
-
-
-def _mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
-    return sum(one[name] for one in layers) / len(layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,7 @@ from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
+    from powerinfer.devices.trace import Trace
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
@@ -150,10 +151,9 @@ class CpuExecutor:
             config.n_heads,
             config.n_kv_heads,
             config.head_dim,
-            np.ascontiguousarray(frequencies, np.float32),
-            rope_factor,
             config.embed_dim or config.d_model,
         )
+        self._rope = self._program.add_rope(frequencies, rope_factor) if frequencies.size else -1
         self._observed: _Observed | None = None
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
@@ -214,7 +214,7 @@ class CpuExecutor:
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
-        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k)
+        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
         self._program.attention(own, window or 0)
 
     def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
@@ -541,6 +541,10 @@ class CpuExecutor:
         for kind, seconds in self._program.take_times():
             sums[kind] = sums.get(kind, 0.0) + seconds
         return sums
+
+    def traced(self) -> AbstractContextManager[Trace]:
+        """RequestError: tracing shows what a GPU and the CPU do side by side."""
+        raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
         for name in ("_observed", "_program", "_arena", "_pool"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.ffn import HybridFfn
-    from powerinfer.sparsity.attach import Prepared
+    from powerinfer.sparsity.selection import Selection
 
 KIND = "crossings"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -81,7 +81,7 @@ def settle(
     ffns: Sequence[HybridFfn],
     checkpoint: Checkpoint,
     engine: EngineConfig,
-    prepared: Prepared,
+    selection: Selection,
     sample: Callable[[], Sequence[int]],
     progress: Progress | None = None,
 ) -> None:
@@ -91,7 +91,7 @@ def settle(
     PowerInferError where the GPU fails or has no memory left.
     """
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
-    key = trial_key(checkpoint, engine, prepared.selector, prepared.paths, ())
+    key = trial_key(checkpoint, engine, selection.selector, selection.files, ())
     key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
     kept = [one for one in map(_read, read_entries(path, KIND)) if one is not None]
     found = next((crossing for other, crossing in kept if other == key), None)

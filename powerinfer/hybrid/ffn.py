@@ -29,12 +29,13 @@ from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.devices.link import NAMED_TOKENS
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
-from powerinfer.devices.trace import Trace, span
+from powerinfer.devices.trace import span
 from powerinfer.formats.bundle_file import BundleFile
 from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
+from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,7 @@ class HybridFfn:
     """The FFN of one layer of `GpuLayers`, which runs its operators.
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. neurons: the hot ones, None where there are
-    none. cold_bytes: of the cold ones' bundles. trace: takes notes.
+    none. cold_bytes: of the cold ones' bundles.
     """
 
     def __init__(
@@ -80,7 +81,6 @@ class HybridFfn:
         """PowerInferError when a device has no memory left."""
         assert layers.link is not None
         self.layer = layer
-        self.trace: Trace | None = None
         self._predicts = True
         self._cpu = cpu
         self._layers = layers
@@ -224,12 +224,12 @@ class HybridFfn:
         tokens = step.x.shape[0]
         if self.stage is not None and self.stage.takes(tokens):
             own = self._bundles.layout, self._kept, self._cpu.config, self._biases, self._most
-            with span(self.trace, "gpu", "streamed neurons", self.layer):
+            with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
                 self.stage.add_sum(step.x, step.read, *own)
             return
-        with span(self.trace, "cpu", "wait", self.layer, "wait"):
+        with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
-        with span(self.trace, "cpu", "cold neurons", self.layer):
+        with span(self._layers.trace, "cpu", "cold neurons", self.layer):
             job = self._cpu.neuron_sum(self._op, *self._link.views(tokens, self._cold_names(tokens)))
         self._jobs += job and tokens <= NAMED_TOKENS
 
@@ -318,8 +318,8 @@ def hang_neurons(
     return ffns
 
 
-class HybridSparsity:
-    """How layers that are split decode, and what came of it: `Sparsity` of an executor on two devices."""
+class HybridSparsity(Sparsity):
+    """Of a model whose layers are split between a GPU and the CPU."""
 
     def __init__(
         self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
@@ -358,7 +358,7 @@ class HybridSparsity:
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Start the counts of `report` anew."""
         for ffn in self.ffns:
             ffn.clear()
         self._executor.cpu.clear_bundled_counts()
@@ -402,19 +402,7 @@ class HybridSparsity:
             ffn.predict(on)
         self._executor.cpu.predict_bundled(on)
 
-    @contextmanager
-    def traced(self) -> Iterator[Trace]:
-        """Note what takes the time of steps meanwhile (`SplitExecutor.traced`)."""
-        with self._executor.traced() as trace:
-            for ffn in self.ffns:
-                ffn.trace = trace
-            try:
-                yield trace
-            finally:
-                for ffn in self.ffns:
-                    ffn.trace = None
-
-    def bytes_per_token(self, dense: int) -> None:
+    def bytes_per_token(self, dense: int | None) -> None:
         """Not known: what the GPU skips is not counted."""
 
 

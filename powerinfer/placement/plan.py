@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import n_groups
-from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
@@ -46,11 +45,20 @@ from powerinfer.placement.budget import (
     staged_in_ram,
     staged_on_gpu,
 )
+from powerinfer.placement.plan_document import (
+    FORMAT,
+    Budgets,
+    Groups,
+    Help,
+    LayerPlan,
+    PlanDocument,
+    PolicyResult,
+    Predicted,
+    read_plan_document,
+)
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-FORMAT = 1
-KIND = "plan"
 GPU_METHOD = 7
 """Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
@@ -62,8 +70,6 @@ _NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 
 SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """What takes a layer's time: other + max(gpu, cpu + sync) + disk."""
-
-_LIMIT = 1 << 24  # bytes of a plan's file
 
 Floats = NDArray[np.float64]
 
@@ -194,7 +200,7 @@ class Plan:
     choice: Choice
     others: dict[str, Choice]
     reasons: tuple[str, ...]
-    helps: tuple[dict[str, Any], ...]
+    helps: tuple[Help, ...]
 
     @property
     def neurons(self) -> list[dict[Tier, int]]:
@@ -273,68 +279,54 @@ class Plan:
         )
         return Placement(profile.d_ff, GROUP, tiers, tuple(_orders(self.request, self.choice.policy)))
 
-    def document(self, path: Path | None = None) -> dict[str, Any]:
-        """The plan as JSON."""
+    def document(self, path: Path | None = None) -> PlanDocument:
+        """The plan as it is kept and shown; path: where it is kept."""
         request, choice = self.request, self.choice
-        layers = [
-            {
-                "layer": number,
-                "gpu": neurons[Tier.GPU],
-                "cpu": neurons[Tier.CPU],
-                "disk": neurons[Tier.DISK],
-                "mass_on_gpu": mass,
-                "seconds": seconds,
-            }
-            for number, (neurons, mass, seconds) in enumerate(
-                zip(self.neurons, choice.mass, choice.layer_seconds, strict=True)
-            )
-        ]
         vram, ram = budgets(request.hardware, request.vram, request.ram)
-        return {
-            "format": FORMAT,
-            "kind": KIND,
-            "key": request.key,
-            "model": request.model.name,
-            "fingerprint": request.model.fingerprint,
-            "quantize": request.model.quantize,
-            "weight_type": request.model.weight_type,
-            "profile": request.profile.digest,
-            "policy": request.policy,
-            "selector": request.selector,
-            "budgets": {"vram": vram, "ram": ram},
-            "context": request.context,
-            "batch": request.batch,
-            "kv_type": request.kv_type,
-            "fits": self.fits,
-            "optimal": choice.optimal,
-            "solve_s": choice.solve_s,
-            "mass_on_gpu": choice.mass_on_gpu,
-            "work_on_gpu": choice.work_on_gpu,
-            "bytes": self.bytes,
-            "activations": self.activations,
-            "gpu_layers": self.claims.gpu_layers,
-            "layers": layers,
-            "predicted": {
-                "decode_tok_s": request.batch / choice.seconds,
-                "ms_per_token": 1e3 * choice.seconds / request.batch,
-                "at_position": request.past,
-                "policies": {
-                    name: {
-                        "decode_tok_s": request.batch / other.seconds,
-                        "mass_on_gpu": other.mass_on_gpu,
-                        "work_on_gpu": other.work_on_gpu,
-                        "optimal": other.optimal,
-                        "solve_s": other.solve_s,
-                    }
-                    for name, other in self.others.items()
+        return PlanDocument(
+            key=request.key,
+            model=request.model.name,
+            fingerprint=request.model.fingerprint,
+            quantize=request.model.quantize,
+            weight_type=request.model.weight_type,
+            profile=request.profile.digest,
+            policy=request.policy,
+            selector=request.selector,
+            budgets=Budgets(vram, ram),
+            context=request.context,
+            batch=request.batch,
+            kv_type=request.kv_type,
+            fits=self.fits,
+            optimal=choice.optimal,
+            solve_s=choice.solve_s,
+            mass_on_gpu=choice.mass_on_gpu,
+            work_on_gpu=choice.work_on_gpu,
+            bytes=self.bytes,
+            activations=self.activations,
+            gpu_layers=self.claims.gpu_layers,
+            layers=[
+                LayerPlan(number, own[Tier.GPU], own[Tier.CPU], own[Tier.DISK], mass, seconds)
+                for number, (own, mass, seconds) in enumerate(
+                    zip(self.neurons, choice.mass, choice.layer_seconds, strict=True)
+                )
+            ],
+            predicted=Predicted(
+                decode_tok_s=request.batch / choice.seconds,
+                ms_per_token=1e3 * choice.seconds / request.batch,
+                at_position=request.past,
+                policies={
+                    name: PolicyResult(
+                        request.batch / one.seconds, one.mass_on_gpu, one.work_on_gpu, one.optimal, one.solve_s
+                    )
+                    for name, one in self.others.items()
                 },
-            },
-            "reasons": list(self.reasons),
-            "helps": list(self.helps),
-            "hardware": request.hardware.name,
-            "groups": {"size": GROUP, "gpu": list(choice.gpu), "kept": list(choice.kept)},
-            "path": None if path is None else str(path),
-        }
+            ),
+            reasons=list(self.reasons),
+            helps=list(self.helps),
+            hardware=request.hardware.name,
+            groups=Groups(GROUP, list(choice.gpu), list(choice.kept)),
+            path=None if path is None else str(path),
+        )
 
 
 # ---------------------------------------------------------------- making one
@@ -560,9 +552,7 @@ def _least(request: PlanRequest) -> int | None:
     return 1 if least is None and request.insist else least
 
 
-def _explain(
-    request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
-) -> tuple[list[str], list[dict[str, Any]]]:
+def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables) -> tuple[list[str], list[Help]]:
     """Why things are where they are, and the budgets at which more fits."""
     hardware, config = request.hardware, request.model.config
     vram, _ = budgets(hardware, request.vram, request.ram)
@@ -610,7 +600,7 @@ def _explain(
         device = hardware.gpu if flag == "--vram" else hardware.cpu
         if flag == "--ram" or nbytes > vram:
             within = device is not None and nbytes <= device.memory_bytes
-            helps.append({"what": what, "flag": flag, "bytes": nbytes, "within_machine": within})
+            helps.append(Help(what, flag, nbytes, within))
     return reasons, helps
 
 
@@ -634,7 +624,7 @@ def plan_path(folder: Path, request: PlanRequest) -> Path:
 def save_plan(plan: Plan, folder: Path) -> Path:
     """Keep a plan; its path. PowerInferError when it cannot be written, then nothing is left behind."""
     path = plan_path(folder, plan.request)
-    text = json.dumps(plan.document(path), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(plan.document(path).json(), indent=1, allow_nan=False) + "\n"
     try:
         write_small(path, text.encode())
     except OSError as error:
@@ -652,62 +642,48 @@ def read_plan(folder: Path, request: PlanRequest) -> Plan | None:
     path = plan_path(folder, request)
     if not path.is_file():
         return None
-    with open(path, "rb") as file:
-        raw = file.read(_LIMIT + 1)
-    document = parse_json(raw, str(path)) if len(raw) <= _LIMIT else None
+    document = read_plan_document(path)
     try:
-        return _read(document, request)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        why = f" ({error})" if type(error) is ValueError else ""
-        raise ModelError(f"{path}: not the plan that its name promises{why}; `powerinfer plan` makes it anew") from None
+        return _of_document(document, request)
+    except ValueError as error:
+        why = f"not the plan that its name promises ({error}); `powerinfer plan` makes it anew"
+        raise ModelError(f"{path}: {why}") from None
 
 
-def _read(document: Any, request: PlanRequest) -> Plan:
-    """Plan from its document; KeyError, TypeError or ValueError for one that is none. Only what is checked is used."""
-    if document["format"] != FORMAT or document["kind"] != KIND or document["key"] != request.key:
-        raise ValueError("another format or key")
-    used = _whole(document["gpu_layers"], 0, request.model.config.n_layers)
+def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
+    """The plan of this request; ValueError where the document does not hold it. Only what is checked is used."""
+    config, profile = request.model.config, request.profile
+    if document.key != request.key:
+        raise ValueError("another key")
+    used = document.gpu_layers
     claims = (request if used else replace(request, vram=0)).claims()
     if used != claims.gpu_layers:
         raise ValueError("other layers on the GPU")
-    layers, groups = request.profile.n_layers, -(-request.profile.d_ff // GROUP)
-    gpu, kept = (document["groups"][name] for name in ("gpu", "kept"))
-    if document["groups"]["size"] != GROUP:
+    layers, groups = profile.n_layers, -(-profile.d_ff // GROUP)
+    gpu, kept = document.groups.gpu, document.groups.kept
+    if document.groups.size != GROUP:
         raise ValueError("groups of another size")
-    if any(type(each) is not list or len(each) != layers for each in (gpu, kept, document["layers"])):
+    if not len(gpu) == len(kept) == len(document.layers) == layers:
         raise ValueError("another number of layers")
     for layer in range(layers):
-        _whole(gpu[layer], 0, groups if layer < used else 0)
-        _whole(kept[layer], gpu[layer], groups)
-    everything = claims.cpu_neuron * request.model.config.d_ff * layers
+        if not (gpu[layer] <= (groups if layer < used else 0) and gpu[layer] <= kept[layer] <= groups):
+            raise ValueError(f"layer {layer} does not have such groups")
+        if document.layers[layer].seconds.keys() != set(SECONDS):
+            raise ValueError(f"other times of layer {layer}")
+    everything = claims.cpu_neuron * config.d_ff * layers
     on_gpu, in_ram = sum(gpu) * GROUP * claims.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
     if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")
-    optimal = document["optimal"]
-    if optimal is not None and type(optimal) is not bool:
-        raise ValueError("optimal is neither true nor false")
     choice = Choice(
         request.policy,
         tuple(gpu),
         tuple(kept),
-        tuple({name: _number(one["seconds"][name]) for name in SECONDS} for one in document["layers"]),
-        _number(document["predicted"]["ms_per_token"]) * request.batch / 1e3,
-        tuple(_number(one["mass_on_gpu"]) for one in document["layers"]),
-        _number(document["mass_on_gpu"]),
-        _number(document["work_on_gpu"]),
-        optimal,
-        _number(document["solve_s"]),
+        tuple(one.seconds for one in document.layers),
+        document.predicted.ms_per_token * request.batch / 1e3,
+        tuple(one.mass_on_gpu for one in document.layers),
+        document.mass_on_gpu,
+        document.work_on_gpu,
+        document.optimal,
+        document.solve_s,
     )
     return Plan(request, claims, choice, {}, (), ())
-
-
-def _whole(value: Any, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"a number is not from {low} to {high}")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError("a number is not positive")
-    return float(value)

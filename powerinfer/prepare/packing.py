@@ -47,6 +47,20 @@ class Packed:
     seconds: float
 
 
+def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
+    """The bundles as a JSON document; packed: None where they were there already."""
+    layout = bundles.layout
+    gate = layout.gate_type if layout.gated else None
+    return {
+        "path": str(bundles.path),
+        "bytes": bundles.file.size,
+        "types": {"gate": gate, "up": layout.gate_type, "down": layout.down_type},
+        "layers": len(bundles.layers),
+        "error": packed.error if packed else None,
+        "seconds": packed.seconds if packed else 0.0,
+    }
+
+
 def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> BundleFile | None:
     """The bundles that are there already, if `pack` would make the same."""
     try:

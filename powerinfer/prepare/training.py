@@ -17,7 +17,7 @@ import math
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,6 +56,21 @@ class Trained:
     seconds: float
     resumed: int
     notes: tuple[str, ...]
+
+
+def describe(file: PredictorFile) -> dict[str, Any]:
+    """Trained predictors as a JSON document: path, bytes, type, and what is told of their training."""
+    told = file.training or {}
+    layers = told.get("layers", [])
+    shown = ("recall", "candidate_fraction", "active_fraction")
+    means = {name: mean(layers, name) if layers else None for name in shown}
+    names = ("recall_target", "held_out_tokens", "share_of_model", "layers")
+    return {"path": str(file.path), "bytes": file.nbytes, "type": file.type, **means, **{n: told.get(n) for n in names}}
+
+
+def mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
+    """A figure of the layers (`PredictorFile.training`), on average."""
+    return sum(one[name] for one in layers) / len(layers)
 
 
 def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -> PredictorFile | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
 from powerinfer.hardware.description import ready_made
-from powerinfer.report.planned import PlanFacts, read_plan
+from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.sparsity.selectors import RECTIFIED
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Findings:
 
     model: str
     about: str
-    plan: Found[PlanFacts]
+    plan: Found[PlanDocument]
     profile: Found[Profile] = _NONE
     predictor: Found[PredictorFile] = _NONE
     bundles: Found[BundleFile] = _NONE
@@ -93,7 +93,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     )
 
 
-def with_plan(found: Findings, plan: PlanFacts, path: Path, checkpoint: Checkpoint) -> Findings:
+def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Checkpoint) -> Findings:
     """The same with the plan that lies at `path`. RequestError if it is for a model of other sizes."""
     config = checkpoint.config
     if plan.sizes != (config.n_layers, config.d_ff):
@@ -104,7 +104,7 @@ def with_plan(found: Findings, plan: PlanFacts, path: Path, checkpoint: Checkpoi
     return replace(found, plan=Found("plan", plan, path, None, ""))
 
 
-def of_plan(plan: PlanFacts, path: Path) -> Findings:
+def of_plan(plan: PlanDocument, path: Path) -> Findings:
     """A plan alone, for a model that need not be there."""
     layers, d_ff = plan.sizes
     return Findings(
@@ -124,7 +124,7 @@ def _found(
         return Found(kind.noun, None, place.path, str(error), place.command, wanted)
 
 
-def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanFacts]:
+def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanDocument]:
     """The plan that was kept last; of budgets, context and machine there may be several."""
     place = PreparedFile(Kind("plan", "plan", "plan"), checkpoint, prepared)
     with suppress(OSError):
@@ -132,7 +132,7 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
         if kept:
             _, path = max(kept)
             try:
-                plan, stale = read_plan(path), None
+                plan, stale = read_plan_document(path), None
             except PowerInferError as error:
                 return Found("plan", None, path, str(error), place.command)
             if plan.fingerprint != checkpoint.fingerprint:
@@ -148,10 +148,10 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
     return Found("plan", None, None, None, place.command)
 
 
-def _options(plan: PlanFacts) -> str:
+def _options(plan: PlanDocument) -> str:
     """Of the command that makes such a plan again."""
     options = {
-        "vram": plan.budgets["gpu"], "ram": plan.budgets["cpu"], "context": plan.context, "batch": plan.batch,
+        "vram": plan.budgets.vram, "ram": plan.budgets.ram, "context": plan.context, "batch": plan.batch,
         "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
     named = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}

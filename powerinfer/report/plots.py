@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import RequestError
 from powerinfer.neurons import Profile
-from powerinfer.report.planned import LayerPlan
+from powerinfer.placement.plan_document import LayerPlan
 
 MASS = 0.8
 """The share of activations at which a profile's skew is read off, as in the PowerInfer paper (figure 5)."""

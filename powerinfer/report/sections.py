@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.placement.budget import gib as flag_size
+from powerinfer.placement.plan_document import rate
 from powerinfer.report import plots
 from powerinfer.report.page import Image, Section, Table
-from powerinfer.report.planned import rate
 
 if TYPE_CHECKING:
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
-    from powerinfer.report.planned import PlanFacts
+    from powerinfer.placement.plan_document import PlanDocument
 
 Tile = tuple[str, str]
 Rows = dict[str, list[str]]
@@ -180,18 +180,19 @@ _PARTS = {
 }  # fmt: skip
 
 
-def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
+def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """What a plan decided, and what it expects."""
     section = Section("Placement")
     section.paragraphs.append(
-        f"On {plan.hardware}, with {gib(plan.budgets['gpu'])} of VRAM and {gib(plan.budgets['cpu'])} of RAM, for "
+        f"On {plan.hardware}, with {gib(plan.budgets.vram)} of VRAM and {gib(plan.budgets.ram)} of RAM, for "
         f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context, selector "
         f"{plan.selector}, policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the "
-        f"GPU, and {rate(plan.decode_tok_s)} tokens a second are predicted."
+        f"GPU, and {rate(plan.predicted.decode_tok_s)} tokens a second are predicted."
         + ("" if plan.fits else " Not everything fits; what does not is read from disk.")
     )
     section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
     section.paragraphs += [f"{line[:1].upper()}{line[1:]}." for line in plan.reasons]
+    budgets = {"gpu": plan.budgets.vram, "cpu": plan.budgets.ram}
     tiers: dict[str, dict[str, int]] = {}
     for tier, parts in plan.bytes.items():
         known: dict[str, int] = {}
@@ -203,12 +204,12 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
         section,
         "bytes",
         "Bytes in each memory, by what they are for.",
-        lambda figure: plots.draw_bytes(figure, tiers, plan.budgets),
+        lambda figure: plots.draw_bytes(figure, tiers, budgets),
     )
     drawn.add(
         section,
         "neurons",
-        "Where the neurons of each layer rest, and how much of the layer's activity the GPU takes with its part.",
+        "Where the neurons of each layer are placed, and how much of the layer's activity the GPU takes with its part.",
         lambda figure: plots.draw_neurons(figure, plan.layers),
     )
     if any(sum(layer.seconds.values()) for layer in plan.layers):
@@ -226,10 +227,12 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
     section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and part", True))
     if plan.helps:
         beyond = {True: "", False: "more than the machine has"}
-        helps = [[one.what, one.flag, flag_size(one.nbytes), beyond[one.within_machine]] for one in plan.helps]
+        helps = [[one.what, one.flag, flag_size(one.bytes), beyond[one.within_machine]] for one in plan.helps]
         section.tables.append(Table(["what would fit", "from", "", ""], helps, "Larger budgets"))
-    if plan.policies:
-        policies = [[name, f"{rate:.3g}", percent(mass)] for name, (rate, mass) in plan.policies.items()]
+    if plan.predicted.policies:
+        policies = [
+            [name, f"{one.decode_tok_s:.3g}", percent(one.mass_on_gpu)] for name, one in plan.predicted.policies.items()
+        ]
         section.tables.append(Table(["policy", "tokens a second", "activations on GPU"], policies, "Policies compared"))
     columns: Rows = {
         f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
@@ -237,7 +240,7 @@ def placement(plan: PlanFacts, drawn: Plots) -> tuple[Section, list[Tile], Rows]
     }
     columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
     tiles = [
-        (rate(plan.decode_tok_s), "tokens a second predicted"),
+        (rate(plan.predicted.decode_tok_s), "tokens a second predicted"),
         (percent(plan.mass_on_gpu), "of the activations on the GPU"),
     ]
     return section, tiles, columns

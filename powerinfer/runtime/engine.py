@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
 from powerinfer.runtime.request import Completion, Request, SamplingParams, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
+from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.tokenizer import Tokenizer
-    from powerinfer.hybrid.ffn import HybridSparsity
-    from powerinfer.sparsity.attach import Sparsity
 
 Prompt = str | Sequence[int]
 
@@ -57,31 +56,25 @@ class LLM:
     template: ChatTemplate | None
     load_s: float  # seconds that loading took
     checkpoint: Checkpoint | None  # where the model came from
-    _sparsity: Sparsity | HybridSparsity | None
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.hub import resolve_model
-        from powerinfer.hybrid.placing import load_executor
-        from powerinfer.sparsity.attach import check
+        from powerinfer.hybrid.load import load_resolved
+        from powerinfer.hybrid.resolve import resolve
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
-        check(checkpoint, engine)
         tokenizer = checkpoint.tokenizer()
-        executor, sparsity = load_executor(checkpoint, engine, lambda: tokenizer.encode(SAMPLE), progress)
+        resolved = resolve(checkpoint, engine, progress)
+        executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress)
         template = checkpoint.chat_template()
-        self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin)
+        self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin, sparsity)
         self.checkpoint = checkpoint
-        self._sparsity = sparsity
-        adjust = getattr(sparsity, "adjust", None)
         if engine.adjust:
-            if adjust is None:
-                self.close()
-                raise RequestError("--adjust is for models whose neurons are split between a GPU and the CPU")
-            self._runner.when_idle(adjust)
+            self._runner.when_idle(sparsity.adjust)
 
     @classmethod
     def from_parts(
@@ -91,10 +84,11 @@ class LLM:
         config: ModelConfig,
         engine: EngineConfig | None = None,
         template: ChatTemplate | None = None,
+        sparsity: Sparsity | None = None,
     ) -> LLM:
-        """An LLM on an executor that is there already."""
+        """An LLM on an executor that is there already. sparsity: how its layers decode; None: densely."""
         llm = cls.__new__(cls)
-        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), template, 0.0)
+        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), template, 0.0, sparsity or Sparsity())
         return llm
 
     def _set_up(
@@ -105,6 +99,7 @@ class LLM:
         engine: EngineConfig,
         template: ChatTemplate | None,
         load_s: float,
+        sparsity: Sparsity,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -112,7 +107,7 @@ class LLM:
         self.template = template
         self.load_s = load_s
         self.checkpoint = None
-        self._sparsity = None
+        self._sparsity = sparsity
         self._executor = executor
         self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
 
@@ -123,43 +118,35 @@ class LLM:
 
     @property
     def choices(self) -> dict[str, str]:
-        """What was chosen for this machine (instruction set, threads, ...) and why, as far as the device says."""
-        return dict(getattr(self._executor, "choices", {}))
+        """What was chosen for this machine (instruction set, threads, ...) and why."""
+        return dict(self._executor.choices)
 
     @property
     def bytes_per_token(self) -> int | None:
         """Bytes of weights that one decoded token reads, if the device knows; of a sparse model, as measured so far."""
-        dense: int | None = getattr(self._executor, "bytes_per_token", None)
-        return dense if dense is None or self._sparsity is None else self._sparsity.bytes_per_token(dense)
+        return self._sparsity.bytes_per_token(self._executor.bytes_per_token)
 
     @property
     def sparsity(self) -> dict[str, Any] | None:
         """How each layer decodes and what its tokens needed so far (`Sparsity.report`); None where all is dense."""
-        if self._sparsity is None:
-            return None
         with self._runner.between_steps():
             return self._sparsity.report()
 
     def clear_sparsity(self) -> None:
         """Begin to count anew what `sparsity` and, of a sparse model, `bytes_per_token` tell."""
-        if self._sparsity is not None:
-            with self._runner.between_steps():
-                self._sparsity.clear()
+        with self._runner.between_steps():
+            self._sparsity.clear()
 
     def traced(self) -> AbstractContextManager[Trace]:
         """Note what takes the time of steps on a GPU and beside it, meanwhile; not while requests run.
 
         RequestError without a GPU.
         """
-        traced = getattr(self._sparsity, "traced", None) or getattr(self._executor, "traced", None)
-        if traced is None:
-            raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
-        trace: AbstractContextManager[Trace] = traced()
-        return trace
+        return self._executor.traced()
 
     def every_neuron(self) -> AbstractContextManager[None]:
         """Decode densely meanwhile, as with selector `all`; not while requests run."""
-        return nullcontext() if self._sparsity is None else self._sparsity.suspended()
+        return self._sparsity.suspended()
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt

@@ -77,6 +77,13 @@ class Threshold:
         return None
 
 
+def check_suited(selector: Selector, config: ModelConfig) -> None:
+    """RequestError where a model of this configuration cannot be run with the selector."""
+    unsuited = selector.unsuited(config)
+    if unsuited is not None:
+        raise RequestError(f"selector {selector.name}: {unsuited}")
+
+
 def selector_named(
     name: str, threshold: float | None, calibrated: Callable[[], tuple[float, ...]] | None = None
 ) -> Selector:

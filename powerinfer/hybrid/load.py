@@ -1,0 +1,133 @@
+"""Loading a model as it was resolved: on the CPU alone, or with its first layers, or their hot neurons, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from powerinfer.devices import Executor
+from powerinfer.formats.checkpoint import Progress
+from powerinfer.hybrid.resolve import Resolved
+from powerinfer.sparsity import Sparsity
+
+if TYPE_CHECKING:
+    from powerinfer.devices.split import SplitExecutor
+    from powerinfer.placement.plan import Plan
+
+Sample = Callable[[], Sequence[int]]
+"""Gives the token ids of a text, to try the model's speed on."""
+
+
+def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None = None) -> tuple[Executor, Sparsity]:
+    """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
+
+    RequestError for options that cannot be met, PowerInferError when the GPU has not enough memory.
+    """
+    from powerinfer.models import load
+    from powerinfer.sparsity.attach import attach
+
+    if resolved.gpu is not None:
+        return _load_beside_gpu(resolved, sample, progress)
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    executor = load(checkpoint, engine, progress, resolved.kv_room)
+    executor.choices["gpu"] = f"none ({resolved.why})"
+    return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
+
+
+def load_split(resolved: Resolved, progress: Progress | None = None, *, bundled: bool | None = None) -> SplitExecutor:
+    """The executor of a model whose first layers are on a GPU, at least one; their bundled neurons are yet to be added.
+
+    bundled: the neurons of the GPU's layers come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not
+    read; None: where bundles are selected. Raises as `load_resolved` does.
+    """
+    from powerinfer.devices.cpu import CpuExecutor
+    from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
+    from powerinfer.models import rotation
+    from powerinfer.models.blocks import wire
+
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    config = checkpoint.config
+    assert resolved.gpu is not None and (not resolved.gpu_head or resolved.gpu_layers == config.n_layers)
+    device = choose_device(resolved.gpu)
+    frequencies, factor = rotation(checkpoint)
+    cpu = CpuExecutor(config, engine, frequencies, factor, first_layer=resolved.gpu_layers, pages=resolved.pages)
+    try:
+        with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
+            gpu = GpuLayers(
+                config,
+                device,
+                layers=resolved.gpu_layers,
+                pages=cpu.n_pages,
+                kv_type=engine.kv_type,
+                max_tokens=cpu.max_tokens,
+                frequencies=frequencies,
+                rope_factor=factor,
+            )
+            thresholds = [selection.threshold(layer) for layer in range(config.n_layers)]
+            own = selection.bundles, thresholds, selection.predictors
+            bundled = selection.bundles is not None if bundled is None else bundled
+            wire(cpu, checkpoint, progress, gpu, *own, bundled=bundled, head=resolved.gpu_head)
+    except BaseException:
+        cpu.close()
+        raise
+    checkpoint.finish()
+    checkpoint.release()
+    return SplitExecutor(cpu, gpu)
+
+
+def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
+    from powerinfer.hybrid.vram import hold_budget
+
+    executor = load_split(resolved, progress)
+    executor.choices["gpu"] += f", {resolved.why}"
+    try:
+        if resolved.plan is None:
+            sparsity = Sparsity()
+            hold_budget(executor, resolved.engine.max_batch, resolved.vram)
+        else:
+            sparsity = _add_neurons(executor, resolved, resolved.plan, sample, progress)
+        sparsity.clear()  # of what was tried
+    except BaseException:
+        executor.close()
+        raise
+    how = "layers as a whole" if resolved.plan is None else "neurons on both devices"
+    executor.choices["selector"] = f"{sparsity.selector} ({how})"
+    return executor, sparsity
+
+
+def _add_neurons(
+    executor: SplitExecutor, resolved: Resolved, plan: Plan, sample: Sample, progress: Progress | None
+) -> Sparsity:
+    """The neurons of the GPU's layers, where the plan places them, or fewer where they turn out not to fit."""
+    from powerinfer.devices.stage import Stage
+    from powerinfer.devices.torch_device import gpu_failures
+    from powerinfer.hybrid.crossing import settle
+    from powerinfer.hybrid.ffn import HybridSparsity, hang_neurons
+    from powerinfer.hybrid.vram import hold_budget
+
+    selection = resolved.selection
+    assert selection.bundles is not None
+    stage = None
+    if plan.staging:
+        with gpu_failures("making room for prompts", "give less --vram"):
+            stage = Stage(executor.gpu.device, plan.staging)
+    ffns = hang_neurons(
+        executor.cpu,
+        executor.gpu,
+        selection.bundles,
+        plan.placement(plan.request.profile),
+        most=selection.threshold,
+        predictors=selection.predictors,
+        stage=stage,
+        progress=progress,
+    )
+    if stage is not None:
+        settle(stage, executor, ffns, resolved.checkpoint, resolved.engine, selection, sample, progress)
+    elif any(len(ffn.cold) for ffn in ffns):
+        executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
+    held = hold_budget(executor, resolved.engine.max_batch, resolved.vram, plan, ffns, stage)
+    if held is not None and held is not plan:
+        executor.choices["gpu"] += f", {100 * held.choice.mass_on_gpu:.0f} % since memory was measured"
+    return HybridSparsity(selection.selector.name, executor, ffns, stage)

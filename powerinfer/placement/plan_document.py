@@ -1,0 +1,159 @@
+"""The document of a plan: what is kept beside the model, what `powerinfer plan --json` ends with, what a report shows.
+
+    {"format": 1, "kind": "plan", and the fields of `PlanDocument`}
+
+A document may come from anywhere, so it is checked whole when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from powerinfer.errors import ModelError
+from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
+
+FORMAT = 1
+KIND = "plan"
+TIERS = ("gpu", "cpu", "disk")
+
+_LIMIT = 1 << 24  # bytes of a document
+
+Share = Annotated[float, Between(0, 1 + 1e-9)]  # sums of floats may round up
+Text = Annotated[str, Length(2000)]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by what takes them."""
+
+    layer: Count
+    gpu: Count
+    cpu: Count
+    disk: Count
+    mass_on_gpu: Share
+    seconds: dict[str, NonNegative]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes."""
+
+    vram: Count
+    ram: Count
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of each layer's groups of `size` neurons: how many the GPU holds, and how many GPU and RAM together."""
+
+    size: Count
+    gpu: list[Count]
+    kept: list[Count]
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """What a policy would give. optimal: whether it is proven to be the policy's best; None: it promises none."""
+
+    decode_tok_s: NonNegative
+    mass_on_gpu: Share
+    work_on_gpu: Share
+    optimal: bool | None
+    solve_s: NonNegative
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """at_position: tokens in the cache at the predicted step; policies: by name."""
+
+    decode_tok_s: NonNegative
+    ms_per_token: NonNegative
+    at_position: Count
+    policies: dict[str, PolicyResult]
+
+
+@dataclass(frozen=True)
+class Help:
+    """A budget at which more fits: what, the flag that gives it, its bytes, and whether the machine has so many."""
+
+    what: Text
+    flag: Text
+    bytes: Count
+    within_machine: bool
+
+
+@dataclass(frozen=True)
+class PlanDocument:
+    """A plan.
+
+    key: of `PlanRequest.key`; fingerprint, profile: of the model and of the profile that it was made for; quantize: how
+    the model was opened, None: as it is. bytes: tier -> part -> bytes; activations: tier -> share. path: where it is
+    kept, None: nowhere; assumed: lines about what nobody measured.
+    """
+
+    key: Text
+    model: Text
+    fingerprint: Text
+    quantize: Text | None
+    weight_type: Text
+    profile: Text
+    policy: Text
+    selector: Text
+    budgets: Budgets
+    context: Count
+    batch: Count
+    kv_type: Text
+    fits: bool
+    optimal: bool | None
+    solve_s: NonNegative
+    mass_on_gpu: Share
+    work_on_gpu: Share
+    bytes: dict[str, dict[str, Count]]
+    activations: dict[str, Share]
+    gpu_layers: Count
+    layers: Annotated[list[LayerPlan], Length(1 << 12, least=1)]
+    predicted: Predicted
+    reasons: list[Text]
+    helps: list[Help]
+    hardware: Text
+    groups: Groups
+    path: Text | None = None
+    assumed: list[Text] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, tiers in (("bytes", self.bytes), ("activations", self.activations)):
+            if set(tiers) != set(TIERS):
+                raise ValueError(f"{name} does not have just {', '.join(TIERS)}")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(layers, neurons of a layer)."""
+        return len(self.layers), self.layers[0].gpu + self.layers[0].cpu + self.layers[0].disk
+
+    def json(self) -> dict[str, Any]:
+        """The document, values of JSON."""
+        return {"format": FORMAT, "kind": KIND, **dataclasses.asdict(self)}
+
+
+def read_plan_document(path: Path) -> PlanDocument:
+    """The plan in a file: a document alone, or as the last of several lines.
+
+    RequestError if the file cannot be read, ModelError if it holds no plan.
+    """
+    raw = read_limited(path, _LIMIT)
+    try:
+        try:
+            document = parse_json(raw, str(path))
+        except ModelError:
+            document = parse_json(raw.rstrip().rpartition(b"\n")[2], str(path))
+        return checked(PlanDocument, of_kind(document, KIND, FORMAT, str(path)), str(path))
+    except ModelError as error:
+        raise ModelError(f"{error}; `powerinfer plan` makes a plan") from None
+
+
+def rate(tok_s: float) -> str:
+    """Tokens a second for people: three digits, or all before the point."""
+    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"
