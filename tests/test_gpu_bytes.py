@@ -60,7 +60,7 @@ def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), qu
     checkpoint = open_checkpoint(path, quantize)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff), {})
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn), {})
     return path
 
 
@@ -151,8 +151,8 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
     path, quantize = models(tmp_path, name)
     plan = make_plan(request_of(path, quantize, groups, layers))
     assert plan.claims.gpu_layers == (plan.request.model.config.n_layers if layers is None else layers)
-    planned, d_ff = plan.bytes["gpu"], plan.request.model.config.d_ff
-    every = plan.request.model.config.n_layers * -(-d_ff // GROUP)
+    planned = plan.bytes["gpu"]
+    every = sum(-(-layer.ffn.size // GROUP) for layer in plan.request.model.config.layers)
     assert sum(plan.choice.gpu) == min(groups, every)
     with loaded(path, quantize, plan) as (executor, ffns):
         for when in steps(executor):

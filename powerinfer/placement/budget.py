@@ -149,8 +149,8 @@ def in_ram(
     config = model.config
     scratch = model.scratch_bytes(work.tokens, work.requests)
     if layers:  # buffers between the devices, x in and out, counters of neurons
-        scratch += link_bytes(work.tokens, config.d_model, config.d_ff) + 4 * work.tokens * config.d_model
-        scratch += layers * 2 * 8 * config.d_ff
+        scratch += link_bytes(work.tokens, config.d_model, config.widest_ffn) + 4 * work.tokens * config.d_model
+        scratch += layers * 2 * 8 * config.widest_ffn
     held = {
         "runtime": RUNTIME_BYTES + (host_bytes if layers else 0),
         "scratch": scratch,
@@ -168,7 +168,7 @@ def in_ram(
 
 def bundle_bytes(model: Model) -> int:
     """All neurons as bundles, in whole groups, as the file has them."""
-    return model.config.n_layers * n_groups(model.config.d_ff) * model.bundles.group_bytes
+    return _groups(model, model.config.n_layers) * model.bundles.group_bytes
 
 
 def layers_that_fit(
@@ -186,14 +186,19 @@ def layers_that_fit(
     return layers, layers == every and taken(every, True) <= vram
 
 
+def _groups(model: Model, layers: int) -> int:
+    """Groups of bundles of the first layers."""
+    return sum(n_groups(layer.ffn.size) for layer in model.config.layers[:layers])
+
+
 def shared_on_gpu(model: Model, layers: int) -> int:
     """Bytes on the GPU of what the groups of bundles of so many layers share, if each has neurons there."""
-    return layers * n_groups(model.config.d_ff) * model.gpu_shared
+    return _groups(model, layers) * model.gpu_shared
 
 
 def shared_in_ram(model: Model, gpu_layers: int) -> int:
     """The same in RAM; without layers on a GPU it is part of the neurons' own bytes."""
-    return model.config.n_layers * n_groups(model.config.d_ff) * model.bundles.shared_bytes if gpu_layers else 0
+    return _groups(model, model.config.n_layers) * model.bundles.shared_bytes if gpu_layers else 0
 
 
 # ---------------------------------------------------------------- claims
@@ -208,7 +213,7 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
     left = ram - sum(cpu.values())
     if left < 0:
         raise _too_large(model, gpu, cpu, ram)
-    bundles = model.bundles.stride * model.config.d_ff * model.config.n_layers
+    bundles = model.bundles.stride * model.config.n_neurons
     if layers:
         gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
         left = max(0, left - shared_in_ram(model, layers))
@@ -237,14 +242,14 @@ def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> Reques
 
 def _staging(model: Model, work: Workload, gpu_layers: int, gpu_left: int, left: int) -> int:
     """Bytes of a buffer: the most that leaves all neurons a place. 0 where no prompt needs any."""
-    groups = -(-model.config.d_ff // GROUP)
+    sizes = [-(-layer.ffn.size // GROUP) for layer in model.config.layers]
     gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundles.pitch
-    if work.selector == "all" or work.chunk <= kernels.FEW or gpu_left // gpu_group >= gpu_layers * groups:
+    if work.selector == "all" or work.chunk <= kernels.FEW or gpu_left // gpu_group >= sum(sizes[:gpu_layers]):
         return 0
     limit = gpu_left // (STAGED * staged_on_gpu(1))
-    while size := buffer_bytes(model.bundles, model.config.d_ff, limit):
+    while size := buffer_bytes(model.bundles, model.config.widest_ffn, limit):
         room = (gpu_left - staged_on_gpu(size)) // gpu_group + max(0, left - staged_in_ram(size)) // ram_group
-        if room >= model.config.n_layers * groups:
+        if room >= sum(sizes):
             return size
         limit = size // 2
     return 0
@@ -262,7 +267,8 @@ def staged_in_ram(staging: int) -> int:
 
 def staged_beside(model: Model, neurons: int) -> int:
     """Bytes on the GPU of the buffers that come with so many bytes of neurons there."""
-    return staged_on_gpu(buffer_bytes(model.bundles, model.config.d_ff, neurons // ((STAGED - 1) * staged_on_gpu(1))))
+    limit = neurons // ((STAGED - 1) * staged_on_gpu(1))
+    return staged_on_gpu(buffer_bytes(model.bundles, model.config.widest_ffn, limit))
 
 
 def _panels(matrices: tuple[Matrix, ...]) -> int:
