@@ -7,7 +7,6 @@ stands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from powerinfer.errors import GpuMemoryError, PowerInferError
@@ -17,8 +16,7 @@ from powerinfer.placement.plan import with_less_vram
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.devices.stage import Stage
-    from powerinfer.hybrid.ffn import HybridFfn
+    from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.placement.plan import Plan
 
 _LACKING = 256 << 20
@@ -30,13 +28,12 @@ def hold_budget(
     requests: int,
     vram: int | None,
     plan: Plan | None = None,
-    ffns: Sequence[HybridFfn] = (),
-    stage: Stage | None = None,
+    split: NeuronSplit | None = None,
 ) -> Plan | None:
     """Run the largest steps, `requests` of them decoding together, and move neurons to the CPU until they fit.
 
     The cache must be empty yet. vram: bytes that tensors, steps and recordings may take, None: all that the device has.
-    plan: by which ffns were placed; without one there are no neurons to move. Returns the plan that holds.
+    plan, split: where neurons are, None: there are none to move. Returns the plan that holds.
     PowerInferError, with what would do, where the budget cannot be held.
     """
     while True:
@@ -44,7 +41,7 @@ def hold_budget(
             used = rehearsed(executor, requests)
             if used is None or vram is None:
                 return plan
-            used += sum(sum(ffn.memory().values()) for ffn in ffns) + (0 if stage is None else stage.nbytes)
+            used += 0 if split is None else _neuron_bytes(split)
             lacking = used - vram
             problem = PowerInferError(
                 f"the model takes {gib(used)} of the GPU's memory, and --vram leaves it {gib(vram)}: give "
@@ -55,11 +52,11 @@ def hold_budget(
         if lacking <= 0:
             return plan
         less = None if plan is None else with_less_vram(plan, lacking)
-        if less is None:
+        if less is None or split is None:
             raise problem
         if not less.fits:
             raise PowerInferError(f"{problem}; --ram does not hold the neurons that would make room there")
-        _move(ffns, less)
+        _move(split, less)
         plan = less
 
 
@@ -71,10 +68,15 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     return sum(executor.gpu.memory().values())
 
 
-def _move(ffns: Sequence[HybridFfn], plan: Plan) -> None:
+def _neuron_bytes(split: NeuronSplit) -> int:
+    """Of hot neurons and predictors, and of the buffers for cold ones, on the GPU."""
+    return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
+
+
+def _move(split: NeuronSplit, plan: Plan) -> None:
     """Place neurons as another plan does: layers that give up some first, to make room."""
     placement = plan.placement(plan.request.profile)
-    hot = {ffn.layer: placement.parts(ffn.layer)[Tier.GPU] for ffn in ffns}
-    for ffn in sorted(ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
+    hot = {ffn.layer: placement.parts(ffn.layer)[Tier.GPU] for ffn in split.ffns}
+    for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
         if len(hot[ffn.layer]) != len(ffn.hot):
             ffn.place(hot[ffn.layer])
