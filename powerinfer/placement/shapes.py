@@ -156,7 +156,7 @@ class Model:
         config = self.config
         qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         piece = min(max(2 * config.widest_ffn, qkv), _PIECE // config.d_model)
-        row = 4 * config.d_model + max(4 * qkv, 5 * config.widest_ffn) + 2 * piece
+        row = 5 * config.d_model + max(4 * qkv, 5 * config.widest_ffn) + 2 * piece
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
