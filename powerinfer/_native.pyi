@@ -146,12 +146,18 @@ class Program:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        frequencies: NDArray[np.float32],
-        rope_factor: float,
         embed_dim: int | None = None,
     ) -> None: ...
+    def add_rope(self, frequencies: NDArray[np.float32], factor: float) -> int:
+        """Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index."""
+
     def embed(
-        self, table: Table, positions: Table | None = None, offset: int = 0, project: Matrix | None = None
+        self,
+        table: Table,
+        positions: Table | None = None,
+        offset: int = 0,
+        project: Matrix | None = None,
+        scale: float = 1.0,
     ) -> None: ...
     def attention_input(
         self,
@@ -165,9 +171,14 @@ class Program:
         v_bias: NDArray[np.float32] | None = None,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
-    ) -> None: ...
+        rope: int = -1,
+        scale: float | None = None,
+    ) -> None:
+        """q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,
+        -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5."""
+
     def attention(self, layer: int, window: int) -> None: ...
-    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None) -> None: ...
+    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None: ...
     def ffn(
         self,
         norm: Norm | None,
@@ -179,6 +190,7 @@ class Program:
         down_bias: NDArray[np.float32] | None = None,
         activation: str = "silu",
         threshold: float = 0.0,
+        out_norm: Norm | None = None,
     ) -> None: ...
     def neurons_ffn(
         self,
@@ -191,6 +203,7 @@ class Program:
         predictor_out: Matrix | None = None,
         predictor_threshold: float = 0.0,
         floor: int = 0,
+        out_norm: Norm | None = None,
     ) -> None: ...
     def set_predicts(self, op: int, on: bool) -> None: ...
     def replace_bundles(self, op: int, bundles: Bundles) -> None: ...

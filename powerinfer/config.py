@@ -43,8 +43,9 @@ class RopeConfig:
     attention_factor: float | None = None
 
 
-ACTIVATIONS = ("silu", "relu", "relu2", "fatrelu", "drelu")
-"""relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is relu on the gate and on up."""
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
+"""gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
+relu on the gate and on up."""
 
 
 @dataclass(frozen=True)

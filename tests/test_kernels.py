@@ -33,7 +33,7 @@ every_level = pytest.mark.parametrize("level", LEVELS)
 
 def test_every_name_of_the_module_is_listed() -> None:
     assert set(FLOATS) < set(_native.TYPES) and len(_native.TYPES) == 11
-    assert list(ACTIVATIONS) == _native.ACTIVATIONS
+    assert sorted(ACTIVATIONS) == sorted(_native.ACTIVATIONS)
     assert LEVELS[-1] == "scalar" and len(set(LEVELS)) == len(LEVELS)
 
 

@@ -21,7 +21,7 @@ EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 ACROSS = "Q4_0X32"
 GROUP = _native.GROUP
-ACTIVATIONS = ("silu", "relu", "relu2", "fatrelu", "drelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
 THRESHOLD = 0.25
 POOL = _native.Pool(2)
 
@@ -96,6 +96,8 @@ def make_layer(
 def activate(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "silu":
         return x / (1 + np.exp(-x))
+    if activation == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if activation == "fatrelu":
         return np.where(x > THRESHOLD, x, 0)
     return np.maximum(x, 0) ** (2 if activation == "relu2" else 1)

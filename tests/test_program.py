@@ -30,6 +30,7 @@ PAGE_TABLES = [
 ]
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 OUTER = ("positions", "project_in", "project_out")
+SERIAL = ("pre", "output", "both")  # orders in which the FFN reads what attention has been added to
 OFFSET, POSITIONS = 2, 80  # of the table of positions: rows before that of position 0, and from it on
 
 
@@ -37,8 +38,10 @@ OFFSET, POSITIONS = 2, 80  # of the table of positions: rows before that of posi
 class Setting:
     """A model to be. types: of embed, head, PARTS and OUTER, in this order, or one for all.
 
-    order: of norms and sums, "pre", "post", "parallel" (attention and FFN read the same x) or "shared" (the same norm
-    of it); embed_dim: width of the embedding where it is not d_model.
+    order: of norms and sums, "pre", "post", "parallel" (attention and FFN read the same x), "shared" (the same norm of
+    it), "output" (a norm of what attention and the FFN add) or "both" (that and the one before). head_norms: of q and
+    k, over each head, or with wide_norms over all heads together. rope_bases: of the layers, None: not rotated. scale:
+    of the scores, None: head_dim ** -0.5. embed_dim: width of the embedding where it is not d_model.
     """
 
     heads: int
@@ -52,8 +55,11 @@ class Setting:
     rotated: int | None = None  # pairs; None: all
     biases: bool = False
     head_norms: bool = False
-    rope_base: float = 1000.0
+    wide_norms: bool = False
+    rope_bases: tuple[float | None, ...] = (1000.0, 1000.0)
     rope_factor: float = 1.0
+    scale: float | None = None
+    embedding_scale: float = 1.0
     eps: float = 1e-5
     vocab: int = 45
     norm: str = "rms"
@@ -89,7 +95,8 @@ class Setting:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms over d_model."""
-        inner = ("attn_norm",) if self.order == "shared" else ("attn_norm", "ffn_norm")
+        before = {"output": (), "shared": ("attn_norm",)}.get(self.order, ("attn_norm", "ffn_norm"))
+        inner = (*before, *(("attn_out_norm", "ffn_out_norm") if self.order in ("output", "both") else ()))
         layers = tuple(f"{layer}.{name}" for layer in range(len(self.windows)) for name in inner)
         return layers if self.order == "post" else (*layers, "final_norm")
 
@@ -132,6 +139,17 @@ SETTINGS = {
         2, 1, 48, 64, 96, "F16 Q8_0 F32 BF16 Q8_0 Q5_1 Q5_0 F32 BF16 Q4_1 BF16 F16", "q8_0", norm="layer",
         activation="drelu", learned_positions=True, embed_dim=96,
     ),
+    "four norms a layer, two tables of angles, scaled": Setting(
+        4, 1, 16, 64, 96, "Q8_0", "f16", (0, 33), activation="gelu_tanh", head_norms=True, order="both",
+        rope_bases=(1000.0, 50.0), scale=0.125, embedding_scale=8.0,
+    ),
+    "norms behind, of all heads together": Setting(
+        4, 2, 24, 40, 72, "F32", "f32", head_norms=True, wide_norms=True, order="output", rope_bases=(1000.0, None)
+    ),
+    "a norm of all heads, which fill their lanes": Setting(
+        3, 3, 32, 96, 64, "F16", "f32", head_norms=True, wide_norms=True, order="output", activation="gelu_tanh",
+        gated=False, biases=True, embed_dim=64, embedding_scale=0.5, rope_bases=(None, 30.0),
+    ),
 }  # fmt: skip
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
@@ -155,12 +173,15 @@ class Weights:
             vectors |= {name: s.d_model} | ({f"{name}_bias": s.d_model} if s.norm == "layer" else {})
         for layer in range(self.layers):
             if s.head_norms:
-                vectors |= {f"{layer}.q_norm": s.head_dim, f"{layer}.k_norm": s.head_dim}
+                heads = {"q": s.heads, "k": s.kv_heads} if s.wide_norms else {"q": 1, "k": 1}
+                vectors |= {f"{layer}.{part}_norm": n * s.head_dim for part, n in heads.items()}
             if s.biases:
                 vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in s.parts}
         self.vectors = {name: rng.uniform(0.5, 1.5, n).astype(np.float32) for name, n in vectors.items()}
         pairs = s.head_dim // 2 if s.rotated is None else s.rotated
-        self.frequencies = (s.rope_base ** -(np.arange(pairs) / pairs)).astype(np.float32)
+        self.frequencies = {
+            base: (base ** -(np.arange(pairs) / pairs)).astype(np.float32) for base in s.rope_bases if base and pairs
+        }
         self.sequences = [rng.integers(0, s.vocab, n).astype(np.int32) for n in LENGTHS]
         self.packed = {name: self._pack(name) for name in names if name not in ("embed", "positions")}
 
@@ -198,41 +219,45 @@ class Weights:
         s = self.s
         cache = _native.Cache(s.kv_type, self.layers, s.kv_heads, s.head_dim, N_PAGES)
         sizes = (MAX_TOKENS, s.d_model, s.d_ff, s.heads, s.kv_heads, s.head_dim)
-        p = _native.Program(_native.Pool(threads), cache, level, *sizes, self.frequencies, s.rope_factor, s.embed_dim)
+        p = _native.Program(_native.Pool(threads), cache, level, *sizes, s.embed_dim)
+        ropes = {base: p.add_rope(table, s.rope_factor) for base, table in self.frequencies.items()}
         positions = self.table("positions") if s.learned_positions else None
-        p.embed(self.table("embed"), positions, OFFSET, self.packed.get("project_in"))
+        p.embed(self.table("embed"), positions, OFFSET, self.packed.get("project_in"), s.embedding_scale)
         for i in range(self.layers):
             attn_norm, ffn_norm = self.norm(f"{i}.attn_norm"), self.norm(f"{i}.ffn_norm")
+            rope = ropes.get(s.rope_bases[i], -1)
             if s.order == "post":
                 assert attn_norm is not None and ffn_norm is not None
-                self._attention(p, i, None)
+                self._attention(p, i, None, rope)
                 self._project(p, i)
                 p.normalise(attn_norm)
                 self._ffn(p, i, None)
                 p.normalise(ffn_norm)
                 continue
-            self._attention(p, i, attn_norm)
-            if s.order == "pre":
+            self._attention(p, i, attn_norm, rope)
+            if s.order in SERIAL:
                 self._project(p, i)
             self._ffn(p, i, ffn_norm or attn_norm)
-            if s.order != "pre":
+            if s.order not in SERIAL:
                 self._project(p, i)
         p.head(self.norm("final_norm"), self.packed["head"], self.packed.get("project_out"))
         return p
 
-    def _attention(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
+    def _attention(self, p: _native.Program, i: int, norm: _native.Norm | None, rope: int) -> None:
         q, k, v = (self.packed[f"{i}.{part}"] for part in "qkv")
         biases = (self.padded_bias(i, part, self.s.heads if part == "q" else self.s.kv_heads) for part in "qkv")
-        p.attention_input(i, norm, q, k, v, *biases, self.norm(f"{i}.q_norm"), self.norm(f"{i}.k_norm"))
+        norms = self.norm(f"{i}.q_norm"), self.norm(f"{i}.k_norm")
+        p.attention_input(i, norm, q, k, v, *biases, *norms, rope, self.s.scale)
         p.attention(i, self.s.windows[i])
 
     def _project(self, p: _native.Program, i: int) -> None:
-        p.project(self.packed[f"{i}.o"], self.vectors.get(f"{i}.o_bias"))
+        p.project(self.packed[f"{i}.o"], self.vectors.get(f"{i}.o_bias"), self.norm(f"{i}.attn_out_norm"))
 
     def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
         biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-        p.ffn(norm, self.packed.get(f"{i}.gate"), up, down, *biases, self.s.activation, self.s.threshold)
+        about = self.s.activation, self.s.threshold, self.norm(f"{i}.ffn_out_norm")
+        p.ffn(norm, self.packed.get(f"{i}.gate"), up, down, *biases, *about)
 
 
 class Reference:
@@ -258,6 +283,9 @@ class Reference:
         return out if bias is None else out + bias
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        """Of a norm that the setting does not have: x."""
+        if name not in self.w.vectors:
+            return x
         weight, eps = self.w.vectors[name], self.w.s.eps
         roundings = x.shape[-1] // LANES + 8
         if f"{name}_bias" not in self.w.vectors:
@@ -270,19 +298,25 @@ class Reference:
         size = np.abs(exact - bias) + np.abs(bias) + by * np.abs(x).mean(axis=-1, keepdims=True)
         return self._disturbed(exact, size, roundings)
 
-    def _heads(self, x: np.ndarray, i: int, part: str, rotation: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        heads = self._linear(x, f"{i}.{part}").reshape(len(x), -1, self.w.s.head_dim)
+    def _heads(self, x: np.ndarray, i: int, part: str, rotation: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+        s, rows = self.w.s, self._linear(x, f"{i}.{part}")
+        if part != "v" and s.wide_norms:
+            rows = self._norm(rows, f"{i}.{part}_norm")
+        heads = rows.reshape(len(x), -1, s.head_dim)
         if part == "v":
             return heads
-        if self.w.s.head_norms:
+        if s.head_norms and not s.wide_norms:
             heads = self._norm(heads, f"{i}.{part}_norm")
+        if rotation is None:
+            return heads
         rotated = reference.rope(heads, *rotation)
         return self._disturbed(rotated, np.full(rotated.shape, np.abs(rotated).max()), 4)
 
     def _attention(self, normed: np.ndarray, i: int) -> np.ndarray:
         s, tokens, window = self.w.s, len(normed), self.w.s.windows[i]
         positions, pages = np.arange(tokens, dtype=np.int32), np.arange(-(-tokens // PAGE), dtype=np.int32)
-        rotation = reference.rotations(positions, self.w.frequencies, s.rope_factor)
+        table = self.w.frequencies.get(s.rope_bases[i])
+        rotation = None if table is None else reference.rotations(positions, table, s.rope_factor)
         q, k, v = (self._heads(normed, i, part, rotation) for part in "qkv")
         q = self._disturbed(q, np.abs(q), s.head_dim)  # the error of the scores
         caches = []
@@ -290,7 +324,7 @@ class Reference:
             cache = np.zeros((len(pages) * PAGE, s.kv_heads, s.head_dim), np.float32)
             cache[:tokens] = reference.kv_rounded(part, s.kv_type)
             caches.append(cache.reshape(len(pages), PAGE, s.kv_heads, s.head_dim))
-        out = reference.attention(q, *caches, pages, positions, window)
+        out = reference.attention(q, *caches, pages, positions, window, s.scale)
         out = self._disturbed(out, np.full(out.shape, np.abs(caches[1]).max()), tokens + 8)
         return self._linear(out.reshape(tokens, -1), f"{i}.o")
 
@@ -310,7 +344,7 @@ class Reference:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """[tokens, vocab] of one sequence from its start."""
         s = self.w.s
-        x = self._rows("embed", tokens)
+        x = self._rows("embed", tokens) * s.embedding_scale
         if s.embed_dim:
             x = self._linear(x, "project_in")
         if s.learned_positions:
@@ -321,11 +355,12 @@ class Reference:
                 x = self._norm(self._sum(x, self._ffn(x, i)), f"{i}.ffn_norm")
                 continue
             normed = self._norm(x, f"{i}.attn_norm")
-            attended = self._attention(normed, i)
-            if s.order == "pre":
+            attended = self._norm(self._attention(normed, i), f"{i}.attn_out_norm")
+            if s.order in SERIAL:
                 x = self._sum(x, attended)
-            x = self._sum(x, self._ffn(normed if s.order == "shared" else self._norm(x, f"{i}.ffn_norm"), i))
-            if s.order != "pre":
+            fed = self._ffn(normed if s.order == "shared" else self._norm(x, f"{i}.ffn_norm"), i)
+            x = self._sum(x, self._norm(fed, f"{i}.ffn_out_norm"))
+            if s.order not in SERIAL:
                 x = self._sum(x, attended)
         if s.order != "post":
             x = self._norm(x, "final_norm")
@@ -394,6 +429,14 @@ def test_the_bound_notices_every_setting(name: str) -> None:
     }
     if s.rotated != 0:
         wrong["rope"] = replace(s, rope_factor=s.rope_factor * 1.05)
+    if s.rope_bases != Setting.rope_bases:
+        wrong["tables of angles"] = replace(s, rope_bases=s.rope_bases[::-1])
+    if s.wide_norms:
+        wrong["norms of heads"] = replace(s, head_norms=False, wide_norms=False)
+    if s.scale:
+        wrong["scale"] = replace(s, scale=s.scale * 1.1)
+    if s.embedding_scale != 1:
+        wrong["embedding"] = replace(s, embedding_scale=1.0)
     if s.activation == "fatrelu":
         wrong["threshold"] = replace(s, threshold=s.threshold * 1.1)
     if s.order == "parallel":
@@ -582,6 +625,11 @@ def test_wrong_wiring_is_refused() -> None:
     for bad in ([norm, k, k, v], [norm, q, q, v], [norm, q, k, q], [norm, q, k, down], [short, q, k, v]):
         with pytest.raises(ValueError):
             program.attention_input(0, *bad)
+    for rope in (-2, 1):
+        with pytest.raises(ValueError, match="rotary"):
+            program.attention_input(0, norm, q, k, v, rope=rope)
+    with pytest.raises(ValueError, match="another length"):
+        program.attention_input(0, norm, q, k, v, k_norm=_native.Norm(np.ones(32, np.float32), 1e-5))  # as wide as q
     for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
         wrong = np.ones(9, np.float32) if name.endswith("bias") else _native.Norm(np.ones(9, np.float32), 1e-5)
         with pytest.raises(ValueError, match=r"wrong length|another length"):
@@ -593,11 +641,15 @@ def test_wrong_wiring_is_refused() -> None:
         program.project(down)
     with pytest.raises(ValueError, match="bias"):
         program.project(o, ones[:39].copy())
+    with pytest.raises(ValueError, match="norm of the output projection"):
+        program.project(o, norm=short)
     for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate), (None, down, down)):
         with pytest.raises(ValueError, match="width"):
             program.ffn(norm, *weights_)
     with pytest.raises(ValueError, match="FFN norm"):
         program.ffn(short, gate, up, down)
+    with pytest.raises(ValueError, match="norm of the FFN's output"):
+        program.ffn(norm, gate, up, down, out_norm=short)
     with pytest.raises(ValueError, match="without a gate"):
         program.ffn(norm, None, up, down, np.ones(72, np.float32))
     with pytest.raises(ValueError, match="activation 'gelu'"):
@@ -634,15 +686,16 @@ def test_norms_are_checked() -> None:
 
 
 def test_wrong_sizes_are_refused() -> None:
-    frequencies = np.ones(4, np.float32)
     good = {"max_tokens": 4, "d_model": 32, "d_ff": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
     pool, cache = _native.Pool(1), _native.Cache("f16", 1, 2, 8, 4)
     assert cache.pages == 4 and cache.nbytes == 4 * _native.kv_page_bytes("f16", 1, 2, 8)
     for change in ({"heads": 3}, {"kv_heads": 4}, {"head_dim": 16}, {"d_ff": 0}, {"max_tokens": -1}, {"embed_dim": 0}):
         with pytest.raises(ValueError):
-            _native.Program(pool, cache, "", **(good | change), frequencies=frequencies, rope_factor=1.0)
+            _native.Program(pool, cache, "", **(good | change))
+    program = _native.Program(pool, cache, "", **good)
+    assert [program.add_rope(np.ones(n, np.float32), 1.0) for n in (4, 3)] == [0, 1]
     with pytest.raises(ValueError, match="rotary"):
-        _native.Program(pool, cache, "", **good, frequencies=np.ones(5, np.float32), rope_factor=1.0)
+        program.add_rope(np.ones(5, np.float32), 1.0)
     for args in (("f8", 1, 1, 8, 1), ("f16", 0, 1, 8, 1), ("f16", 1, 1, 8, 0), ("f16", 1, -1, 8, 1)):
         with pytest.raises(ValueError):
             _native.Cache(*args)

@@ -6,6 +6,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -38,7 +39,7 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0", "Q4_1",
                                        "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 int index_of(const char* const* names, int n, const std::string& name, const char* what) {
@@ -110,12 +111,11 @@ struct Acts {
         d((size_t)(tokens * (k / 32 + 1))),
         sd(d.size()),
         s((size_t)(tokens * (k / 16 + 1))) {
-    const int64_t ldb = pi_round_up(k, 32);
+    acts = {x, b.data(), q.data(), d.data(), sd.data(), s.data(), k, k, pi_round_up(k, 32)};
     for (int64_t i = 0; i < tokens; i++) {
-      kernels->forms(x + i * k, k, forms, &b[(size_t)(i * ldb)], &q[(size_t)(i * k)], &d[(size_t)(i * (k / 32))],
-                     &sd[(size_t)(i * (k / 32))], &s[(size_t)(i * (k / 16))]);
+      const PiActs row = pi_acts_from(&acts, i, 0);
+      kernels->forms(x + i * k, k, forms, &row);
     }
-    acts = {x, b.data(), q.data(), d.data(), sd.data(), s.data(), k, k, ldb};
   }
 };
 
@@ -300,9 +300,10 @@ void sparsify(Program& p, size_t op, std::shared_ptr<Bundles> bundles, std::shar
 
 void neurons_ffn(Program& p, const Norm* norm, std::shared_ptr<Bundles> bundles, std::optional<Floats> down_bias,
                  bool replace, float most, std::shared_ptr<Matrix> inner, std::shared_ptr<Matrix> outer,
-                 float threshold, int64_t floor) {
+                 float threshold, int64_t floor, const Norm* out_norm) {
   FfnInput in;
   in.norm = norm_of(norm);
+  in.out_norm = norm_of(out_norm);
   in.down_bias = vector_of(down_bias);
   in.act = bundles->act;
   in.threshold = bundles->threshold;
@@ -568,55 +569,61 @@ NB_MODULE(_native, m) {
           "__init__",
           [](Program* p, std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const std::string& level,
              int64_t max_tokens, int64_t d_model, int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim,
-             Floats frequencies, float rope_factor, std::optional<int64_t> embed_dim) {
+             std::optional<int64_t> embed_dim) {
             const Sizes sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim, embed_dim.value_or(d_model)};
             require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0 &&
                         sizes.embed_dim > 0,
                     "sizes must be positive");
-            new (p) Program(std::move(pool), std::move(cache), find_level(level), sizes,
-                            Vector(frequencies.data(), frequencies.data() + frequencies.shape(0)), rope_factor);
+            new (p) Program(std::move(pool), std::move(cache), find_level(level), sizes);
           },
           "pool"_a, "cache"_a, "level"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
-          "frequencies"_a, "rope_factor"_a, "embed_dim"_a = nb::none())
+          "embed_dim"_a = nb::none())
+      .def(
+          "add_rope",
+          [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
+          "frequencies"_a, "factor"_a)
       .def(
           "embed",
           [](Program& p, std::shared_ptr<Table> table, std::shared_ptr<Table> positions, int64_t offset,
-             std::shared_ptr<Matrix> project) {
-            p.embed({std::move(table), std::move(positions), offset, std::move(project)});
-          },
-          "table"_a, "positions"_a = nb::none(), "offset"_a = 0, "project"_a = nb::none(), nb::keep_alive<1, 2>(),
-          nb::keep_alive<1, 3>())
+             std::shared_ptr<Matrix> project,
+             float scale) { p.embed({std::move(table), std::move(positions), offset, std::move(project), scale}); },
+          "table"_a, "positions"_a = nb::none(), "offset"_a = 0, "project"_a = nb::none(), "scale"_a = 1.0f,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def(
           "attention_input",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k,
              std::shared_ptr<Matrix> v, std::optional<Floats> q_bias, std::optional<Floats> k_bias,
-             std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm) {
+             std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm, int rope,
+             std::optional<float> scale) {
             p.attention_input({layer, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
-                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v)});
+                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
+                               scale.value_or(1.0f / sqrtf((float)p.sizes.head_dim))});
           },
           "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(),
-          "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
+          "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "rope"_a = -1,
+          "scale"_a = nb::none())
       .def("attention", &Program::attention, "layer"_a, "window"_a)
       .def(
           "project",
-          [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias) {
-            p.project(std::move(w), vector_of(bias));
+          [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
+            p.project(std::move(w), vector_of(bias), norm_of(norm));
           },
-          "w"_a, "bias"_a = nb::none())
+          "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none())
       .def(
           "ffn",
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
              std::shared_ptr<Matrix> down, std::optional<Floats> gate_bias, std::optional<Floats> up_bias,
-             std::optional<Floats> down_bias, const std::string& activation, float threshold) {
-            p.ffn({norm_of(norm), std::move(gate), std::move(up), std::move(down), vector_of(gate_bias),
-                   vector_of(up_bias), vector_of(down_bias), index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"),
-                   threshold});
+             std::optional<Floats> down_bias, const std::string& activation, float threshold, const Norm* out_norm) {
+            p.ffn({norm_of(norm), norm_of(out_norm), std::move(gate), std::move(up), std::move(down),
+                   vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias),
+                   index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold});
           },
           "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(),
-          "down_bias"_a = nb::none(), "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f)
+          "down_bias"_a = nb::none(), "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f,
+          "out_norm"_a = nb::none())
       .def("neurons_ffn", &neurons_ffn, "norm"_a.none(), "bundles"_a, "down_bias"_a = nb::none(), "replace"_a = false,
            "most"_a = 0.0f, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(),
-           "predictor_threshold"_a = 0.0f, "floor"_a = 0)
+           "predictor_threshold"_a = 0.0f, "floor"_a = 0, "out_norm"_a = nb::none())
       .def(
           "set_predicts", [](Program& p, size_t op, bool on) { p.sparse(op).predicts = on; }, "op"_a, "on"_a)
       .def("replace_bundles", &Program::replace_bundles, "op"_a, "bundles"_a)

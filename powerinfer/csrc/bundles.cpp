@@ -170,9 +170,13 @@ struct Work {
         float whole[PI_GROUP] = {0}, sum;
         int8_t codes[PI_GROUP];
         int16_t sums[2];
+        PiActs to;
+        to.q = codes;
+        to.d = block.d + t * NeuronBlock::NEURONS + groups;
+        to.sd = &sum;
+        to.s = sums;
         for (int64_t i = j; i < end; i++) whole[block.index[i] % PI_GROUP] = h(t)[i];
-        kernels->forms(whole, PI_GROUP, PI_FORM_Q8, nullptr, codes, block.d + t * NeuronBlock::NEURONS + groups, &sum,
-                       sums);
+        kernels->forms(whole, PI_GROUP, PI_FORM_Q8, &to);
         for (int64_t i = j; i < end; i++) block.q[t * NeuronBlock::NEURONS + i] = codes[block.index[i] % PI_GROUP];
       }
     }

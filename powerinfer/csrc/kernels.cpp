@@ -473,13 +473,16 @@ PI_INLINE uint16_t to_bf16(float f) {
   return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-void forms(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* d, float* sd, int16_t* s) {
+void forms(const float* x, int64_t n, int forms, const PiActs* to) {
   if (forms & PI_FORM_BF16) {
-    for (int64_t i = 0; i < k; i++) b[i] = to_bf16(x[i]);
-    for (int64_t i = k; i < pi_round_up(k, 32); i++) b[i] = 0;
+    for (int64_t i = 0; i < n; i++) to->b[i] = to_bf16(x[i]);
+    for (int64_t i = n; i < pi_round_up(n, 32); i++) to->b[i] = 0;
   }
   if (!(forms & PI_FORM_Q8)) return;
-  for (int64_t i = 0; i < k / 32; i++) {
+  int8_t* const q = to->q;
+  float *const d = to->d, *const sd = to->sd;
+  int16_t* const s = to->s;
+  for (int64_t i = 0; i < n / 32; i++) {
     f32x16 lo = f_load(x + 32 * i), hi = f_load(x + 32 * i + 16);
     float most = f_hmax(f_max(f_abs(lo), f_abs(hi)));
     f32x16 by = f_set(most >= 0x1p-120f ? 127.0f / most : 0.0f);  // below, the quotient would overflow: zeros
@@ -548,9 +551,17 @@ void layer_norm(const float* x, const float* w, const float* b, int64_t n, float
   });
 }
 
+// x / (1 + exp(-y))
+PI_INLINE f32x16 sigmoid_of(f32x16 y, f32x16 x) { return f_div(x, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), y)))); }
+
 template <int act>
 PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
-  if constexpr (act == PI_SILU) return f_div(x, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), x))));
+  if constexpr (act == PI_SILU) return sigmoid_of(x, x);
+  if constexpr (act ==
+                PI_GELU_TANH) {  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    const f32x16 by = f_fma(f_mul(x, x), f_set(0.07135481627f), f_set(1.59576912161f));
+    return sigmoid_of(f_mul(x, by), x);
+  }
   const f32x16 kept = f_above(x, threshold);
   return act == PI_RELU2 ? f_mul(kept, kept) : kept;
 }
@@ -575,6 +586,7 @@ void activate(int act, float threshold, float* gate, const float* up, int64_t n)
     case PI_RELU2: return activate_as<PI_RELU2>(threshold, gate, up, n);
     case PI_FATRELU: return activate_as<PI_FATRELU>(threshold, gate, up, n);
     case PI_DRELU: return activate_as<PI_DRELU>(threshold, gate, up, n);
+    case PI_GELU_TANH: return activate_as<PI_GELU_TANH>(threshold, gate, up, n);
   }
 }
 

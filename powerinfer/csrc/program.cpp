@@ -34,6 +34,7 @@ struct Embed : Op {
     for (int64_t i = begin; i < end; i++) {
       float *x = p.x + i * p.ldx, *row = direct ? x : p.gate + i * p.ldh;
       look_up(*in.table, step.token[i], row);
+      if (in.scale != 1.0f) p.kernels->scale(row, in.scale, in.table->k);
       if (in.positions) look_up(*in.positions, step.position[i] + in.offset, x);
       if (in.positions && !in.project)
         for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
@@ -68,22 +69,31 @@ struct AttentionIn : Op {
     part(t, *in.q, in.q_bias, acts, step, begin, end, 0, heads);
     part(t, *in.k, in.k_bias, acts, step, begin, end, heads, kv);
     part(t, *in.v, in.v_bias, acts, step, begin, end, heads + kv, kv);
-    const int64_t half = (int64_t)p.rope_half();
-    const float by = 1.0f / sqrtf((float)p.sizes.head_dim);
+    const bool q_wide = wide(p, in.q_norm), k_wide = wide(p, in.k_norm);
+    if (q_wide || k_wide) {
+      p.pool->barrier();
+      if (q_wide) normalise_heads(t, in.q_norm, step.tokens, 0, heads);
+      if (k_wide) normalise_heads(t, in.k_norm, step.tokens, heads, kv);
+      p.pool->barrier();
+    }
+    const Program::Rope* rope = p.rope(in.rope);
+    const int64_t half = rope ? (int64_t)rope->frequencies.size() : 0;
     for (const Run& run : step.runs) {
       for (int64_t i = 0; i < run.count; i++) {
         const int64_t token = run.first + i, position = run.position + i;
-        const float *cos = p.cos + token * half, *sin = p.sin + token * half;
+        const auto rotate = [&](float* head) {
+          if (rope) p.kernels->rope(head, rope->cos + token * half, rope->sin + token * half, half);
+        };
         uint8_t* page = p.cache->layer(in.layer) + run.pages[position / PI_PAGE] * p.cache->page_bytes;
         for (int64_t h = begin; h < end; h++) {
           float* x = p.qkv + token * p.ldqkv + h * pad;
           if (h < heads) {
-            if (in.q_norm) normalise_row(p.kernels, in.q_norm, x, p.sizes.head_dim, x);
-            p.kernels->rope(x, cos, sin, half);
-            p.kernels->scale(x, by, p.sizes.head_dim);
+            if (in.q_norm && !q_wide) normalise_row(p.kernels, in.q_norm, x, p.sizes.head_dim, x);
+            rotate(x);
+            p.kernels->scale(x, in.scale, p.sizes.head_dim);
           } else if (h < heads + kv) {
-            if (in.k_norm) normalise_row(p.kernels, in.k_norm, x, p.sizes.head_dim, x);
-            p.kernels->rope(x, cos, sin, half);
+            if (in.k_norm && !k_wide) normalise_row(p.kernels, in.k_norm, x, p.sizes.head_dim, x);
+            rotate(x);
             p.kernels->store_kv(p.cache->type, page + (h - heads) * p.cache->head_bytes, (int)(position % PI_PAGE), x,
                                 nullptr, (int)pad);
           } else {
@@ -94,6 +104,25 @@ struct AttentionIn : Op {
       }
     }
     p.pool->barrier();
+  }
+
+  static bool wide(const Program& p, const Norm& norm) { return (int64_t)norm.w.size() > p.sizes.head_dim; }
+
+  // Heads [first, first + count) of a token, of which each fills whole lanes, normalised as one row. The threads share
+  // the tokens.
+  void normalise_heads(Thread& t, const Norm& norm, int64_t tokens, int64_t first, int64_t count) const {
+    Program& p = *t.program;
+    const int64_t dim = p.sizes.head_dim, pad = p.head_pad;
+    int64_t begin, end;
+    share(tokens, 1, p.pool->threads(), t.id, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      float *heads = p.qkv + i * p.ldqkv + first * pad, *row = pad == dim ? heads : t.f.data();
+      if (pad != dim)
+        for (int64_t h = 0; h < count; h++) memcpy(row + h * dim, heads + h * pad, (size_t)dim * 4);
+      normalise_row(p.kernels, norm, row, count * dim, row);
+      if (pad != dim)
+        for (int64_t h = 0; h < count; h++) memcpy(heads + h * pad, row + h * dim, (size_t)dim * 4);
+    }
   }
 
   // The heads of one matrix that fall into this thread's [begin, end) of all heads.
@@ -160,14 +189,12 @@ struct Attention : Op {
 struct Project : Op {
   std::shared_ptr<Matrix> w;
   Vector bias;
+  Norm norm;
   const char* name() const override { return "project"; }
   void run(Thread& t, const Step& step) const override {
     Program& p = *t.program;
     const PiActs* acts = p.prepare(t, p.attended, p.lda, w->k, step.tokens, nullptr, {}, form_of(*w));
-    int64_t p0, p1;
-    share(w->panels, 1, p.pool->threads(), t.id, &p0, &p1);
-    p.linear(t, *w, bias, acts, p.x, p.ldx, step.tokens, true, p0, p1);
-    p.pool->barrier();
+    p.add_product(t, *w, bias, acts, step.tokens, norm, p.gate);
   }
 };
 
@@ -324,6 +351,7 @@ struct Head : Op {
                    int64_t p1) const {
     Program& p = *t.program;
     const int64_t k = w->k, nb = k / 32;
+    const PiActs acts{nullptr, nullptr, t.head.q.data(), t.head.d.data(), t.head.sd.data(), t.head.s.data(), k, 0, 0};
     for (int64_t i = 0; i < 2 * rows; i++) {
       const float* row = x + i / 2 * ldx;
       if (i % 2) {
@@ -332,10 +360,9 @@ struct Head : Op {
         for (int64_t j = 0; j < k; j++) t.head.f[(size_t)j] = row[j] - d[j / 32] * (float)q[j];
         row = t.head.f.data();
       }
-      p.kernels->forms(row, k, PI_FORM_Q8, nullptr, t.head.q.data() + i * k, t.head.d.data() + i * nb,
-                       t.head.sd.data() + i * nb, t.head.s.data() + i * 2 * nb);
+      const PiActs to = pi_acts_from(&acts, i, 0);
+      p.kernels->forms(row, k, PI_FORM_Q8, &to);
     }
-    const PiActs acts{nullptr, nullptr, t.head.q.data(), t.head.d.data(), t.head.sd.data(), t.head.s.data(), k, 0, 0};
     const int64_t c0 = p0 * PI_LANES, c1 = p1 * PI_LANES;
     p.linear(t, *w, {}, &acts, p.planes, ldo, 2 * rows, false, p0, p1);
     for (int64_t i = 0; i < rows; i++) {
@@ -376,8 +403,7 @@ Cache::Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages)
       page_bytes(layer_bytes * layers),
       memory_(pages * page_bytes) {}
 
-Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s,
-                 Vector frequencies, float rope_factor)
+Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, const PiKernels* kernels_, Sizes s)
     : sizes(s),
       cache(std::move(cache_)),
       kernels(kernels_),
@@ -386,20 +412,15 @@ Program::Program(std::shared_ptr<Pool> pool_, std::shared_ptr<Cache> cache_, con
       ldx(pi_round_up(s.d_model, PI_LANES)),
       ldqkv((s.heads + 2 * s.kv_heads) * head_pad),
       lda(pi_round_up(s.heads * s.head_dim, PI_LANES)),
-      ldh(pi_round_up(std::max({s.d_ff, s.d_model, s.embed_dim}), 2 * PI_LANES)),
-      frequencies_(std::move(frequencies)),
-      rope_factor_(rope_factor) {
+      ldh(pi_round_up(std::max({s.d_ff, s.d_model, s.embed_dim}), 2 * PI_LANES)) {
   check(s.heads % s.kv_heads == 0, "the number of heads is not a multiple of the number of key/value heads");
   check(s.kv_heads == cache->kv_heads && s.head_dim == cache->head_dim, "the cache was made for other heads");
-  check(2 * (int64_t)frequencies_.size() <= s.head_dim, "more rotary frequencies than a head has pairs");
   const auto floats = [&](int64_t n) { return (float*)memory_.allocate(n * 4); };
   x = floats(s.max_tokens * ldx);
   qkv = floats(s.max_tokens * ldqkv);
   attended = floats(s.max_tokens * lda);
   gate = floats(s.max_tokens * ldh);
   up = floats(s.max_tokens * ldh);
-  cos = floats(s.max_tokens * (int64_t)frequencies_.size());
-  sin = floats(s.max_tokens * (int64_t)frequencies_.size());
   const int64_t wide = std::max({s.d_model, s.heads * s.head_dim, s.embed_dim});
   input = make_shared(wide);
   middle = make_shared(s.d_ff);
@@ -454,7 +475,14 @@ Program::Shared Program::make_shared(int64_t k) {
   return s;
 }
 
-int64_t Program::rope_half() const { return (int64_t)frequencies_.size(); }
+int Program::add_rope(Vector frequencies, float factor) {
+  const int64_t pairs = (int64_t)frequencies.size();
+  check(2 * pairs <= sizes.head_dim, "more rotary frequencies than a head has pairs");
+  const auto angles = [&] { return (float*)memory_.allocate(sizes.max_tokens * pairs * 4); };
+  ropes_.push_back({std::move(frequencies), factor, angles(), angles()});
+  rotated_.clear();
+  return (int)ropes_.size() - 1;
+}
 
 void Program::embed(EmbedInput in) {
   check(in.table->k == sizes.embed_dim, "the embedding table has rows of another width than embed_dim");
@@ -482,9 +510,10 @@ void Program::attention_input(AttentionInput in) {
   check_bias(in.q_bias, q, "q");
   check_bias(in.k_bias, kv, "k");
   check_bias(in.v_bias, kv, "v");
-  check_norm(in.q_norm, sizes.head_dim, "the norm of q");
-  check_norm(in.k_norm, sizes.head_dim, "the norm of k");
+  check_head_norm(in.q_norm, sizes.heads, "the norm of q");
+  check_head_norm(in.k_norm, sizes.kv_heads, "the norm of k");
   check(in.layer >= 0 && in.layer < cache->layers, "no such layer in the cache");
+  check(in.rope >= -1 && in.rope < (int)ropes_.size(), "no such table of rotary frequencies");
   auto op = std::make_unique<AttentionIn>();
   op->in = std::move(in);
   ops_.push_back(std::move(op));
@@ -498,11 +527,17 @@ void Program::attention(int layer, int window) {
   ops_.push_back(std::move(op));
 }
 
-void Program::project(std::shared_ptr<Matrix> w, Vector bias) {
+void Program::check_head_norm(const Norm& norm, int64_t heads, const std::string& what) const {
+  if ((int64_t)norm.w.size() != heads * sizes.head_dim) check_norm(norm, sizes.head_dim, what);
+}
+
+void Program::project(std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
   check(w->rows == sizes.d_model && w->k == sizes.heads * sizes.head_dim, "the output projection has a wrong shape");
   check_bias(bias, sizes.d_model, "the output projection");
+  check_norm(norm, sizes.d_model, "the norm of the output projection");
   auto op = std::make_unique<Project>();
   op->w = std::move(w);
+  op->norm = std::move(norm);
   op->bias = padded(std::move(bias));
   ops_.push_back(std::move(op));
 }
@@ -520,6 +555,7 @@ void Program::ffn(FfnInput in) {
   check_bias(in.up_bias, neurons, "up");
   check_bias(in.down_bias, sizes.d_model, "down");
   check_norm(in.norm, sizes.d_model, "the FFN norm");
+  check_norm(in.out_norm, sizes.d_model, "the norm of the FFN's output");
   for (Vector* bias : {&in.gate_bias, &in.up_bias, &in.down_bias}) *bias = padded(std::move(*bias));
   auto op = std::make_unique<Ffn>();
   op->in = std::move(in);
@@ -563,6 +599,8 @@ void Program::neurons_ffn(FfnInput in, std::shared_ptr<Bundles> bundles, std::un
         "the bundles have another shape than the model's FFNs");
   check_bias(in.down_bias, sizes.d_model, "down");
   check_norm(in.norm, sizes.d_model, "the FFN norm");
+  check_norm(in.out_norm, sizes.d_model, "the norm of the FFN's output");
+  check(!in.replace || !in.out_norm, "a norm of what is added, where nothing is added");
   check(most >= 0.0f, "a threshold is negative");
   check(!predictor || (!in.replace && (int64_t)bundles->members.size() == bundles->neurons),
         "a predictor is for an FFN that has all of its neurons");
@@ -621,14 +659,17 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
 }
 
 void Program::rotations(Thread& t, const Step& step) {
-  const int64_t half = (int64_t)frequencies_.size();
   int64_t begin, end;
   share(step.tokens, 1, pool->threads(), t.id, &begin, &end);
-  for (int64_t i = begin; i < end; i++) {
-    for (int64_t j = 0; j < half; j++) {
-      const float angle = (float)step.position[i] * frequencies_[(size_t)j];  // in fp32, as the models were trained
-      cos[i * half + j] = ::cosf(angle) * rope_factor_;
-      sin[i * half + j] = ::sinf(angle) * rope_factor_;
+  for (const Rope& rope : ropes_) {
+    const int64_t half = (int64_t)rope.frequencies.size();
+    for (int64_t i = begin; i < end; i++) {
+      for (int64_t j = 0; j < half; j++) {
+        const float angle =
+            (float)step.position[i] * rope.frequencies[(size_t)j];  // in fp32, as the models were trained
+        rope.cos[i * half + j] = cosf(angle) * rope.factor;
+        rope.sin[i * half + j] = sinf(angle) * rope.factor;
+      }
     }
   }
 }
@@ -638,10 +679,8 @@ const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t 
   const int64_t ldf = pi_round_up(k, PI_LANES), ldb = pi_round_up(k, 32);
   const bool alone = tokens == 1 || tokens * ldb <= ALONE, moved = norm || index;
   float* f = alone ? t.f.data() : input.f;
-  uint16_t* b = alone ? t.b.data() : input.b;
-  int8_t* q = alone ? t.q.data() : input.q;
-  float *d = alone ? t.d.data() : input.d, *sd = alone ? t.sd.data() : input.sd;
-  int16_t* s = alone ? t.s.data() : input.s;
+  const PiActs rows = alone ? PiActs{f, t.b.data(), t.q.data(), t.d.data(), t.sd.data(), t.s.data(), k, ldf, ldb}
+                            : PiActs{f, input.b, input.q, input.d, input.sd, input.s, k, ldf, ldb};
   int64_t begin = 0, end = tokens;
   if (!alone) share(tokens, 1, pool->threads(), t.id, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
@@ -649,12 +688,16 @@ const PiActs* Program::prepare(Thread& t, const float* src, int64_t ld, int64_t 
     if (norm) normalise_row(kernels, norm, row, k, f + i * ldf);
     else if (index) memcpy(f + i * ldf, row, (size_t)k * 4);
     if (moved) row = f + i * ldf;
-    if (forms & ~PI_FORM_F32)
-      kernels->forms(row, k, forms, b + i * ldb, q + i * k, d + i * (k / 32), sd + i * (k / 32), s + i * (k / 16));
+    if (forms & ~PI_FORM_F32) {
+      const PiActs to = pi_acts_from(&rows, i, 0);
+      kernels->forms(row, k, forms, &to);
+    }
   }
   PiActs* acts = alone ? &t.acts : &input.acts;
-  if (alone || t.id == 0)
-    *acts = moved ? PiActs{f, b, q, d, sd, s, k, ldf, ldb} : PiActs{src, b, q, d, sd, s, k, ld, ldb};
+  if (alone || t.id == 0) {
+    *acts = rows;
+    if (!moved) acts->f = src, acts->ldf = ld;
+  }
   if (!alone) pool->barrier();
   return acts;
 }
@@ -667,20 +710,37 @@ void Program::linear(Thread& t, const Matrix& w, const Vector& bias, const PiAct
 }
 
 void Program::multiply_down(Thread& t, const FfnInput& in, int64_t tokens, int64_t c0, int64_t c1) {
-  const int64_t k = in.down->k, ldb = pi_round_up(k, 32);
+  const int64_t k = in.down->k;
   const int form = pi_form(in.down->type);
   const auto& m = middle;
+  const PiActs hidden{gate, m.b, m.q, m.d, m.sd, m.s, k, ldh, pi_round_up(k, 32)};
   if (form != PI_FORM_F32) {
     for (int64_t i = 0; i < tokens && c0 < c1; i++) {
-      kernels->forms(gate + i * ldh + c0, c1 - c0, form, m.b + i * ldb + c0, m.q + i * k + c0, m.d + (i * k + c0) / 32,
-                     m.sd + (i * k + c0) / 32, m.s + (i * k + c0) / 16);
+      const PiActs to = pi_acts_from(&hidden, i, c0);
+      kernels->forms(gate + i * ldh + c0, c1 - c0, form, &to);
     }
   }
   pool->barrier();
-  PiActs hidden{gate, m.b, m.q, m.d, m.sd, m.s, k, ldh, ldb};
+  add_product(t, *in.down, in.down_bias, &hidden, tokens, in.out_norm, up);
+}
+
+void Program::add_product(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens,
+                          const Norm& norm, float* buffer) {
   int64_t p0, p1;
-  share(in.down->panels, 1, pool->threads(), t.id, &p0, &p1);
-  linear(t, *in.down, in.down_bias, &hidden, x, ldx, tokens, true, p0, p1);
+  share(w.panels, 1, pool->threads(), t.id, &p0, &p1);
+  linear(t, w, bias, acts, norm ? buffer : x, norm ? ldh : ldx, tokens, !norm, p0, p1);
+  pool->barrier();
+  if (norm) add_normalised(t, norm, buffer, 0, tokens);
+}
+
+void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens) {
+  int64_t begin, end;
+  share(tokens, 1, pool->threads(), t.id, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    float *row = rows + i * ldh, *to = x + (first + i) * ldx;
+    normalise_row(kernels, norm, row, sizes.d_model, row);
+    for (int64_t j = 0; j < sizes.d_model; j++) to[j] += row[j];
+  }
   pool->barrier();
 }
 

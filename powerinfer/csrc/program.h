@@ -98,17 +98,20 @@ struct EmbedInput {
   std::shared_ptr<Table> table, positions;  // positions may be null: nothing is added
   int64_t offset;                           // row of position 0
   std::shared_ptr<Matrix> project;          // from embed_dim to d_model, null where they are the same
+  float scale = 1;                          // of the token's row
 };
 
 struct AttentionInput {
   int layer;
-  Norm norm, q_norm, k_norm;  // those of q and k are on each head
+  Norm norm, q_norm, k_norm;  // those of q and k are over each head, or as wide as all heads together
   Vector q_bias, k_bias, v_bias;
   std::shared_ptr<Matrix> q, k, v;
+  int rope;     // a table of `add_rope`, -1: q and k are not rotated
+  float scale;  // of the scores
 };
 
 struct FfnInput {
-  Norm norm;
+  Norm norm, out_norm;
   std::shared_ptr<Matrix> gate, up, down;  // gate may be null: the activation is on up
   Vector gate_bias, up_bias, down_bias;
   int act;  // PiAct
@@ -142,20 +145,22 @@ class SparseFfn;
 
 class Program {
  public:
-  Program(std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const PiKernels* kernels, Sizes sizes,
-          Vector frequencies, float rope_factor);
+  Program(std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const PiKernels* kernels, Sizes sizes);
   ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
+  // A table of rotary frequencies, radians per position; factor multiplies sine and cosine. Returns its number.
+  int add_rope(Vector frequencies, float factor);
+
   // Operators, in the order they run. x is the residual stream [tokens, d_model].
   // Attention and the FFN touch nothing of each other's but x: attention_input, attention, ffn, project is a layer whose
   // FFN reads what its attention reads.
-  void embed(EmbedInput in);                             // x = project . row of the token + row of the position
-  void attention_input(AttentionInput in);               // q, cache = rope(norm(x) . q, k, v)
-  void attention(int layer, int window);                 // attended = softmax(q k) v
-  void project(std::shared_ptr<Matrix> w, Vector bias);  // x += w . attended
-  void ffn(FfnInput in);  // x += down . (act(gate . n) * (up . n)), n = norm(x); plain: act(up . n)
+  void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
+  void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
+  void attention(int layer, int window);    // attended = softmax(q k) v
+  void project(std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
+  void ffn(FfnInput in);  // x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); plain: act(up . n)
   // Gives operator `op`, an FFN, its neurons as bundles, and a predictor or null; it runs as before until its `ways` say else.
   void sparsify(size_t op, std::shared_ptr<Bundles> bundles, std::unique_ptr<Predictor> predictor, float most,
                 int64_t recall_every);
@@ -194,7 +199,7 @@ class Program {
   const int64_t head_pad, ldx, ldqkv, lda, ldh;
   static constexpr int64_t HEAD_ROWS = 8;  // rows of logits computed together from two planes
   std::unique_ptr<NeuronScratch> neurons;  // of the sparse FFNs, null without any
-  float *x, *qkv, *attended, *gate, *up, *cos, *sin, *planes = nullptr;
+  float *x, *qkv, *attended, *gate, *up, *planes = nullptr;
   struct Shared {
     PiActs acts;
     float* f;
@@ -208,21 +213,32 @@ class Program {
   // in order. Few elements: every thread makes its own copy. Many: the threads share the work and meet.
   const PiActs* prepare(Thread& t, const float* src, int64_t ld, int64_t k, int64_t tokens, const int32_t* index,
                         const Norm& norm, int forms);
-  // x += down . h, where this thread has made columns [c0, c1) of h, in `gate`; whole blocks of 32 but at the end.
+  // x += out_norm(down . h), where this thread has made columns [c0, c1) of h, in `gate`; whole blocks of 32 but at the
+  // end.
   void multiply_down(Thread& t, const FfnInput& in, int64_t tokens, int64_t c0, int64_t c1);
-  int64_t rope_half() const;  // rotary pairs of a head
+  // x += norm(w . acts), or without a norm x += w . acts, by all threads; `buffer` holds rows of `ldh` meanwhile.
+  void add_product(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens, const Norm& norm,
+                   float* buffer);
+  // x, from row `first` on, += norm(row), by all threads; rows are `ldh` apart and overwritten.
+  void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
+  // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.
+  struct Rope {
+    Vector frequencies;
+    float factor, *cos, *sin;
+  };
+  const Rope* rope(int table) const { return table < 0 ? nullptr : &ropes_[(size_t)table]; }
   void linear(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
               int64_t tokens, bool add, int64_t p0, int64_t p1);
 
  private:
   friend struct RunOps;
   void rotations(Thread& t, const Step& step);
+  void check_head_norm(const Norm& norm, int64_t heads, const std::string& what) const;
   void make_neuron_scratch(const Predictor* predictor, int64_t of);
   Shared make_shared(int64_t k);
 
-  Vector frequencies_;
-  float rope_factor_;
-  std::vector<int32_t> rotated_;  // the positions that cos and sin are of
+  std::vector<Rope> ropes_;
+  std::vector<int32_t> rotated_;  // the positions that their angles are of
   Arena memory_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Thread> threads_;

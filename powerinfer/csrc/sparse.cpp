@@ -84,6 +84,7 @@ void SparseFfn::run(Thread& t, const Step& step, const FfnInput& in, Way way) {
   add_sums(t, step, in);
   if (t.id == 0 && step.counted) count(step, way, s, sampled);
   p.pool->barrier();
+  if (in.out_norm) p.add_normalised(t, in.out_norm, p.up, step.first, step.tokens);
 }
 
 // Every gate, densely; those that fire are listed, with their activations in p.gate.
@@ -296,8 +297,8 @@ void SparseFfn::add_sums(Thread& t, const Step& step, const FfnInput& in) {
   int64_t c0, c1;
   share(p.sizes.d_model, PI_LANES, p.pool->threads(), t.id, &c0, &c1);
   for (int64_t i = 0; i < step.tokens; i++) {
-    float* x = p.x + (step.first + i) * p.ldx;
-    if (in.replace) std::fill(x + c0, x + c1, 0.0f);
+    float* x = in.out_norm ? p.up + i * p.ldh : p.x + (step.first + i) * p.ldx;
+    if (in.replace || in.out_norm) std::fill(x + c0, x + c1, 0.0f);
     float* sum = p.neurons->shares[0].sums.data() + i * p.ldx;
     for (size_t other = 1; other < p.neurons->shares.size(); other++) {
       const float* more = p.neurons->shares[other].sums.data() + i * p.ldx;

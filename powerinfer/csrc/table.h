@@ -36,8 +36,9 @@ enum PiType {
 // Forms an activation row can take; a weight type wants exactly one (pi_form).
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
-// Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and on up.
-enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_N_ACTS };
+// Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and on
+// up; GELU_TANH is GELU in its approximation by tanh.
+enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_GELU_TANH, PI_N_ACTS };
 
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
 
@@ -88,17 +89,32 @@ static inline int64_t pi_panel_bytes(int type, int64_t k) {
   return pi_round_up(pi_codes_bytes(type, k) + pi_scales_bytes(type, k), 64);
 }
 
-// Activation rows in the forms that were asked for. Strides are in elements.
+// Activation rows in the forms that were asked for; the others may be null. Strides are in elements.
 struct PiActs {
-  const float* f;     // [t][ldf]
-  const uint16_t* b;  // bfloat16 [t][ldb], zero from k to the next multiple of 32
-  const int8_t* q;    // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
-  const float* d;     // [t][k / 32]
-  const float* sd;    // [t][k / 32]  d * sum of the block's q
-  const int16_t* s;   // [t][k / 16]  sums of q
-  int64_t k, ldf, ldb;
+  const float* f = nullptr;  // [t][ldf]
+  uint16_t* b = nullptr;     // bfloat16 [t][ldb], zero from k to the next multiple of 32
+  int8_t* q = nullptr;       // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
+  float* d = nullptr;        // [t][k / 32]
+  float* sd = nullptr;       // [t][k / 32]  d * sum of the block's q
+  int16_t* s = nullptr;      // [t][k / 16]  sums of q
+  int64_t k = 0, ldf = 0, ldb = 0;
   const uint8_t* lanes = nullptr;  // q and d in the order of single neurons' rows, or null (pi_lanes_bytes)
 };
+
+// The same rows from row t and column c on, a multiple of 32; without `lanes`.
+static inline PiActs pi_acts_from(const PiActs* all, int64_t t, int64_t c) {
+  PiActs from = *all;
+  if (all->f) from.f += t * all->ldf + c;
+  if (all->b) from.b += t * all->ldb + c;
+  if (all->q) {
+    from.q += t * all->k + c;
+    from.d += t * (all->k / 32) + c / 32;
+    from.sd += t * (all->k / 32) + c / 32;
+    from.s += t * (all->k / 16) + c / 16;
+  }
+  from.lanes = nullptr;
+  return from;
+}
 
 // One matrix product over panels [p0, p1): out[t][16 p + lane] = bias + w . x  (+ what was there, when `add`).
 struct PiLinear {
@@ -217,8 +233,8 @@ struct PiNeuronKernels {
 struct PiKernels {
   const char* name;
   void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
-  // Fills the forms in `forms` of one row. The pointers are that row's own.
-  void (*forms)(const float* x, int64_t k, int forms, uint16_t* b, int8_t* q, float* d, float* sd, int16_t* s);
+  // Brings n elements of a row into the forms in `forms`, at the beginning of row 0 of `to`.
+  void (*forms)(const float* x, int64_t n, int forms, const PiActs* to);
   // Norms of one row; out may be x. The bias of layer_norm may be null.
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
   void (*layer_norm)(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);

@@ -151,10 +151,9 @@ class CpuExecutor:
             config.n_heads,
             config.n_kv_heads,
             config.head_dim,
-            np.ascontiguousarray(frequencies, np.float32),
-            rope_factor,
             config.embed_dim or config.d_model,
         )
+        self._rope = self._program.add_rope(frequencies, rope_factor) if frequencies.size else -1
         self._observed: _Observed | None = None
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
@@ -215,7 +214,7 @@ class CpuExecutor:
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
-        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k)
+        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
         self._program.attention(own, window or 0)
 
     def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:

@@ -145,21 +145,28 @@ def softmax(scores: Floats) -> Float64:
 
 
 def attention(
-    q: Floats, keys: Floats, values: Floats, pages: NDArray[np.int32], positions: NDArray[np.int32], window: int = 0
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    pages: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    window: int = 0,
+    scale: float | None = None,
 ) -> Float64:
     """Attention of tokens of one sequence over its paged cache, [tokens, heads, dim].
 
     q: [tokens, heads, dim]; keys, values: [pages, PAGE, kv_heads, dim]; pages: the sequence's page table. The token at
-    position p sees 0 .. p, or the last `window` of these.
+    position p sees 0 .. p, or the last `window` of these. scale: of the scores, None: dim ** -0.5.
     """
     tokens, heads, dim = q.shape
     group = heads // keys.shape[2]
+    scale = dim**-0.5 if scale is None else scale
     out = np.zeros((tokens, heads, dim))
     for t, position in enumerate(positions.tolist()):
         first = max(0, position - window + 1) if window else 0
         seen = np.arange(first, position + 1)
         k, v = (cache[pages[seen // PAGE], seen % PAGE].astype(np.float64) for cache in (keys, values))
         for h in range(heads):
-            weights = softmax(k[:, h // group] @ np.asarray(q[t, h], np.float64) / np.sqrt(dim))
+            weights = softmax(k[:, h // group] @ np.asarray(q[t, h], np.float64) * scale)
             out[t, h] = weights @ v[:, h // group]
     return out

@@ -195,6 +195,7 @@ struct Acts {
   Exact<uint16_t> b;
   Exact<int8_t> q;
   Exact<int16_t> s;
+  PiActs rows;
 
   Acts(const PiKernels* kernels, int forms, int64_t tokens, int64_t k, const std::vector<float>& x)
       : tokens(tokens), k(k), ldb(pi_round_up(k, 32)), f(x.begin(), x.end()) {
@@ -205,31 +206,18 @@ struct Acts {
       sd = d;
       s.assign((size_t)(tokens * (k / 16)), -30000);
     }
-    for (int64_t t = 0; t < tokens; t++)
-      kernels->forms(f.data() + t * k, k, forms, at(b, t * ldb), at(q, t * k), at(d, t * (k / 32)),
-                     at(sd, t * (k / 32)), at(s, t * (k / 16)));
+    // Null where the form was not asked for.
+    const auto data = [](auto& v) { return v.empty() ? nullptr : v.data(); };
+    rows = {f.data(), data(b), data(q), data(d), data(sd), data(s), k, k, ldb};
+    for (int64_t t = 0; t < tokens; t++) {
+      const PiActs to = from(t);
+      kernels->forms(to.f, k, forms, &to);
+    }
   }
-  // Null where the form was not asked for.
-  template <class T>
-  static T* at(Exact<T>& v, int64_t i) {
-    return v.empty() ? nullptr : v.data() + i;
-  }
-  template <class T>
-  static const T* at(const Exact<T>& v, int64_t i) {
-    return v.empty() ? nullptr : v.data() + i;
-  }
+  Acts(const Acts&) = delete;
+  Acts& operator=(const Acts&) = delete;
   // The forms from token t on.
-  PiActs from(int64_t t) const {
-    return {f.data() + t * k,
-            at(b, t * ldb),
-            at(q, t * k),
-            at(d, t * (k / 32)),
-            at(sd, t * (k / 32)),
-            at(s, t * (k / 16)),
-            k,
-            k,
-            ldb};
-  }
+  PiActs from(int64_t t) const { return pi_acts_from(&rows, t, 0); }
   // What the weights are multiplied with.
   double value(int type, int64_t t, int64_t i) const {
     const int form = pi_form(type);

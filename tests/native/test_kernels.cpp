@@ -296,10 +296,14 @@ void test_layer_norm(const PiKernels* kernels) {
   }
 }
 
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
+
+// gelu_tanh(x) = x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)); this is 2 u.
+double gelu_argument(double x) { return sqrt(8 / M_PI) * (x + 0.044715 * x * x * x); }
 
 double activated(int act, double threshold, double x) {
   if (act == PI_SILU) return x / (1 + exp(-x));
+  if (act == PI_GELU_TANH) return x / (1 + exp(-gelu_argument(x)));
   const double kept = x <= (act == PI_FATRELU ? threshold : 0) ? 0 : x;
   return act == PI_RELU2 ? kept * kept : kept;
 }
@@ -325,9 +329,13 @@ void test_activate(const PiKernels* kernels) {
         const double g = gate[(size_t)i], u = act == PI_DRELU && up[(size_t)i] <= 0 ? 0 : up[(size_t)i],
                      a = activated(act, threshold, g);
         // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so that
-        // far below zero the answer is g e^-88 at most. A square and the product round once each.
-        const double n_u = act == PI_SILU ? gamma_of(8) : gamma_of(act == PI_RELU2 ? 2 : 1),
-                     held = act == PI_SILU && g < -87 ? fabs(g) * 1e-37 : 0;
+        // far below zero the answer is g e^-88 at most. GELU's argument has rounded six times, constants included, which
+        // counts as often as it is large. A square and the product round once each.
+        const bool exponential = act == PI_SILU || act == PI_GELU_TANH;
+        const double argument = act == PI_GELU_TANH ? gelu_argument(g) : g,
+                     skewed = act == PI_GELU_TANH ? 6 * std::min(std::max(-argument, 0.0), 88.0) : 0,
+                     n_u = exponential ? gamma_of(8 + skewed) : gamma_of(act == PI_RELU2 ? 2 : 1),
+                     held = exponential && argument < -87 ? fabs(g) * 1e-37 : 0;
         check.near(gated[(size_t)i], a * u, n_u * fabs(a * u) + held * fabs(u) + 1e-45, i);
         check.near(plain[(size_t)i], a, n_u * fabs(a) + held + 1e-45, i);
       }
@@ -501,8 +509,8 @@ void test_attention(const PiKernels* kernels) {
 
 // ---- A whole program -------------------------------------------------------------------------------------------------
 
-// Gated FFNs and RMS norms; or a wider embedding, learned positions, LayerNorm and plain FFNs, of which one runs beside
-// its attention and one has its norms behind.
+// Gated FFNs and RMS norms, in one layer also of all heads together and of what is added; or a wider embedding, learned
+// positions, LayerNorm and plain FFNs, of which one runs beside its attention and one has its norms behind.
 struct Model {
   static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80,
                            EMBED = 192;
@@ -516,8 +524,8 @@ struct Model {
     auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
     std::vector<float> frequencies;
     for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
-    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D},
-                                        frequencies, 1.0f);
+    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D});
+    for (float factor : {1.0f, 1.5f}) program->add_rope(frequencies, factor);
     const auto matrix = [&](int t, int64_t rows, int64_t k) {
       const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
       auto m = std::make_shared<Matrix>(Matrix{t, rows, k, (rows + 15) / 16, nullptr, arena});
@@ -533,37 +541,40 @@ struct Model {
     const auto norm = [&](int64_t n) {
       return plain && n == D ? Norm{r.normals(n), r.normals(n), 1e-5f, true} : Norm{r.normals(n), {}, 1e-5f, false};
     };
-    const auto ffn = [&](Norm n) {
+    const auto ffn = [&](Norm n, Norm out) {
       program->ffn({std::move(n),
+                    std::move(out),
                     plain ? nullptr : matrix(type, FF, D),
                     matrix(other, FF, D),
                     matrix(type, D, FF),
                     plain ? Vector() : r.normals(FF),
                     {},
                     r.normals(D),
-                    plain ? PI_RELU2 : PI_SILU,
+                    plain ? PI_RELU2 : PI_GELU_TANH,
                     0});
     };
     if (plain)
-      program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED)});
-    else program->embed({table(table_bytes, VOCAB, D), nullptr, 0, nullptr});
+      program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED), 1});
+    else program->embed({table(table_bytes, VOCAB, D), nullptr, 0, nullptr, 3});
     for (int layer = 0; layer < LAYERS; layer++) {
-      const bool beside = plain && layer == 0, behind = plain && layer == 1;
+      const bool beside = plain && layer == 0, behind = plain && layer == 1, both = !plain && layer == 1;
       AttentionInput in;
       in.layer = layer;
       if (!behind) in.norm = norm(D);
       in.q_bias = r.normals(HEADS * DIM);
-      in.q_norm = norm(DIM);
-      in.k_norm = norm(DIM);
+      in.q_norm = norm(both ? HEADS * DIM : DIM);
+      in.k_norm = norm(both ? KV * DIM : DIM);
+      in.rope = beside ? -1 : layer % 2;
+      in.scale = both ? 0.1f : 1 / sqrtf(DIM);
       in.q = matrix(type, HEADS * DIM, D);
       in.k = matrix(other, KV * DIM, D);
       in.v = matrix(type, KV * DIM, D);
       program->attention_input(std::move(in));
       program->attention(layer, layer ? 20 : 0);
-      if (beside) ffn(norm(D));
-      program->project(matrix(other, D, HEADS * DIM), r.normals(D));
+      if (beside) ffn(norm(D), {});
+      program->project(matrix(other, D, HEADS * DIM), r.normals(D), both ? norm(D) : Norm());
       if (behind) program->normalise(norm(D));
-      if (!beside) ffn(behind ? Norm() : norm(D));
+      if (!beside) ffn(behind ? Norm() : norm(D), both ? norm(D) : Norm());
       if (behind) program->normalise(norm(D));
     }
     if (plain) program->head({}, matrix(other, EMBED, D), matrix(type, VOCAB, EMBED));

@@ -11,7 +11,10 @@
 namespace {
 
 const int PART_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu"};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
+
+// Whether an activation is never exactly zero.
+bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
 const char* const KINDS[] = {"dot", "add"};
 
 const char* type_name(int type) { return type == PI_Q4_0X32 ? "Q4_0X32" : TYPES[type]; }
@@ -598,6 +601,10 @@ struct Activity {
       const double a = x.value / (1 + exp(-x.value));
       return {a, 1.1 * x.off + gamma_of(8) * (fabs(a) + 1.1 * x.off)};
     }
+    if (layer.act == PI_GELU_TANH) {  // 1.13 at most; 8 operations, behind 6 whose roundings the exponent multiplies
+      const double y = sqrt(8 / M_PI) * (x.value + 0.044715 * x.value * x.value * x.value), a = x.value / (1 + exp(-y));
+      return {a, 1.13 * x.off + gamma_of(8 + 6 * std::min(fabs(y), 88.0)) * (fabs(a) + 1.13 * x.off)};
+    }
     *fires = above(x, layer.act == PI_FATRELU ? layer.threshold : 0);
     const Near kept = where(*fires, x);
     return layer.act == PI_RELU2 ? times(kept, kept) : kept;
@@ -825,16 +832,21 @@ struct FfnModel {
     auto pool = std::make_shared<Pool>(threads);
     auto arena = std::make_shared<Arena>();
     auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
-    auto p = std::make_unique<Program>(pool, cache, kernels, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16},
-                                       Vector(), 1.0f);
+    auto p = std::make_unique<Program>(pool, cache, kernels, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16});
     std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
     for (int64_t i = 0; i < what.neurons; i++)
       for (int64_t c = 0; c < what.k; c++)
         memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
-    p->ffn({norm, what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
+    p->ffn({norm,
+            {},
+            what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
             matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
-            matrix_of(arena, PI_F16, what.k, what.neurons, columns), layer.gate_bias, layer.up_bias, down_bias,
-            what.act, layer.threshold});
+            matrix_of(arena, PI_F16, what.k, what.neurons, columns),
+            layer.gate_bias,
+            layer.up_bias,
+            down_bias,
+            what.act,
+            layer.threshold});
     std::unique_ptr<Predictor> predictor;
     if (about) {
       predictor = std::make_unique<Predictor>(Predictor{matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
@@ -961,7 +973,7 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
                              {nullptr, nullptr, 1e6f, c.neurons},
                              {nullptr, nullptr, 1e6f, 0}};
   for (int plan = 0; plan < 5; plan++) {
-    if (c.act == PI_SILU && plan) break;  // no predictor names what is never silent
+    if (never_silent(c.act) && plan) break;  // no predictor names what is never silent
     const std::vector<Sure> named = candidates(z, c.neurons, plans[plan], clear);
     for (int threads : {1, 2, 3}) {
       const auto program = model.program(kernels, threads, &plans[plan], 2);
@@ -993,7 +1005,7 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
           for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
           stats = {};
         }
-        if (c.act == PI_SILU) continue;
+        if (never_silent(c.act)) continue;
         const auto is_named = [&](int64_t t, int64_t i) { return named[(size_t)((first + t) * c.neurons + i)]; };
         const Wanted wanted(layer, tokens, all, [&](int64_t t, int64_t i) {
           return activity.neuron(first + t, i, is_named(t, i), c.most);
@@ -1027,7 +1039,7 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
       }
     }
   }
-  if (predicted.all == 0) predicted.yes(c.act == PI_SILU, 0);
+  if (predicted.all == 0) predicted.yes(never_silent(c.act), 0);
 }
 
 // A predictor of any bytes: its guesses may be no numbers, and there is still an order among them.
