@@ -106,13 +106,19 @@ def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: 
 
 def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hub import resolve_model
+    from powerinfer.sparsity.selection import select
 
     against, step = args.against or "all", args.step or 1
-    names = engine.selector, against
-    with open_llm(args.model, _with_selector(engine, *names), out) as llm, ExitStack() as stack:
+    one, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
+    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    for each in (one, another):
+        select(checkpoint, each)  # refused now, and not once the other is loaded
+    with open_llm(args.model, one, out) as llm, ExitStack() as stack:
         from powerinfer.evaluate import agreement
 
-        other, another = None, _with_selector(engine, *reversed(names))
+        other = None
         if against != "all":
             other = stack.enter_context(open_llm(args.model, another, out))
         elif "gpu_share" in (llm.sparsity or {}):  # neurons are split, and no device has a layer's dense matrices
