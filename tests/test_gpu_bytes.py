@@ -53,7 +53,7 @@ def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), qu
     checkpoint = open_checkpoint(path, quantize)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff), {})
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn), {})
     return path
 
 

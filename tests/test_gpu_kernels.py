@@ -17,7 +17,7 @@ import pytest
 import torch
 from stored_weights import stored_evenly
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.formats.bundle_file import bundle_layout
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
@@ -406,9 +406,9 @@ def make_bundles(
     d_model: int, d_ff: int, types: tuple[str, str], activation: str = "relu", gated: bool = True, biases: bool = False
 ) -> Bundles:
     config = ModelConfig(
-        architecture="test", n_layers=1, d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=d_model, d_ff=d_ff,
-        vocab_size=8, context_length=8, norm_eps=1e-5, rope=RopeConfig(), activation=activation,
-        activation_threshold=THRESHOLD, gated=gated,
+        architecture="test", d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=d_model, vocab_size=8,
+        context_length=8, norm_eps=1e-5,
+        layers=(LayerConfig(AttentionConfig(), FfnConfig(d_ff, activation, THRESHOLD, gated)),),
     )  # fmt: skip
     layout = bundle_layout(config, *types, cpu.part_bytes)
     groups = np.full((-(-d_ff // BUNDLE_GROUP), layout.group_bytes), 0xAA, np.uint8)
@@ -433,14 +433,14 @@ def make_bundles(
 
 
 def all_of(bundles: Bundles, index: np.ndarray) -> gpu.Neurons:
-    return gpu.resident(bundles.layout, bundles.groups, index, DEVICE, bundles.config, bundles.biases)
+    return gpu.resident(bundles.layout, bundles.groups, index, DEVICE, bundles.config.layers[0].ffn, bundles.biases)
 
 
 def expected(
     bundles: Bundles, index: np.ndarray, x: np.ndarray, named: np.ndarray | None = None, most: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(sum, bound of its error, h, where no rounding decides whether a neuron fires)."""
-    config = bundles.config
+    config = bundles.config.layers[0].ffn
 
     def dots(name: str, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         value, off = product(bundles.parts[name][index], x)

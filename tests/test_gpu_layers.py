@@ -390,7 +390,7 @@ class Halves:
         self, layers: GpuLayers, checkpoint: Checkpoint, layer: int, shown: list[tuple[int, np.ndarray]]
     ) -> None:
         config = checkpoint.config
-        biases, half = layers.ffn_biases(layer), config.d_ff // 2
+        biases, half = layers.ffn_biases(layer), config.widest_ffn // 2
         parts = ("gate", "up", "down") if config.gated else ("up", "down")
         values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in parts}
         values["down"] = np.ascontiguousarray(values["down"].T)
@@ -398,7 +398,7 @@ class Halves:
         for own in (slice(0, half), slice(half, None)):
             weights = {part: weight(matrix[own]) for part, matrix in values.items()}
             own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases]
-            about = (config.activation, config.activation_threshold)
+            about = (config.layers[layer].ffn.activation, config.layers[layer].ffn.threshold)
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 

@@ -51,10 +51,8 @@ SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 def placed(config: Any, share: float, seed: int = 0) -> Placement:
     """Any neurons, one by one, with this chance to rest on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
-    tiers = tuple(
-        np.where(rng.random(config.d_ff) < share, Tier.GPU, Tier.CPU).astype(np.int8) for _ in range(config.n_layers)
-    )
-    return Placement(config.d_ff, 1, tiers)
+    tiers = tuple(np.where(rng.random(size) < share, Tier.GPU, Tier.CPU).astype(np.int8) for size in config.ffn_sizes)
+    return Placement(config.widest_ffn, 1, tiers)
 
 
 @contextmanager
@@ -128,7 +126,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int
 
 def predictor_of(config: Any, threshold: float = 0.0, floor: int = 0) -> Any:
     def weights(layer: int) -> tuple[Predictor, RawTensor, RawTensor]:
-        parts = predictor_weights(config.d_model, config.d_ff, layer)
+        parts = predictor_weights(config.d_model, config.widest_ffn, layer)
         raw = [RawTensor("F16", part.shape, part.astype(np.float16).view(np.uint8).reshape(-1)) for part in parts]
         return Predictor(len(parts[0]), threshold, floor), *raw
 
@@ -168,12 +166,12 @@ def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) 
         sparsity = HybridSparsity("predicted", executor, ffns)
         counts = executor.cpu.bundled_counts(1)
         assert counts["tokens"] == 4 * len(tokens)
-        assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.d_ff
+        assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.config.widest_ffn
         executor.cpu.clear_bundled_counts()
         with sparsity.suspended():
             assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
         counts = executor.cpu.bundled_counts(1)
-        assert counts["candidates"] == counts["tokens"] * executor.cpu.d_ff
+        assert counts["candidates"] == counts["tokens"] * executor.cpu.config.widest_ffn
         whole = families.run_chunks(executor, tokens, [len(tokens)], pages)
         assert families.rms(whole - truth) <= allowed and executor.cpu.bundled_counts(1) == counts  # a prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_file import n_groups
@@ -41,21 +41,8 @@ class Case:
 
     def executor(self, neurons: np.ndarray, threads: int) -> CpuExecutor:
         """One FFN of these neurons between the rows of an embedding and a head that shows the residual stream."""
-        config = ModelConfig(
-            "sample",
-            1,
-            D_MODEL,
-            1,
-            1,
-            16,
-            D_FF,
-            D_MODEL,
-            64,
-            1e-5,
-            RopeConfig(dim=16),
-            activation="relu",
-            ffn_bias=True,
-        )
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
+        config = ModelConfig("sample", D_MODEL, 1, 1, 16, D_MODEL, 64, 1e-5, uniform(2, layer))
         executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), np.ones(8, np.float32), 1.0)
         table = np.zeros((D_MODEL, D_MODEL), np.float32)
         table[:TOKENS] = self.w["x"]

@@ -99,11 +99,11 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
         Resolved(checkpoint, engine, selection, arguments.gpu, "", config.n_layers, True, None, pages)
     )
     tiers = [
-        np.where(rng.random(config.d_ff) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
+        np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
     try:
-        placement = Placement(config.d_ff, 1, tuple(tiers))
+        placement = Placement(config.widest_ffn, 1, tuple(tiers))
         hang_neurons(executor.cpu, executor.gpu, selection.bundles, placement, predictors=selection.predictors)
         yield executor
     finally:

@@ -123,7 +123,6 @@ class CpuExecutor:
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
         self.d_model = config.d_model
-        self.d_ff = config.d_ff
         self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
@@ -147,7 +146,7 @@ class CpuExecutor:
             isa,
             self.max_tokens,
             config.d_model,
-            config.d_ff,
+            config.widest_ffn,
             config.n_heads,
             config.n_kv_heads,
             config.head_dim,
@@ -208,14 +207,13 @@ class CpuExecutor:
         biases: Sequence[Floats | None] = (None, None, None),
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
-        window: int | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
-        self._program.attention(own, window or 0)
+        self._program.attention(own, self.config.layers[layer].attention.window or 0)
 
     def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
@@ -233,12 +231,12 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        layer = self.first_layer + len(self._ffns)
-        self._ffns[layer] = _Ffn(self._program.size, up.rows, total, (up if gate is None else gate).nbytes)
+        layer, op = self.first_layer + len(self._ffns), self._program.size
         gate_bias, up_bias, down_bias = biases
-        activation, threshold = self.config.activation, self.config.activation_threshold
-        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
+        about = self.config.layers[layer].ffn
+        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, about.activation, about.threshold)
+        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
+        self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
     def normalise(self, norm: _native.Norm) -> None:
         """x = norm(x)."""
@@ -252,6 +250,7 @@ class CpuExecutor:
 
     def bundled_ffn(
         self,
+        layer: int,
         layout: BundleLayout,
         bundles: NDArray[np.uint8] | SomeBundles,
         *,
@@ -261,7 +260,7 @@ class CpuExecutor:
         most: float = 0.0,
         predictor: Weights | None = None,
     ) -> int:
-        """An FFN that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
+        """The FFN of a layer that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
 
         bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
         layer's neurons; most: activations up to this magnitude count as zero; predictor: names, of all neurons, those
@@ -271,12 +270,12 @@ class CpuExecutor:
         layer's.
         """
         if isinstance(bundles, np.ndarray):
-            native = self._bundles(layout, bundles, self.config.d_ff, biases[0], biases[1])
+            native = self._bundles(layer, layout, bundles, self.config.layers[layer].ffn.size, biases[0], biases[1])
         else:
-            native = self._some(layout, bundles, biases)
+            native = self._some(layer, layout, bundles, biases)
         op = self._program.size
         if not replace:
-            self._bundled[self.first_layer + len(self._bundled)] = op
+            self._bundled[layer] = op
         elif self._end is None:
             self._end = op
         guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
@@ -316,14 +315,16 @@ class CpuExecutor:
         return self._program.neuron_sum(op, x, names, out)
 
     def replace_neurons(
-        self, op: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
+        self, op: int, layer: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
     ) -> None:
         """Other neurons for a `bundled_ffn`, which forgets its own; it begins to count anew."""
-        self._program.replace_bundles(op, self._some(layout, bundles, biases))
+        self._program.replace_bundles(op, self._some(layer, layout, bundles, biases))
 
-    def _some(self, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]) -> _native.Bundles:
+    def _some(
+        self, layer: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
+    ) -> _native.Bundles:
         gate_bias, up_bias = (_placed(bundles, bias) for bias in biases[:2])
-        return self._bundles(layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
+        return self._bundles(layer, layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
 
     def count_fired(self, op: int) -> None:
         """Begin to count, anew, for each neuron of a `bundled_ffn` the tokens that it fires for.
@@ -340,6 +341,7 @@ class CpuExecutor:
 
     def _bundles(
         self,
+        layer: int,
         layout: BundleLayout,
         rows: NDArray[np.uint8],
         neurons: int,
@@ -347,11 +349,11 @@ class CpuExecutor:
         up_bias: Floats | None = None,
         counts: NDArray[np.int32] | None = None,
     ) -> _native.Bundles:
-        config = self.config
+        about = self.config.layers[layer].ffn
         return _native.Bundles(
             rows,
             neurons,
-            config.d_model,
+            self.d_model,
             layout.gate_type if layout.gated else None,
             layout.gate_type,
             layout.down_type,
@@ -359,8 +361,8 @@ class CpuExecutor:
             layout.gate_at if layout.gated else 0,
             layout.up_at,
             layout.down_at,
-            config.activation,
-            config.activation_threshold,
+            about.activation,
+            about.threshold,
             gate_bias,
             up_bias,
             counts,
@@ -385,7 +387,7 @@ class CpuExecutor:
         known, computes the rest from the dense matrices. ValueError for shapes that are not the layer's.
         """
         ffn = self._ffns[layer]
-        bundles = self._bundles(layout, rows, ffn.neurons)
+        bundles = self._bundles(layer, layout, rows, ffn.neurons)
         if predictor is None:
             self._program.sparsify(ffn.op, bundles, None, None, 0.0, 0, most, recall_every)
         else:

@@ -153,7 +153,6 @@ class GpuLayers:
         biases: Sequence[Floats | None] = (None, None, None),
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
-        window: int | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         config = self._config
@@ -164,6 +163,7 @@ class GpuLayers:
         )
         keys, values = self._cache[layer]
         frequencies, factor, scale = self._frequencies, self._rope_factor, dim**-0.5
+        window = config.layers[layer].attention.window
 
         def run(step: Step) -> None:
             tokens = len(step.x)
@@ -212,7 +212,8 @@ class GpuLayers:
         else:
             first = self._upload("ffn", gate, up, biases=[of_gate, of_up])
         second = self._upload("ffn", down, biases=[of_down])
-        activation, threshold = self._config.activation, self._config.activation_threshold
+        about = self._config.layers[self._layer].ffn
+        activation, threshold = about.activation, about.threshold
         neurons, plain = up.rows, gate is None  # the matrices themselves are not kept
 
         def run(step: Step) -> None:
@@ -235,13 +236,13 @@ class GpuLayers:
         of_down = self._some(down)
         self._ffns[layer] = _Ffn((gate, up))
         if self.link is None:
-            self.link = Link(self.device, self.max_tokens, self.d_model, self._config.d_ff)
+            self.link = Link(self.device, self.max_tokens, self.d_model, self._config.widest_ffn)
 
         def missing(step: Step) -> None:
             raise AssertionError(f"nobody sums the neurons of layer {layer}")
 
         # Where attention reads the same x it comes between what sends and what adds: others are at work meanwhile.
-        at = len(self._wired) - self._config.parallel
+        at = len(self._wired) - self._config.layers[layer].parallel
         self._add("norm", layer, lambda step: step.let_read(norm), at)
         self._add(_SEND, layer, missing, at + 1)
         self._add(_SUM, layer, missing)

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import (
+    AttentionConfig,
+    EngineConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    uniform,
+)
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
@@ -362,19 +370,17 @@ class _Work:
         self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, vocab: int = _FEW
     ) -> Iterator[CpuExecutor]:
         """An executor with an embedding; the caller wires the rest."""
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=_HEAD_DIM)), FfnConfig(d_ff, "relu"))
         config = ModelConfig(
             architecture="sample",
-            n_layers=layers,
             d_model=d_model,
             n_heads=heads,
             n_kv_heads=kv_heads,
             head_dim=_HEAD_DIM,
-            d_ff=d_ff,
             vocab_size=vocab,
             context_length=self._effort.context,
             norm_eps=1e-5,
-            rope=RopeConfig(dim=_HEAD_DIM),
-            activation="relu",
+            layers=uniform(layers, layer),
         )
         executor = CpuExecutor(config, self._engine, np.ones(_HEAD_DIM // 2, np.float32), 1.0)
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.step import Operator, Step
@@ -355,7 +355,7 @@ class _Work:
         ):
             cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
         every = np.arange(n, dtype=np.int32)
-        return layout, gpu.resident(layout, bundles, every, self._device, self._config(shape, 1))
+        return layout, gpu.resident(layout, bundles, every, self._device, self._config(shape, 1).layers[0].ffn)
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
         """(sparse_us, sync_us): what a layer takes longer for a sparse FFN, and for an exchange with an idle CPU."""
@@ -392,20 +392,18 @@ class _Work:
     # ------------------------------------------------------------ samples
 
     def _config(self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0) -> ModelConfig:
-        d_model, d_ff = shape
+        d_model, neurons = shape
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=_HEAD_DIM)), FfnConfig(neurons, "relu"))
         return ModelConfig(
             architecture="sample",
-            n_layers=layers,
             d_model=d_model,
             n_heads=heads or d_model // _HEAD_DIM,
             n_kv_heads=kv_heads or d_model // _HEAD_DIM,
             head_dim=_HEAD_DIM,
-            d_ff=d_ff,
             vocab_size=_HEAD_DIM,
             context_length=self._effort.context,
             norm_eps=1e-5,
-            rope=RopeConfig(dim=_HEAD_DIM),
-            activation="relu",
+            layers=uniform(layers, layer),
         )
 
     def _layers(

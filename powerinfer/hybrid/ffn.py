@@ -83,6 +83,7 @@ class HybridFfn:
         self.layer = layer
         self._predicts = True
         self._cpu = cpu
+        self._config = cpu.config.layers[layer].ffn
         self._layers = layers
         self._link = layers.link
         self._bundles = bundles
@@ -114,12 +115,12 @@ class HybridFfn:
         self._bundles.file.check()
         rows = self._bundles.layers[self.layer]
         self.hot = hot
-        self.cold = np.setdiff1d(np.arange(self._cpu.config.d_ff, dtype=np.int32), hot)
+        self.cold = np.setdiff1d(np.arange(self._config.size, dtype=np.int32), hot)
         self.neurons: gpu.Neurons | None = None  # before others take their place
         self._fired: Tensor | None = None
         with self._failures(), current(to):
             if len(hot):
-                self.neurons = gpu.resident(layout, rows, hot, to, self._cpu.config, self._biases)
+                self.neurons = gpu.resident(layout, rows, hot, to, self._config, self._biases)
                 self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)
             parts = () if self._guess is None else (hot, self.cold)  # columns of what the predictor says
             self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in parts]
@@ -132,9 +133,9 @@ class HybridFfn:
             self.cold_bytes = kept.rows.nbytes
             biases = (*self._biases, None)
             if self._op is None:
-                self._op = self._cpu.bundled_ffn(layout, kept, biases=biases, replace=True, most=self._most)
+                self._op = self._cpu.bundled_ffn(self.layer, layout, kept, biases=biases, replace=True, most=self._most)
             else:
-                self._cpu.replace_neurons(self._op, layout, kept, biases)
+                self._cpu.replace_neurons(self._op, self.layer, layout, kept, biases)
             self._cpu.count_fired(self._op)
         self._layers.hang(self.layer, *self.operators())
         self._bundles.file.release(rows)
@@ -223,7 +224,7 @@ class HybridFfn:
         assert self._op is not None and self._kept is not None and step.read is not None
         tokens = step.x.shape[0]
         if self.stage is not None and self.stage.takes(tokens):
-            own = self._bundles.layout, self._kept, self._cpu.config, self._biases, self._most
+            own = self._bundles.layout, self._kept, self._config, self._biases, self._most
             with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
                 self.stage.add_sum(step.x, step.read, *own)
             return
@@ -245,7 +246,7 @@ class HybridFfn:
         self._sums: Counter[str] = Counter()
         self._jobs = 0
         self._since = self._layers.few_tokens, self._layers.few_steps
-        self.recent = np.zeros(self._cpu.config.d_ff)
+        self.recent = np.zeros(self._config.size)
         self.recent_tokens = 0.0
         if self._fired is not None:
             self._fired.zero_()
@@ -340,7 +341,7 @@ class HybridSparsity(Sparsity):
         the cold ones too, None: it never does. The layers that the CPU has as a whole count, too.
         """
         cpu = self._executor.cpu
-        d_ff = cpu.config.d_ff
+        d_ff = cpu.config.widest_ffn
         layers: list[dict[str, Any]] = []
         totals: Counter[str] = Counter()
         for ffn in self.ffns:

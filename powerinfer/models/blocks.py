@@ -40,7 +40,6 @@ class Builder(Protocol[Matrix, Norm]):
         biases: Sequence[Vector] = ...,
         q_norm: Vector = None,
         k_norm: Vector = None,
-        window: int | None = None,
     ) -> None: ...
     def project(self, matrix: Matrix, bias: Vector = None) -> None: ...
     def ffn(
@@ -90,25 +89,25 @@ def wire(
 
 
 def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
-    """x += attention(norm(x)); x += ffn(norm(x)), with what `parallel` and `norm_order` change of it."""
-    config = checkpoint.config
+    """x += attention(norm(x)); x += ffn(norm(x)), with what `parallel` and `norms` change of it."""
+    config = checkpoint.config.layers[layer]
     name = f"layers.{layer}."
     attn_norm = _norm(builder, checkpoint, name + "attn_norm")
     ffn_norm = attn_norm if config.shared_norm else _norm(builder, checkpoint, name + "ffn_norm")
-    if config.norm_order == "post":
+    if config.norms == "post":
         _attention(builder, checkpoint, layer, None)
         _project(builder, checkpoint, name)
         builder.normalise(attn_norm)
-        _ffn(builder, checkpoint, name, None, own)
+        _ffn(builder, checkpoint, layer, None, own)
         builder.normalise(ffn_norm)
         return
     _attention(builder, checkpoint, layer, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
-        _ffn(builder, checkpoint, name, ffn_norm, own)
+        _ffn(builder, checkpoint, layer, ffn_norm, own)
         _project(builder, checkpoint, name)
     else:
         _project(builder, checkpoint, name)
-        _ffn(builder, checkpoint, name, ffn_norm, own)
+        _ffn(builder, checkpoint, layer, ffn_norm, own)
 
 
 def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
@@ -116,7 +115,9 @@ def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: in
     name = f"layers.{layer}."
     heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
     # Values are not rotated: their rows may be padded, but are never reordered.
-    maps = {part: builder.head_rows(n, config.rope.interleaved and part != "v") for part, n in heads.items()}
+    rope = config.layers[layer].attention.rope
+    interleaved = rope is not None and rope.interleaved
+    maps = {part: builder.head_rows(n, interleaved and part != "v") for part, n in heads.items()}
     builder.attention(
         layer,
         norm,
@@ -124,7 +125,6 @@ def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: in
         biases=[_reordered(_vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
         q_norm=_vector(checkpoint, name + "q_norm"),
         k_norm=_vector(checkpoint, name + "k_norm"),
-        window=config.window(layer),
     )
 
 
@@ -133,9 +133,9 @@ def _project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) 
 
 
 def _ffn(
-    builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str, norm: Norm | None, own: OwnFfn[Norm] | None
+    builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None, own: OwnFfn[Norm] | None
 ) -> None:
-    parts = ("gate", "up", "down") if checkpoint.config.gated else ("up", "down")
+    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].ffn.matrices
     biases = [_vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
     if own is not None:
         for part in parts:
@@ -157,7 +157,7 @@ def _bundled(
 ) -> None:
     bundles.file.check()
     rows = bundles.copied(layer)
-    executor.bundled_ffn(bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
+    executor.bundled_ffn(layer, bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:

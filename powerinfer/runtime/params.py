@@ -1,4 +1,4 @@
-"""How the answer to a request is chosen: `SamplingParams`."""
+"""How tokens are sampled: `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from powerinfer.config import option
 from powerinfer.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
-MAX_BIAS = 1e6  # far beyond any logit, and far from what float32 cannot hold
+MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the answer to a request is chosen. Every value is checked here; `RequestError` names the wrong one."""
+    """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one."""
 
-    max_tokens: int | None = option(128, "most tokens to generate; none: until the context is full", metavar="N")
-    temperature: float = option(0.8, "0 takes the likeliest token; higher is more random", metavar="T")
-    top_k: int = option(40, "sample among the K likeliest tokens; 0: all", metavar="K")
-    top_p: float = option(0.95, "sample among the likeliest tokens that hold this much probability", metavar="P")
-    min_p: float = option(0.05, "drop tokens less likely than this share of the likeliest one", metavar="M")
-    repetition_penalty: float = option(1.0, "divide the logits of tokens seen before; 1: off", metavar="R")
-    presence_penalty: float = option(0.0, "subtract this from the logits of tokens generated before", metavar="X")
-    frequency_penalty: float = option(0.0, "subtract this for each time a token was generated", metavar="X")
+    max_tokens: int | None = option(
+        128, "maximum number of tokens to generate; none: until the context is full", metavar="N"
+    )
+    temperature: float = option(0.8, "0: always the most likely token; higher is more random", metavar="T")
+    top_k: int = option(40, "sample among the K most likely tokens; 0: all", metavar="K")
+    top_p: float = option(0.95, "sample among the most likely tokens that together have this probability", metavar="P")
+    min_p: float = option(0.05, "drop tokens less likely than this fraction of the most likely one", metavar="M")
+    repetition_penalty: float = option(1.0, "divide the logits of tokens that occurred before; 1: off", metavar="R")
+    presence_penalty: float = option(0.0, "subtract this from the logits of tokens already generated", metavar="X")
+    frequency_penalty: float = option(0.0, "subtract this for each occurrence of a generated token", metavar="X")
     logit_bias: Mapping[int, float] = option((), "token id -> number added to its logit")
-    seed: int | None = option(None, "makes sampling repeatable", metavar="S")
-    stop: Sequence[str] = option((), "end before this text (may be given several times)", metavar="TEXT")
-    stop_token_ids: Sequence[int] = option((), "end at this token (may be given several times)", metavar="ID")
-    ignore_eos: bool = option(False, "go on after the model's end-of-text token")
-    logprobs: int | None = option(None, "log-probabilities of the chosen token and of this many others", metavar="N")
+    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S")
+    stop: Sequence[str] = option((), "stop before this text (repeatable)", metavar="TEXT")
+    stop_token_ids: Sequence[int] = option((), "stop at this token (repeatable)", metavar="ID")
+    ignore_eos: bool = option(False, "do not stop at the model's end-of-text token")
+    logprobs: int | None = option(
+        None, "return log-probabilities of the chosen token and of the N most likely", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -49,11 +53,11 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError("stop must be one or more texts that are not empty")
+            raise RequestError("stop must be one or more non-empty texts")
         stop_token_ids = tuple(self.stop_token_ids or ())
         for token in stop_token_ids:
             _check_int("stop_token_ids", token, 0)
-        # frozen copies: a caller who changes his list or dict later does not change a running request
+        # frozen copies: changing the caller's list or dict later does not affect a running request
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
@@ -74,7 +78,7 @@ def _check_float(name: str, value: Any, low: float, high: float, open_low: bool 
 
 
 def _checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
-    """Token ids may come as text (JSON has no other keys). -inf forbids a token."""
+    """Token ids may be text, as in JSON keys. -inf forbids a token."""
     try:
         checked = {int(token): float(value) for token, value in bias.items()}
     except (AttributeError, TypeError, ValueError):

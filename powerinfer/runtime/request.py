@@ -1,4 +1,4 @@
-"""A request on its way (`Request`), and what comes back (`Completion`, `StreamEvent`)."""
+"""Completions and stream events, and the state of a request (`Request`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and rates of one request; a rate is None where nothing was timed."""
+    """Times in seconds and rates of one request; None if not measured."""
 
     load_s: float  # loading the model, once for the engine
     ttft_s: float | None  # from submission to the first token
-    prefill_tok_s: float | None  # prompt tokens computed per second, the cached ones left out
+    prefill_tok_s: float | None  # prompt tokens computed per second, without cached ones
     decode_tok_s: float | None  # tokens after the first per second
 
     def as_dict(self) -> dict[str, float | None]:
@@ -34,19 +34,19 @@ class Completion:
     """The answer to one request."""
 
     text: str
-    token_ids: list[int]  # as generated; a token that ended the answer is the last of them
+    token_ids: list[int]  # as generated, including a token that ended the answer
     finish_reason: str  # "stop", "length" or "abort"
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt: taken from the prefix cache instead of being computed
+    cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: Timings
-    logprobs: list[TokenLogprobs] | None = None  # one for each token id, when asked for
+    logprobs: list[TokenLogprobs] | None = None  # one per token id, if requested
 
 
 class StreamEvent(NamedTuple):
     """One generated token. The last event of a stream has a finish_reason and the whole completion."""
 
-    text: str  # new text that is certain to stay; may be empty (half a character, the start of a stop string)
+    text: str  # new final text; may be empty (half a character, the start of a stop string)
     token_id: int | None  # None in an event that only ends an aborted stream
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
@@ -54,7 +54,7 @@ class StreamEvent(NamedTuple):
 
 
 class Request:
-    """A request on its way. The scheduler owns the second group of fields, the runner the third."""
+    """The state of a request. The scheduler owns the second group of fields, the runner the third."""
 
     __slots__ = (
         "cached",
@@ -102,17 +102,17 @@ class Request:
         self.stop_ids = stop_ids
 
         self.computed = 0  # tokens whose keys and values are in `pages`
-        self.cached = 0  # prompt tokens that the prefix cache gave at the first admission
+        self.cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.pages: list[int] = []
         self.keys: list[bytes] = []  # keys of the pages that `tokens` fills
-        self.published = 0  # leading pages that the prefix cache knows
+        self.published = 0  # leading pages that are in the prefix cache
         self.row = -1  # row of the page table while it runs
 
-        self.events: deque[StreamEvent] | None = None  # not yet read by a stream; None: nobody reads them
+        self.events: deque[StreamEvent] | None = None  # not yet read by a stream; None: not a stream
         self.on_end = on_end
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.completion: Completion | None = None  # set when it has ended, or else
+        self.completion: Completion | None = None  # set when it has ended, unless it failed:
         self.error: PowerInferError | None = None
         self.submit_time = time.perf_counter()
         self.start_time: float | None = None
