@@ -49,7 +49,7 @@ class Case:
         executor.embed(half(table))
         gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
         biases = (self.bias["gate"][neurons], self.bias["up"][neurons], None)
-        executor.ffn(None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
+        executor.ffn(0, None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
         nbytes, _ = cpu.part_bytes("F16", D_MODEL)
         layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
         bundles = np.zeros((n_groups(len(neurons)), layout.group_bytes), np.uint8)
@@ -118,8 +118,8 @@ def test_shapes_that_do_not_go_together() -> None:
         ("more neurons than d_ff", (wide_up, wide_up, wide_down)),
     ):
         with pytest.raises(ValueError, match=message):
-            executor.ffn(None, *matrices)
-    executor.ffn(None, few_up, few_up, few_down)
+            executor.ffn(1, None, *matrices)
+    executor.ffn(1, None, few_up, few_up, few_down)
     nbytes, _ = cpu.part_bytes("F16", D_MODEL)
     layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
     for neurons, rows in ((64, 32), (32, 64)):

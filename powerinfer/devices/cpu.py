@@ -215,12 +215,13 @@ class CpuExecutor:
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
         self._program.attention(own, self.config.layers[layer].attention.window or 0)
 
-    def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
+    def project(self, layer: int, matrix: _native.Matrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
         self._program.project(matrix, bias)
 
     def ffn(
         self,
+        layer: int,
         norm: _native.Norm | None,
         gate: _native.Matrix | None,
         up: _native.Matrix,
@@ -231,14 +232,14 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        layer, op = self.first_layer + len(self._ffns), self._program.size
+        op = self._program.size
         gate_bias, up_bias, down_bias = biases
         about = self.config.layers[layer].ffn
         self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, about.activation, about.threshold)
         total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
         self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
-    def normalise(self, norm: _native.Norm) -> None:
+    def normalise(self, layer: int, norm: _native.Norm) -> None:
         """x = norm(x)."""
         self._program.normalise(norm)
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
+from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
@@ -273,8 +274,8 @@ class _Work:
         square, up, down = (self._matrix(kind, *part) for part in parts)
         for layer in range(layers):
             made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-            made.project(made.matrix(square))
-            made.ffn(self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
+            made.project(layer, made.matrix(square))
+            made.ffn(layer, self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
         return made
 
     def head(self, kind: str) -> float:
@@ -298,7 +299,7 @@ class _Work:
         out = self._matrix("F16", d_model, heads * _HEAD_DIM)
         for layer in range(layers):
             made.attention(layer, self._norm(made), [made.matrix(part) for part in (q, kv, kv)])
-            made.project(made.matrix(out))
+            made.project(layer, made.matrix(out))
         near = self._step_seconds(made, cpu.PAGE - 1, close=False)
         whole = self._step_seconds(made, far - 1)
         return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
@@ -366,12 +367,11 @@ class _Work:
         square = self._matrix("F16", shape[0], shape[0])
         times = []
         for exchange in (False, True):
-            made = self._layers(shape, layers)
+            made = self._layers(shape, layers, split=True)
             for layer in range(layers):
                 made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-                made.project(made.matrix(square))
-                made.neurons(self._norm(made))
-                made.hang(layer, *_operators(made, layer, neurons, most, exchange))
+                made.project(layer, made.matrix(square))
+                made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, most, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and what fires of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -407,18 +407,26 @@ class _Work:
         )
 
     def _layers(
-        self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0, context: int = cpu.PAGE
+        self,
+        shape: tuple[int, int],
+        layers: int,
+        heads: int = 0,
+        kv_heads: int = 0,
+        context: int = cpu.PAGE,
+        *,
+        split: bool = False,
     ) -> GpuLayers:
         """Layers without operators, with room for one request."""
+        config = self._config(shape, layers, heads, kv_heads)
         return GpuLayers(
-            self._config(shape, layers, heads, kv_heads),
+            config,
             self._device,
             layers=layers,
             pages=context // cpu.PAGE,
             kv_type="f16",
             max_tokens=1,
-            frequencies=np.ones(_HEAD_DIM // 2, np.float32),
-            rope_factor=1.0,
+            rotations={rope: (np.ones(_HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
+            split=split,
         )
 
     def _norm(self, layers: GpuLayers) -> GpuNorm:
@@ -515,21 +523,38 @@ def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
     return replace(neurons, **own, shared=None if neurons.shared is None else neurons.shared.clone())
 
 
-def _operators(
-    layers: GpuLayers, layer: int, neurons: gpu.Neurons, most: float, exchange: bool
-) -> tuple[list[Operator], list[Operator]]:
-    """What sums a layer's neurons: alone, or beside a CPU that has nothing to do."""
-    link = layers.link
-    assert link is not None
+@dataclass(frozen=True)
+class _Sample:
+    """An FFN of one part, on the GPU; exchange: beside a CPU that has nothing to do."""
 
-    def add(step: Step) -> None:
+    layers: GpuLayers
+    layer: int
+    neurons: gpu.Neurons
+    threshold: float
+    exchange: bool
+
+    def begin(self) -> list[Operator]:
+        """Send the input, where there is an exchange."""
+        if not self.exchange:
+            return []
+        link = self._link
+        send = Operator("copy out", self.layer, lambda step: link.send(len(step.x), 0))
+        return [send, Operator("mark", self.layer, lambda _: link.mark(), static=False)]
+
+    def finish(self) -> list[Operator]:
+        """Add the neurons' sum, and the CPU's, where there is an exchange."""
+        hot = Operator("hot neurons", self.layer, self._add)
+        if not self.exchange:
+            return [hot]
+        link = self._link
+        wait = Operator("wait", self.layer, lambda _: link.wait(), static=False)
+        return [hot, wait, Operator("add", self.layer, lambda step: link.add_back(step.target))]
+
+    @property
+    def _link(self) -> Link:
+        assert self.layers.link is not None
+        return self.layers.link
+
+    def _add(self, step: Step) -> None:
         assert step.read is not None
-        step.add(gpu.neuron_sum(neurons, step.read, None, most)[0])
-
-    hot = Operator("hot neurons", layer, add)
-    if not exchange:
-        return [], [hot]
-    send = Operator("copy out", layer, lambda step: link.send(len(step.x), 0))
-    mark = Operator("mark", layer, lambda _: link.mark(), static=False)
-    wait = Operator("wait", layer, lambda _: link.wait(), static=False)
-    return [send, mark], [hot, wait, Operator("add", layer, lambda step: link.add_back(step.x))]
+        step.add_part(gpu.neuron_sum(self.neurons, step.read, None, self.threshold)[0])

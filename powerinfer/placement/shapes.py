@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
-from powerinfer.devices.step import RECORDED_BYTES
+from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layout
 from powerinfer.formats.layout import check, shapes
