@@ -39,7 +39,7 @@ from powerinfer.prepare import fitting, training
 from powerinfer.prepare.fitting import LayerFit, margins, split_rows
 from powerinfer.prepare.training import MIN_ROWS, current, model_bytes, train
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.request import SamplingParams
+from powerinfer.runtime.params import SamplingParams
 
 ROWS, WINDOW = 2000, 40
 QUICK = TrainConfig(steps=200, batch=128, share=1.0, type="f16")
