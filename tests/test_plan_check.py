@@ -97,11 +97,7 @@ def test_the_middle_of_the_rounds() -> None:
         "rounds": [{"commit": "abc", "model": "m", "stand_in": "gpu", "selectors": {"all": [one]}} for one in rounds]
     }
     (kept,) = table.cases(document).values()
-    assert (
-        len(kept) == 3
-        and table.off(kept) == pytest.approx(0.09)
-        and table.middle(kept, "predicted_ms") == "10.9"
-    )
+    assert len(kept) == 3 and table.off(kept) == pytest.approx(0.09) and table.middle(kept, "predicted_ms") == "10.9"
     assert table.count(kept) == "3"
     assert table.count([case | {"quiet": False, "landed": False}]) == "1*+"
     assert list(table.summary({("m", "all", 0.5): kept})) == [

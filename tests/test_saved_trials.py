@@ -269,7 +269,7 @@ def test_files_the_machine_and_the_program_are_in_the_key(tmp_path: Path, monkey
     file.write_text("12")
     os.utime(file, ns=(at, at))
     keys.append(key_of(tmp_path))
-    monkeypatch.setattr(cpu, "model_name", lambda: "another")
+    monkeypatch.setattr(saved_trials, "cpu_name", lambda: "another")
     keys.append(key_of(tmp_path))
     monkeypatch.setattr(cpu, "build", lambda: "another")
     keys.append(key_of(tmp_path))
