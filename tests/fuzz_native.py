@@ -95,7 +95,7 @@ def prepare(folder: Path) -> list[Prepared]:
         model = base.encode()
         path.write_bytes(model)
         checkpoint = open_checkpoint(path)
-        d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.d_ff, checkpoint.config.n_layers
+        d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.widest_ffn, checkpoint.config.n_layers
         rng = np.random.default_rng(len(found))
         for gate, down in PART_TYPES:
             bundles = pack(checkpoint, None, choose_types(checkpoint, gate, down)).bundles.path
@@ -161,6 +161,7 @@ def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
     from powerinfer.devices.batch import Batch
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
+    from powerinfer.sparsity.selection import select
 
     several = 2 if selector is None else rng.choice([1, 2, 8, 9, 32])
     engine = EngineConfig(
@@ -170,7 +171,7 @@ def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
     )  # fmt: skip
     checkpoint = open_checkpoint(path)
     executor = load(checkpoint, engine)
-    sparsity = attach(executor, checkpoint, engine, lambda: [1])
+    sparsity = attach(executor, checkpoint, engine, select(checkpoint, engine), lambda: [1])
     table = np.random.default_rng(several).permutation(2 * several).astype(np.int32).reshape(several, 2)
     for start, count in ((0, TOKENS), (TOKENS, 1), (TOKENS + 1, 1)):
         positions = np.tile(np.arange(start, start + count, dtype=np.int32), several)
@@ -179,8 +180,8 @@ def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
         wanted = np.arange(len(tokens), dtype=np.int32)[count - 1 :: count]
         logits = executor.forward(Batch(tokens, positions, rows, table, wanted))
         assert logits.shape == (several, executor.vocab_size)
-    if sparsity is not None:
-        assert all(layer["tokens"] == 2 * several for layer in sparsity.report()["layers"])
+    report = sparsity.report()
+    assert report is None or all(layer["tokens"] == 2 * several for layer in report["layers"])
     executor.close()
 
 

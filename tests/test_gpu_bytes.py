@@ -28,23 +28,22 @@ from powerinfer.devices.stage import Stage  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.predictor_file import open_predictor  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware.description import NO_GPU, load  # noqa: E402
-from powerinfer.hybrid.ffn import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
-from powerinfer.models import GpuShare, load_split  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import claim, dense_on_gpu, shared_on_gpu, whole_layers  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.sparsity.selection import select  # noqa: E402
 
 CONTEXT, CHUNK, REQUESTS = 96, 48, 3
 OPTIONS: dict[str, Any] = {"threads": 1, "context": CONTEXT, "prefill_chunk": CHUNK, "max_batch": REQUESTS}
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), quantize: str | None = None) -> Path:
@@ -52,7 +51,7 @@ def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), qu
     checkpoint = open_checkpoint(path, quantize)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff), {})
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn), {})
     return path
 
 
@@ -92,22 +91,19 @@ def request_of(path: Path, quantize: str | None, groups: float, layers: int | No
 @contextmanager
 def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, list[HybridFfn]]]:
     checkpoint = open_checkpoint(path, quantize)
-    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
-    pages = -(-CONTEXT // cpu.PAGE)
-    predictors = None
-    if plan.request.selector == "predicted":
-        file = open_predictor(checkpoint)
-        predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
-    share = GpuShare("cpu", plan.claims.gpu_layers, plan.claims.gpu_head, True, bundles, None, pages, predictors)
-    executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=plan.request.kv_type), share)
+    engine = EngineConfig(**OPTIONS, kv_type=plan.request.kv_type, selector=plan.request.selector)
+    selection, pages = select(checkpoint, engine), -(-CONTEXT // cpu.PAGE)
+    assert selection.bundles is not None
+    stage = None
+    if plan.staging:
+        stage = Stage(torch.device("cpu"), plan.staging)
+        stage.least = CHUNK
+    placement = plan.placement(plan.request.profile)
+    split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors, stage=stage)
+    given = plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages
+    executor = load_split(Resolved(checkpoint, engine, selection, "cpu", "", *given), split)
     try:
-        placement = plan.placement(plan.request.profile)
-        stage = None
-        if plan.staging:
-            stage = Stage(executor.gpu.device, plan.staging)
-            stage.least = CHUNK
-        own = executor.cpu, executor.gpu, bundles, placement
-        yield executor, hang_neurons(*own, predictors=predictors, stage=stage)
+        yield executor, split.ffns
     finally:
         executor.close()
 
@@ -179,8 +175,8 @@ def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str) 
             middle = (low + high) // 2
             low, high = (low, middle) if fitting(middle) >= (layers, head) else (middle, high)
         checkpoint = open_checkpoint(path)
-        share = GpuShare("cpu", layers, head, pages=-(-CONTEXT // cpu.PAGE))
-        executor = load_split(checkpoint, EngineConfig(**OPTIONS, kv_type=kv_type), share)
+        engine, pages = EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
+        executor = load_split(Resolved(checkpoint, engine, gpu="cpu", gpu_layers=layers, gpu_head=head, pages=pages))
         try:
             for when in steps(executor):
                 held = sum(executor.gpu.memory().values())
@@ -208,8 +204,8 @@ def test_what_the_allocator_rounds_up(quantize: str | None, tmp_path: Path, monk
 
     for name in ("empty", "zeros", "cat"):
         monkeypatch.setattr(torch, name, noted(getattr(torch, name)))
-    share = GpuShare("cpu", 2, True, pages=-(-CONTEXT // cpu.PAGE))
-    executor = load_split(open_checkpoint(path, quantize), EngineConfig(**OPTIONS), share)
+    parts: dict[str, Any] = {"gpu": "cpu", "gpu_layers": 2, "gpu_head": True, "pages": -(-CONTEXT // cpu.PAGE)}
+    executor = load_split(Resolved(open_checkpoint(path, quantize), EngineConfig(**OPTIONS), **parts))
     executor.close()
     kv = model.gpu_kv_bytes("f16", CONTEXT, 1)
     planned = sum(model.gpu_rounding(layer, kv, False, True) for layer in range(2)) + model.gpu_head_rounding

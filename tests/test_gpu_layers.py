@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,21 +32,21 @@ from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
+from powerinfer.devices.recording import Recorder, Run, State  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
-from powerinfer.devices.step import Operator, Recorder, Run, State  # noqa: E402
+from powerinfer.devices.step import Operator  # noqa: E402
 from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
-from powerinfer.models import GpuShare, load, load_split  # noqa: E402
+from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
-from powerinfer.runtime.request import SamplingParams  # noqa: E402
+from powerinfer.runtime.params import SamplingParams  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
-ALL = GpuShare("cpu", LAYERS, head=True)
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine_of(**options: Any) -> EngineConfig:
@@ -54,10 +54,18 @@ def engine_of(**options: Any) -> EngineConfig:
     return EngineConfig(**(settings | {"max_batch": 4} | options))
 
 
+def on_gpu(layers: int = LAYERS, head: bool = False, pages: int | None = None) -> dict[str, Any]:
+    """What of a model is on the stand-in for a GPU."""
+    return {"gpu": "cpu", "gpu_layers": layers, "gpu_head": head, "pages": pages}
+
+
+ALL = on_gpu(head=True)
+
+
 @contextmanager
-def opened(path: Path, share: GpuShare, **options: Any) -> Iterator[SplitExecutor]:
+def opened(path: Path, share: dict[str, Any], split: Any = None, **options: Any) -> Iterator[SplitExecutor]:
     engine = engine_of(**options)
-    executor = load_split(open_checkpoint(path, engine.quantize), engine, share)
+    executor = load_split(Resolved(open_checkpoint(path, engine.quantize), engine, **share), split)
     try:
         yield executor
     finally:
@@ -101,7 +109,7 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
         for text, ours in enumerate(together):
             truth.check(ours, text, "in a batch")
     for layers in (1, LAYERS):  # the head, and of one layer the others, on the CPU
-        with opened(truth.path, GpuShare("cpu", layers)) as executor:
+        with opened(truth.path, on_gpu(layers)) as executor:
             truth.check(families.run_chunks(executor, tokens, [50, 1, total - 51], pages[3]), what=f"{layers} layers")
 
 
@@ -214,10 +222,8 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
     truth, made, shown = Truth(case_named(name), "folder", tmp_path), [], []
     runs = []
     for recorder in (None, stand_in_recorder(made)):
-        with opened(truth.path, GpuShare("cpu", LAYERS, head=True, bundled=True)) as executor:
-            matrices = open_checkpoint(truth.path)
-            for layer in executor.gpu.neuron_layers:
-                Halves(executor.gpu, matrices, layer, shown)
+        split = partial(Halves, open_checkpoint(truth.path), shown)
+        with opened(truth.path, ALL, split=split) as executor:
             executor.gpu.record(recorder)
             pages = families.scattered_pages(executor, 3)
             runs.append([families.run_chunks(executor, truth.texts[0], [3] * 20 + [1] * 15, pages[0])])
@@ -272,7 +278,7 @@ def test_rehearsed_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_unused_pages_and_logits_that_nobody_wants(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
-    for share in (ALL, GpuShare("cpu", 2)):
+    for share in (ALL, on_gpu(2)):
         with opened(truth.path, share) as executor:
             pages = np.full((3, 200), -1, np.int32)  # wider than any sequence is long, and a row of nobody
             pages[1, :3] = families.scattered_pages(executor, 1)[0]
@@ -327,13 +333,14 @@ def test_quantised_weights(kind: str, tmp_path: Path) -> None:
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the tensors that are read meanwhile."""
+def counted(monkeypatch: pytest.MonkeyPatch, other: Checkpoint) -> Iterator[list[str]]:
+    """The names of the tensors that are read meanwhile, from another checkpoint than `other`."""
     read: list[str] = []
     take = Checkpoint.take
 
     def counting(self: Checkpoint, name: str) -> Any:
-        read.append(name)
+        if self is not other:
+            read.append(name)
         return take(self, name)
 
     with monkeypatch.context() as patch:
@@ -355,18 +362,15 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
     for block in blocks.get(case.base, lambda: truth.model.model.layers)():
         residual_of(case, block).register_forward_pre_hook(keep)
     families.logits(truth.model, truth.texts[0])
-    with counted(monkeypatch) as read, opened(truth.path, GpuShare("cpu", 2, bundled=True)) as executor:
+    matrices, shown = open_checkpoint(truth.path), []
+    split = partial(Halves, matrices, shown)
+    with counted(monkeypatch, matrices) as read, opened(truth.path, on_gpu(2), split=split) as executor:
         names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
         assert names == {
             f"layers.2.{part}" for part in (("gate",) if executor.gpu._config.gated else ()) + ("up", "down")
         }
-        assert executor.gpu.neuron_layers == [0, 1] and executor.gpu.memory()["ffn"] == 0
+        assert executor.gpu.memory()["ffn"] == 0
         pages = families.scattered_pages(executor, 1)[0]
-        matrices, shown = open_checkpoint(truth.path), []
-        with pytest.raises(AssertionError, match="nobody sums the neurons of layer 0"):
-            families.run_chunks(executor, truth.texts[0], [1], pages)
-        for layer in executor.gpu.neuron_layers:
-            Halves(executor.gpu, matrices, layer, shown)
         ours = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages)
     truth.check(ours)
     assert [layer for layer, _ in shown] == [0, 1]
@@ -375,31 +379,38 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 class Halves:
-    """Sums a layer's neurons in two parts, the second of which is launched anew in every step."""
+    """A layer's neurons as two parts, the second of which is launched anew in every step."""
 
     def __init__(
-        self, layers: GpuLayers, checkpoint: Checkpoint, layer: int, shown: list[tuple[int, np.ndarray]]
+        self,
+        checkpoint: Checkpoint,
+        shown: list[tuple[int, np.ndarray]],
+        cpu: CpuExecutor,
+        layers: GpuLayers,
+        layer: int,
+        biases: Sequence[np.ndarray | None],
     ) -> None:
-        config = checkpoint.config
-        biases, half = layers.ffn_biases(layer), config.d_ff // 2
-        parts = ("gate", "up", "down") if config.gated else ("up", "down")
-        values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in parts}
+        config = checkpoint.config.layers[layer].ffn
+        values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in config.matrices}
         values["down"] = np.ascontiguousarray(values["down"].T)
-        self.parts = []
-        for own in (slice(0, half), slice(half, None)):
+        self.layer, self.shown, self.parts = layer, shown, []
+        for own in (slice(0, config.size // 2), slice(config.size // 2, None)):
             weights = {part: weight(matrix[own]) for part, matrix in values.items()}
-            own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases]
-            about = (config.activation, config.activation_threshold)
+            own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases[:2]]
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
+            about = config.activation, config.threshold
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 
-        show = Operator("show", layer, lambda step: shown.append((layer, step.x.clone().numpy())))
-        first, second = (Operator("half", layer, partial(self._add, part)) for part in self.parts)
-        layers.hang(layer, [show], [first, replace(second, static=False)])
+    def begin(self) -> list[Operator]:
+        return [Operator("show", self.layer, lambda step: self.shown.append((self.layer, step.x.clone().numpy())))]
+
+    def finish(self) -> list[Operator]:
+        first, second = (Operator("half", self.layer, partial(self._add, part)) for part in self.parts)
+        return [first, replace(second, static=False)]
 
     @staticmethod
     def _add(part: gpu.Neurons, step: Any) -> None:
-        step.add(gpu.neuron_sum(part, step.read)[0])
+        step.add_part(gpu.neuron_sum(part, step.read)[0])
 
 
 def weight(values: np.ndarray) -> gpu.Weight:
@@ -424,7 +435,7 @@ def test_a_skipped_tensor_counts_as_taken(tmp_path: Path) -> None:
 
 def test_what_lies_where(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-biases"), "folder", tmp_path)
-    with opened(truth.path, ALL) as executor, opened(truth.path, GpuShare("cpu", 1)) as part:
+    with opened(truth.path, ALL) as executor, opened(truth.path, on_gpu(1)) as part:
         every, one = executor.gpu.memory(), part.gpu.memory()
         d, ff, kv = 64, 88, 32
         assert one["attention"] == 4 * (2 * d * d + 2 * d * kv) and one["ffn"] == 4 * 3 * d * ff
@@ -439,7 +450,7 @@ def test_what_lies_where(tmp_path: Path) -> None:
 
 def test_pages_may_be_given(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
-    with opened(truth.path, GpuShare("cpu", 2, pages=3)) as executor:
+    with opened(truth.path, on_gpu(2, pages=3)) as executor:
         assert executor.n_pages == executor.gpu.n_pages == executor.cpu.n_pages == 3
         truth.check(families.run_chunks(executor, truth.texts[0], [families.TOKENS], np.array([2, 0, 1], np.int32)))
         bad = Batch(*(np.zeros(1, np.int32),) * 3, np.array([[3]], np.int32), np.zeros(1, np.int32))
@@ -501,7 +512,7 @@ def test_a_request_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypat
     with LLM(path, kv_type="f32", context=64, selector="all") as llm:
         expected = [answer.token_ids for answer in llm.generate(prompts, params)]
     checkpoint = open_checkpoint(path)
-    executor = load_split(checkpoint, engine, GpuShare("cpu", 1))
+    executor = load_split(Resolved(checkpoint, engine, **on_gpu(1)))
     attention, calls = gpu.attention, [0]
 
     def failing(*args: Any) -> Any:
@@ -540,7 +551,7 @@ def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(gpu, "upload_together", full)
         patch.setattr(CpuExecutor, "close", closing)
         with pytest.raises(PowerInferError) as caught:
-            load_split(open_checkpoint(truth.path), engine_of(), ALL)
+            load_split(Resolved(open_checkpoint(truth.path), engine_of(), **ALL))
     assert one_line(caught.value).startswith("the GPU ran out of memory while the model was loaded: put fewer layers")
     assert len(closed) == 1
 

@@ -16,12 +16,11 @@ import pytest
 from sparse_models import TEXT, tiny_llama
 from test_cli import error_line
 
-from powerinfer.cli import profile
 from powerinfer.cli.main import main
 from powerinfer.formats import prepared
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile
-from powerinfer.prepare import packing, training
+from powerinfer.prepare import packing, profiling, training
 from powerinfer.report import plots
 from powerinfer.report.findings import findings
 
@@ -252,7 +251,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("the work began")
 
-    for room, name in ((profile, "make"), (training, "train"), (packing, "pack")):
+    for room, name in ((profiling, "make"), (training, "train"), (packing, "pack")):
         monkeypatch.setattr(room, name, never)
 
 

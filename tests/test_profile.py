@@ -17,7 +17,6 @@ from sparse_models import give_bundles, tiny_llama
 from test_watch import MODELS, products
 
 from powerinfer import LLM
-from powerinfer.cli import profile as verb
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.devices import Batch
@@ -26,7 +25,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile, open_profile_file
 from powerinfer.formats.samples_file import open_samples
 from powerinfer.models import load
-from powerinfer.prepare import profile
+from powerinfer.prepare import profile, profiling
 from powerinfer.prepare.calibrate import HALVINGS, MOST, calibrate, held_out, thresholds_at
 from powerinfer.prepare.corpus import open_corpora, read_windows
 
@@ -49,15 +48,15 @@ def corpora(tmp_path: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def made(path: Path, corpora: list[str], force: bool = False, **options: Any) -> verb.Made:
+def made(path: Path, corpora: list[str], force: bool = False, **options: Any) -> profiling.Made:
     """What the verb makes. progress: of `make`; threads and prepared: of the engine."""
     progress = options.pop("progress", None)
     notes = options.pop("notes", [])
     engine = EngineConfig(**{name: options.pop(name) for name in ("threads", "prepared") if name in options})
     settings = {"corpus": corpora, "window": WINDOW, "samples": 1 << 20} | options
     checkpoint = open_checkpoint(path)
-    task = verb.read(checkpoint, ProfileConfig(**settings), notes.append)
-    return verb.make(checkpoint, engine, task, notes.append, progress, force)
+    task = profiling.read(checkpoint, ProfileConfig(**settings), notes.append)
+    return profiling.make(checkpoint, engine, task, notes.append, progress, force)
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -78,7 +77,7 @@ def test_the_profile_is_what_plain_loops_count(name: str, tmp_path: Path, corpor
     assert one.corpora == ("corpus1.txt", "corpus2.txt") and one.tokens == windows.tokens
     samples = open_samples(checkpoint)
     assert samples.rows == one.tokens and samples.windows.tolist() == list(range(0, one.tokens, WINDOW))
-    d_ff = checkpoint.config.d_ff
+    d_ff = checkpoint.config.widest_ffn
     for layer in range(checkpoint.config.n_layers):
         x, fires = inputs(path, windows.ids, layer)
         h, _, close = products(checkpoint, layer, x.reshape(len(fires), -1))
@@ -117,7 +116,7 @@ def inputs(path: Path, ids: np.ndarray, layer: int) -> tuple[np.ndarray, np.ndar
                 one, zero = np.array([token], np.int32), np.zeros(1, np.int32)
                 executor.forward(Batch(one, zero + at, zero, np.array([[0, 1]], np.int32), np.empty(0, np.int32)))
     executor.close()
-    bits = np.unpackbits(np.concatenate(active), axis=1, count=checkpoint.config.d_ff, bitorder="little")
+    bits = np.unpackbits(np.concatenate(active), axis=1, count=checkpoint.config.widest_ffn, bitorder="little")
     return np.concatenate(x), bits.astype(bool)
 
 
@@ -353,15 +352,15 @@ def test_damaged_weights_are_one_line_and_leave_nothing(
 def test_options_that_cannot_be_met(options: dict[str, Any], why: str, tmp_path: Path, corpora: list[str]) -> None:
     path = tiny_llama(tmp_path / "m.gguf")
     with pytest.raises(RequestError, match=why):
-        verb.check(ProfileConfig(**options))
+        profiling.check(ProfileConfig(**options))
         made(path, corpora, **options)
     assert files(path) == {}
 
 
 def test_a_context_that_is_shorter_than_the_usual_window(tmp_path: Path, corpora: list[str]) -> None:
     checkpoint = open_checkpoint(tiny_llama(tmp_path / "m.gguf"))
-    assert checkpoint.config.context_length == 128 < verb.WINDOW
-    task = verb.read(checkpoint, ProfileConfig(corpora[:1]), lambda line: None)
+    assert checkpoint.config.context_length == 128 < profiling.WINDOW
+    task = profiling.read(checkpoint, ProfileConfig(corpora[:1]), lambda line: None)
     assert task.windows.size == 128
 
 

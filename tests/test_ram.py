@@ -55,7 +55,7 @@ def test_bundles_are_copied_where_there_is_room(room: bool, tmp_path: Path, monk
     """What becomes of their file later does not matter to a copy, and is seen by who reads them where they lie."""
     path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
     if not room:
-        monkeypatch.setattr("powerinfer.devices.cpu.available_memory", lambda: 0)
+        monkeypatch.setattr("powerinfer.system.available_memory", lambda: 0)
     with LLM(path, selector="exact", prefix_cache=False, **OPTIONS) as llm:
 
         def answer() -> list[int]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.devices import Batch
+from powerinfer.errors import RequestError
 from powerinfer.runtime.engine import LLM
 
 BOS, EOS, VOCAB = 256, 257, 258
@@ -55,6 +57,7 @@ def reference_greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 class ToyExecutor:
     vocab_size = VOCAB
+    bytes_per_token = None
 
     def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64) -> None:
         self.n_pages, self.page_size, self.max_tokens = n_pages, page_size, max_tokens
@@ -64,6 +67,10 @@ class ToyExecutor:
         self.sequences: list[int] = []  # how many requests each call served
         self.interrupt_at: int | None = None  # number of the call that Ctrl-C hits
         self.closed = False
+        self.choices: dict[str, str] = {}
+
+    def traced(self) -> Any:
+        raise RequestError("nothing to trace")
 
     def forward(self, batch: Batch) -> np.ndarray:
         assert 0 < len(batch.tokens) <= self.max_tokens
@@ -128,7 +135,7 @@ class ToyTokenizer:
 
 def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
     config = ModelConfig(
-        architecture="toy", n_layers=1, d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, d_ff=1, vocab_size=VOCAB,
-        context_length=context, norm_eps=1e-5, rope=RopeConfig(),
+        architecture="toy", d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, vocab_size=VOCAB, context_length=context,
+        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(), FfnConfig(1)),),
     )  # fmt: skip
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]

@@ -32,15 +32,15 @@ import numpy as np
 from benchmarks.lib import machine
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.recording import Recorder, Run, State
 from powerinfer.devices.split import SplitExecutor
-from powerinfer.devices.step import Recorder, Run, State
-from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.predictor_file import open_predictor
-from powerinfer.hybrid.ffn import hang_neurons
+from powerinfer.hybrid.ffn import NeuronSplit
+from powerinfer.hybrid.load import load_split
+from powerinfer.hybrid.resolve import Resolved
 from powerinfer.kernels import cpu
-from powerinfer.models import GpuShare, load_split
 from powerinfer.neurons import Placement, Tier
+from powerinfer.sparsity.selection import select
 
 CONTEXT = 256  # tokens of a request at most
 FIRST = 3  # steps until all is recorded
@@ -88,25 +88,22 @@ class Clock:
 def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
     """All layers and the head on the GPU, neurons on both sides."""
     checkpoint = open_checkpoint(arguments.model)
-    config, bundles = checkpoint.config, open_bundles(checkpoint, None, cpu.part_bytes)
+    config, rng = checkpoint.config, np.random.default_rng(0)
     engine = EngineConfig(
-        context=CONTEXT, max_batch=arguments.requests, prefill_chunk=64, threads=arguments.threads, kv_type="f16"
-    )
-    pages = arguments.requests * CONTEXT // cpu.PAGE
-    executor = load_split(
-        checkpoint, engine, GpuShare(arguments.gpu, config.n_layers, True, True, bundles, pages=pages)
-    )
-    rng, predictors = np.random.default_rng(0), None
-    if arguments.selector == "predicted":
-        file = open_predictor(checkpoint)
-        predictors = lambda layer: (file.layers[layer].predictor, file.layers[layer].inner, file.layers[layer].outer)  # noqa: E731
+        context=CONTEXT, max_batch=arguments.requests, prefill_chunk=64, threads=arguments.threads, kv_type="f16",
+        selector=arguments.selector,
+    )  # fmt: skip
+    selection, pages = select(checkpoint, engine), arguments.requests * CONTEXT // cpu.PAGE
+    assert selection.bundles is not None
     tiers = [
-        np.where(rng.random(config.d_ff) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
+        np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
+    placement = Placement(config.widest_ffn, 1, tuple(tiers))
+    split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
+    resolved = Resolved(checkpoint, engine, selection, arguments.gpu, "", config.n_layers, True, None, pages)
+    executor = load_split(resolved, split)
     try:
-        placement = Placement(config.d_ff, 1, tuple(tiers))
-        hang_neurons(executor.cpu, executor.gpu, bundles, placement, predictors=predictors)
         yield executor
     finally:
         executor.close()
@@ -149,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with loaded(arguments) as executor:
         layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
-        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu, "end")):
+        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
         document: dict[str, Any] = {}

@@ -33,7 +33,9 @@ from powerinfer.config import EngineConfig
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware.description import Hardware, load
-from powerinfer.hybrid import placing
+from powerinfer.hybrid.ffn import HybridSparsity
+from powerinfer.hybrid.load import load_resolved
+from powerinfer.hybrid.resolve import resolve
 from powerinfer.kernels import cpu
 from powerinfer.placement import budget
 from powerinfer.placement.budget import dense_on_gpu
@@ -102,7 +104,7 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
     with llm:
         prompt = [1 + (7919 * number) % (llm.config.vocab_size - 1) for number in range(tokens)]
         once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        stage = getattr(llm._sparsity, "stage", None)
+        stage = llm._sparsity.stage if isinstance(llm._sparsity, HybridSparsity) else None
         result: dict[str, Any] = {"vram": engine.vram, "choice": llm.choices.get("prefill"), "prefill_tok_s": {}}
         result["streams_from"] = None if stage is None else stage.least
         for way, least in (("streamed", 1), ("cpu", None)):
@@ -131,26 +133,25 @@ def _vram(model: Path, engine: EngineConfig, vram: int | float) -> int:
     """The budget in bytes."""
     if isinstance(vram, int):
         return vram
-    placed = placing._place(open_checkpoint(model), replace(engine, selector="predicted"), engine.gpu, None)
-    assert not isinstance(placed, str) and placed.plan is not None
-    shape, config = placed.plan.request.model, placed.plan.request.model.config
-    return dense_on_gpu(placed.plan.request)[-1][1] + int(vram * shape.bundles.stride * config.d_ff * config.n_layers)
+    plan = resolve(open_checkpoint(model), replace(engine, selector="predicted")).plan
+    assert plan is not None
+    shape, config = plan.request.model, plan.request.model.config
+    return dense_on_gpu(plan.request)[-1][1] + int(vram * shape.bundles.stride * config.n_neurons)
 
 
 def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | None]:
-    """The model as `placing.load_executor` places it, or with its plan's neurons elsewhere."""
+    """The model as the engine resolves it, or with its plan's neurons elsewhere."""
     checkpoint = open_checkpoint(model)
-    placed = placing._place(checkpoint, engine, engine.gpu, None)
-    if isinstance(placed, str):
-        raise RuntimeError(f"the GPU is not used: {placed}")
-    plan = placed.plan
+    resolved = resolve(checkpoint, engine)
+    if resolved.gpu is None:
+        raise RuntimeError(f"the GPU is not used: {resolved.why}")
+    plan = resolved.plan
     if plan is not None and policy == "layers":
         plan = whole_layers(plan)
     elif plan is not None and policy != "time":
         plan = make_plan(replace(plan.request, policy=policy))
-    executor, sparsity = placing._load_placed(checkpoint, engine, replace(placed, plan=plan), lambda: [1], None)
-    llm = LLM.from_parts(executor, checkpoint.tokenizer(), checkpoint.config, engine)
-    llm._sparsity = sparsity
+    executor, sparsity = load_resolved(replace(resolved, plan=plan), lambda: [1])
+    llm = LLM.from_parts(executor, checkpoint.tokenizer(), checkpoint.config, engine, sparsity=sparsity)
     return llm, None if policy == "layers" else plan  # what would be predicted is not what is run
 
 
@@ -209,8 +210,8 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     checkpoint, device = open_checkpoint(Path(task["model"])), choose_device(task["gpu"])
     config = checkpoint.config
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
-    every = np.arange(config.d_ff, dtype=np.int32)
-    neurons = gpu.resident(bundles.layout, bundles.layers[config.n_layers // 2], every, device, config)
+    every = np.arange(config.widest_ffn, dtype=np.int32)
+    neurons = gpu.resident(bundles.layout, bundles.layers[config.n_layers // 2], every, device, config.layers[0].ffn)
     runs = []
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]

@@ -17,28 +17,22 @@ policies), reasons, helps (the next budgets at which more fits), assumed, key, p
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from powerinfer.hardware.description import Hardware
-    from powerinfer.neurons import Profile
-    from powerinfer.placement.plan import Plan, PlanRequest
+    from powerinfer.placement.plan import Plan
     from powerinfer.placement.plan_document import PlanDocument
-    from powerinfer.placement.power_law import Law
-    from powerinfer.placement.shapes import Model
 
 ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
     "isa", "gpu",
 )  # fmt: skip
-MOST = 1 << 16  # requests, and tokens of a prompt at once
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
@@ -60,12 +54,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
     from powerinfer.placement.plan import make_plan, save_plan
+    from powerinfer.placement.request import check_options, machine, model_subject, shape_subject
 
     wanted, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
     _check(args)
-    check(wanted, engine)
+    check_options(wanted, engine)
     place: Path | None = None
     if args.shape is None:
         from powerinfer.formats.checkpoint import open_checkpoint
@@ -73,12 +69,16 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
         path = resolve_model(args.model, say=out.note)
         place = None if args.dry_run else prepared_folder(path, engine.prepared)
-        request, assumed = model_request(args, wanted, engine, open_checkpoint(path, quantize=engine.quantize), out)
+        checkpoint = open_checkpoint(path, quantize=engine.quantize)
+        subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
     else:
-        request, assumed = shape_request(args, wanted, engine, out)
+        subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
+    with Bar() as bar:
+        hardware = machine(wanted, engine, bar, out.note)
+    request = subject.request(hardware, engine, wanted)
     plan = make_plan(request)
     kept = None if place is None else save_plan(plan, place)
-    document = replace(plan.document(kept), assumed=assumed)
+    document = replace(plan.document(kept), assumed=list(subject.assumed))
     _show(plan, document, out)
     out.document(document.json())
     return 0
@@ -90,152 +90,6 @@ def _check(args: argparse.Namespace) -> None:
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
-
-
-def check(wanted: PlanConfig, engine: EngineConfig) -> None:
-    """RequestError for options that no plan can have."""
-    for name, count in (
-        ("--batch", wanted.batch),
-        ("--prefill-chunk", engine.prefill_chunk),
-        ("--max-batch", engine.max_batch),
-    ):
-        if not 1 <= count <= MOST:
-            raise RequestError(f"{name} must lie between 1 and {MOST}, not {count}")
-    if not 0 <= wanted.time_limit < math.inf:
-        raise RequestError(f"--time-limit must be a number of seconds, not {wanted.time_limit}")
-
-
-def _request(
-    wanted: PlanConfig, engine: EngineConfig, model: Model, profile: Profile, hardware: Hardware, selector: str
-) -> PlanRequest:
-    from powerinfer.placement.plan import PlanRequest
-
-    return PlanRequest(
-        model,
-        profile,
-        hardware,
-        vram=engine.vram,
-        ram=engine.ram,
-        context=engine.context or model.config.context_length,
-        batch=wanted.batch,
-        kv_type=engine.kv_type,
-        selector=selector,
-        policy=wanted.policy,
-        chunk=engine.prefill_chunk,
-        seed=wanted.seed,
-        time_limit=wanted.time_limit,
-        requests=engine.max_batch,
-    )
-
-
-def _hardware(wanted: PlanConfig, engine: EngineConfig, out: Output) -> Hardware:
-    from powerinfer.cli.progress import Bar
-    from powerinfer.hardware.description import load
-    from powerinfer.hardware.measure import gpu_beside, measured
-
-    if wanted.hardware is not None:
-        return load(wanted.hardware)
-    gpu = gpu_beside(engine, out.note)
-    with Bar() as bar:
-        return measured(engine, bar, out.note, gpu)
-
-
-def _law(args: argparse.Namespace, law: Law) -> tuple[Law, str]:
-    """How neurons are taken to fire, and what to tell about it."""
-    law = replace(law, active=args.active or law.active, hot=args.hot_share or law.hot)
-    where = "" if law.ratio == 1 else f", the last layer's {law.ratio:g} times as often as the first's"
-    return law, (
-        f"that {100 * law.active:g} % of the neurons fire for a token{where}, and {100 * law.hot:g} % of a layer's "
-        "carry 80 % of its activations, by a power law"
-    )
-
-
-def shape_request(
-    args: argparse.Namespace, wanted: PlanConfig, engine: EngineConfig, out: Output
-) -> tuple[PlanRequest, list[str]]:
-    """The request for a described model, and what is assumed about it."""
-    from powerinfer.placement.power_law import assumed_profile
-    from powerinfer.placement.shapes import NAMED, described_model, find_shape
-    from powerinfer.sparsity.selectors import RECTIFIED
-
-    shape = find_shape(args.shape)
-    config = shape.config
-    model = described_model(config, args.dtype, config.name or args.shape, shape.predictor)
-    rectified = config.activation in RECTIFIED
-    selector = engine.selector
-    if selector == "auto":
-        selector = "all" if not rectified else "predicted" if model.predictors else "exact"
-    _check_selector(selector, model)
-    law, text = _law(args, shape.law)
-    assumed = [text] if selector != "all" else []
-    if selector == "predicted":
-        share = sum(one.stored for pair in model.predictors for one in pair) / _weights(model)
-        assumed.append(
-            f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that name {NAMED:g} times the neurons "
-            "that fire"
-        )
-    profile = assumed_profile(law, config.n_layers, config.d_ff)
-    return _request(wanted, engine, model, profile, _hardware(wanted, engine, out), selector), assumed
-
-
-def _weights(model: Model) -> int:
-    return sum(one.stored for layer in (*model.attention, *model.ffn) for one in layer) + model.tables
-
-
-def model_request(
-    args: argparse.Namespace,
-    wanted: PlanConfig,
-    engine: EngineConfig,
-    checkpoint: Any,
-    out: Output,
-    fresh: bool = False,
-) -> tuple[PlanRequest, list[str]]:
-    """The request for a model, from its headers, its profile and its predictor; and what is assumed about it.
-
-    fresh: as if nothing were packed or trained yet.
-    """
-    from powerinfer.formats.prepared import PREDICTOR, PROFILE, PreparedFile
-    from powerinfer.formats.profile_file import open_profile
-    from powerinfer.placement.power_law import Law, assumed_profile
-    from powerinfer.placement.shapes import checkpoint_model, law_of
-    from powerinfer.sparsity.selectors import RECTIFIED
-
-    config = checkpoint.config
-    model = checkpoint_model(checkpoint, engine.prepared, fresh=fresh)
-    selector = engine.selector
-    if selector == "auto":
-        selector = "exact" if config.activation in RECTIFIED else "all"
-    _check_selector(selector, model)
-    if selector == "predicted" and not model.predictors:
-        command = PreparedFile(PREDICTOR, checkpoint, engine.prepared).command
-        raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")
-    given = args.hot_share is not None or args.active is not None
-    assumed: list[str] = []
-    place = PreparedFile(PROFILE, checkpoint, engine.prepared)
-    if given:
-        law, text = _law(args, law_of(config))
-        profile = assumed_profile(law, config.n_layers, config.d_ff)
-        assumed.append(text)
-    elif selector == "all" and not place.exists():
-        profile = assumed_profile(Law(1.0, 0.8), config.n_layers, config.d_ff)
-        assumed.append(f"that all neurons count alike, since there is no profile; `{place.command}` makes it")
-    elif not place.exists():
-        raise RequestError(
-            f"there is no profile of {checkpoint.path}: `{place.command}` makes it, or --hot-share X assumes a skew"
-        )
-    else:
-        profile = open_profile(checkpoint, engine.prepared)
-        if selector == "threshold" and profile.thresholds is None:
-            raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
-    return _request(wanted, engine, model, profile, _hardware(wanted, engine, out), selector), assumed
-
-
-def _check_selector(selector: str, model: Model) -> None:
-    from powerinfer.sparsity.selectors import selector_named
-
-    unsuited = selector_named(selector, 1.0 if selector == "threshold" else None).unsuited(model.config)
-    if unsuited is not None:
-        raise RequestError(f"selector {selector}: {unsuited}")
 
 
 # ---------------------------------------------------------------- for people

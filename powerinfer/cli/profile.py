@@ -18,30 +18,12 @@ perplexity, perplexity_dense, cost, asked, tokens), seconds, tok_s (null when no
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import time
-from dataclasses import dataclass
-from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig, ProfileConfig
-from powerinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from powerinfer.devices.cpu import CpuExecutor
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
-    from powerinfer.formats.profile_file import ProfileFile
-    from powerinfer.formats.tokenizer import Tokenizer
-    from powerinfer.prepare.corpus import Windows
-    from powerinfer.prepare.profile import State, Task
 
 ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
-WINDOW = 512
-"""Tokens of a window, where none are asked for and the model takes as many."""
-LEAST_WINDOW = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,213 +37,18 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
+    from powerinfer.prepare import profiling
 
     options, engine = config_from(args, ProfileConfig), config_from(args, EngineConfig)
-    check(options)
+    profiling.check(options)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
     with Bar() as bar:
-        task = read(checkpoint, options, out.note, bar)
-        made = make(checkpoint, engine, task, out.note, bar, args.force)
-    document = describe(checkpoint, engine.prepared, made)
+        task = profiling.read(checkpoint, options, out.note, bar)
+        made = profiling.make(checkpoint, engine, task, out.note, bar, args.force)
+    document = profiling.describe(checkpoint, engine.prepared, made)
     _show(document, out)
     out.document(document)
     return 0
-
-
-@dataclass(frozen=True)
-class Made:
-    """A profile that is there. tokens: that were computed for it now, 0 where it was up to date; seconds: what took."""
-
-    file: ProfileFile
-    tokens: int
-    seconds: float
-
-
-def check(options: ProfileConfig) -> None:
-    """RequestError for options that cannot be met."""
-    for field in dataclasses.fields(ProfileConfig):
-        value, least = getattr(options, field.name), field.metadata.get("least", 1)
-        if field.type == "int" and (type(value) is not int or value < least):
-            flag = "--" + field.name.replace("_", "-")
-            raise RequestError(f"{flag} must be a whole number of at least {least}, not {value}")
-    if 0 < options.window < LEAST_WINDOW:
-        raise RequestError(f"--window must be a whole number of at least {LEAST_WINDOW}, not {options.window}")
-    if not 0 < options.perplexity_cost <= 1:
-        raise RequestError(f"--perplexity-cost must lie between 0 and 1 (0.01 is 1 %), not {options.perplexity_cost}")
-
-
-def read(
-    checkpoint: Checkpoint, options: ProfileConfig, say: Callable[[str], None], progress: Progress | None = None
-) -> Task:
-    """The corpus, read, and what is to be made of it. say: takes remarks for people.
-
-    RequestError for a corpus that cannot be read, or options that do not suit the model.
-    """
-    from powerinfer.formats.samples_file import row_bytes
-    from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora, read_windows
-    from powerinfer.prepare.profile import Task
-    from powerinfer.sparsity.selectors import RECTIFIED
-
-    config = checkpoint.config
-    if options.window > config.context_length:
-        raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
-    corpora = open_corpora(options.corpus)
-    window = options.window or min(WINDOW, config.context_length)
-    windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress)
-    if not options.corpus:
-        say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
-    rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
-    return Task(windows, rows, None if config.activation in RECTIFIED else options.perplexity_cost)
-
-
-def make(
-    checkpoint: Checkpoint,
-    engine: EngineConfig,
-    task: Task,
-    say: Callable[[str], None],
-    progress: Progress | None = None,
-    force: bool = False,
-) -> Made:
-    """The profile of a model, made now unless it is there already.
-
-    say: takes remarks for people. ModelError for a model that computes numbers which are not finite, PowerInferError
-    when something cannot be written.
-    """
-    from powerinfer.prepare.profile import Saved, State, current, profile
-
-    config, windows = checkpoint.config, task.windows
-    found = None if force else current(checkpoint, engine.prepared, task)
-    if found is not None:
-        return Made(found, 0, 0.0)
-    saved = Saved(checkpoint, engine.prepared, task)
-    state = None if force else saved.load()
-    if state is not None and (state.windows or state.measured):
-        say(f"going on where it was stopped: {state.windows * windows.size} of {windows.tokens} tokens are done")
-    elif saved.exists() and not force:
-        say("an unfinished profile was of another text, other options or another model: this one starts anew")
-    state = state or State(config, len(windows.corpora))
-    executor = _load(checkpoint, engine, windows, progress)
-    try:
-        thresholds, calibration = None, None
-        if task.cost is not None:
-            thresholds, calibration = _calibrated(
-                executor, checkpoint.tokenizer(), checkpoint, windows, state, task.cost, saved.save, progress
-            )
-        begin, before = time.perf_counter(), state.windows
-        made = profile(
-            checkpoint, engine.prepared, executor, task, state, thresholds, {"calibration": calibration}, progress
-        )
-        return Made(made, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
-    finally:
-        executor.close()
-
-
-def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress | None) -> CpuExecutor:
-    from powerinfer.models import load
-    from powerinfer.prepare.profile import contexts
-
-    together = contexts(windows.size)
-    chunk = max(EngineConfig.prefill_chunk, together * windows.size) if together > 1 else EngineConfig.prefill_chunk
-    own = dataclasses.replace(
-        engine, context=windows.size, max_batch=together, prefill_chunk=chunk, selector="all", threshold=None
-    )
-    return load(checkpoint, own, progress)
-
-
-def _calibrated(
-    executor: CpuExecutor,
-    tokenizer: Tokenizer,
-    checkpoint: Checkpoint,
-    windows: Windows,
-    state: State,
-    cost: float,
-    save: Callable[[State], None],
-    progress: Progress | None,
-) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """(thresholds of the layers, what they cost). What is measured is noted in `state`, and saved."""
-    from powerinfer.evaluate import windows_perplexity
-    from powerinfer.prepare.calibrate import HALVINGS, Silenced, calibrate, held_out, measure_magnitudes, thresholds_at
-    from powerinfer.runtime.engine import LLM
-
-    config = checkpoint.config
-    scored, rest = held_out(len(windows.ids))
-    if not state.magnitudes.size:
-        state.magnitudes = measure_magnitudes(executor, windows, rest, config.n_layers, progress)
-        save(state)
-    inside: Sequence[list[int]] = [windows.ids[window].tolist() for window in scored]
-    done = 0
-
-    def measure(quantile: float) -> float:
-        nonlocal done
-        if quantile not in state.measured:
-            most = thresholds_at(state.magnitudes, quantile) if quantile else None
-            own = EngineConfig(context=windows.size, max_batch=1)
-            llm = LLM.from_parts(Silenced(executor, most), tokenizer, config, own)
-            total = (HALVINGS + 2) * len(inside)
-            at = done * len(inside)
-
-            def tell(label: str, windows: int, of: int) -> None:
-                if progress is not None:
-                    progress("calibrating thresholds", at + windows, total)
-
-            state.measured[quantile] = windows_perplexity(llm, inside, tell).perplexity
-            save(state)
-        done += 1
-        return state.measured[quantile]
-
-    quantile = calibrate(measure, cost)
-    dense, found = state.measured[0.0], state.measured[quantile]
-    calibration = {
-        "quantile": quantile,
-        "asked": cost,
-        "cost": found / dense - 1,
-        "perplexity": found,
-        "perplexity_dense": dense,
-        "tokens": len(scored) * (windows.size - windows.size // 2 - 1),
-    }
-    return thresholds_at(state.magnitudes, quantile), calibration
-
-
-# ---------------------------------------------------------------- what came of it
-
-
-def describe(checkpoint: Checkpoint, prepared: str | None, made: Made) -> dict[str, Any]:
-    """The profile as a document."""
-    from powerinfer.formats.prepared import SAMPLES, PreparedFile
-
-    one, about = made.file.profile, made.file.about
-    samples, rows = PreparedFile(SAMPLES, checkpoint, prepared), about.get("samples")
-    fired = [float(one.counts[layer].sum()) for layer in range(one.n_layers)]
-    layers = [
-        {
-            "layer": layer,
-            "active_fraction": one.active_fraction(layer),
-            "hot_share": one.hot_share(layer),
-            "reuse": one.reuse[layer],
-            "threshold": None if one.thresholds is None else one.thresholds[layer],
-        }
-        for layer in range(one.n_layers)
-    ]
-    return {
-        "path": str(made.file.path),
-        "tokens": one.tokens,
-        "window": about.get("window"),
-        "corpora": [
-            {"name": name, "tokens": tokens} for name, tokens in zip(one.corpora, one.corpus_tokens, strict=True)
-        ],
-        "active_fraction": one.active_fraction(),
-        "hot_share": one.model_hot_share(),
-        "reuse": sum(map(float.__mul__, one.reuse, fired)) / sum(fired) if any(fired) else 0.0,
-        "overlap": [
-            {"first": one.corpora[first], "second": one.corpora[second], "share": one.overlap(first, second)}
-            for first, second in combinations(range(len(one.corpora)), 2)
-        ],
-        "layers": layers,
-        "samples": {"path": str(samples.path), "bytes": samples.path.stat().st_size, "rows": rows} if rows else None,
-        "calibration": about.get("calibration"),
-        "seconds": made.seconds,
-        "tok_s": made.tokens / made.seconds if made.tokens else None,
-    }
 
 
 def _show(document: dict[str, Any], out: Output) -> None:

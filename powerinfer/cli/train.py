@@ -1,28 +1,25 @@
-"""Train predictors: small networks that name the neurons of a layer that will fire, before they are computed.
+"""Train predictors: small networks that select the neurons of a layer that will fire, before they are computed.
 
-They learn from the samples that `powerinfer profile` takes, a tenth of which is held out. A layer's size is the
-smallest at which its predictor names --recall of the firing neurons and at most --lost of all neurons in vain; all
-together stay below --share of the model's bytes. Beside each stands the best predictor of low rank of the same size,
-which needs no training and is taken where it is as good. A run that is stopped goes on where it was.
+They are trained on the samples that `powerinfer profile` saves, a tenth of which is held out. A layer's predictor has
+the smallest size at which it selects --recall of the firing neurons with at most --lost false positives, as a share of
+all neurons; all together stay below --share of the model's bytes. Each is compared with the best low-rank predictor of
+the same size, which needs no training and is used if it is as good. An interrupted run resumes.
 
 JSON: path, bytes, share_of_model, type, recall, candidate_fraction, active_fraction (means of the layers),
 recall_target, held_out_tokens, layers (each: rank, recall, precision, candidate_fraction, active_fraction, method,
-steps, svd_recall, svd_candidate_fraction, svd_form), seconds, resumed (sizes of layers that an earlier run had
+steps, svd_recall, svd_candidate_fraction, svd_form), seconds, resumed (sizes of layers that an earlier run
 finished), notes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.formats.predictor_file import FIGURES
-
-if TYPE_CHECKING:
-    from powerinfer.formats.predictor_file import PredictorFile
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +33,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
-    from powerinfer.prepare.training import current, train
+    from powerinfer.prepare.training import current, describe, train
 
     engine, config = config_from(args, EngineConfig), config_from(args, TrainConfig)
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
@@ -58,32 +55,24 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         earlier = f", {trained.resumed} sizes by an earlier run" if trained.resumed else ""
         out.line(f"trained in {trained.seconds:.1f} s{earlier}")
     else:
-        out.line("up to date; nothing was done (--force trains anew)")
+        out.line("up to date; nothing was done (--force trains again)")
     for note in document["notes"]:
         out.note(note)
     out.document(document)
     return 0
 
 
-def describe(file: PredictorFile) -> dict[str, Any]:
-    """Trained predictors as a document."""
-    told = file.training or {}
-    layers = told.get("layers", [])
-    shown = ("recall", "candidate_fraction", "active_fraction")
-    means = {name: _mean(layers, name) if layers else None for name in shown}
-    names = ("recall_target", "held_out_tokens", "share_of_model", "layers")
-    return {"path": str(file.path), "bytes": file.nbytes, "type": file.type, **means, **{n: told.get(n) for n in names}}
-
-
 def table(training: Mapping[str, Any] | None) -> list[str]:
-    """What each layer's predictor reaches on held-out samples, for people, from `PredictorFile.training`."""
+    """Lines of text: each layer's predictor on held-out samples, from `PredictorFile.training`."""
+    from powerinfer.prepare.training import mean
+
     layers = (training or {}).get("layers", [])
     if not layers:
         return []
     lines = ["layer  rank  method    recall    precision  candidates  active    svd: recall  candidates"]
     for number, one in enumerate(layers):
         lines.append(f"{number:>5}  {one['rank']:>4}  {one['method']:<8}  {_shares(one)}")
-    means = {name: _mean(layers, name) for name in FIGURES}
+    means = {name: mean(layers, name) for name in FIGURES}
     rank = round(sum(one["rank"] for one in layers) / len(layers))
     return [*lines, f" mean  {rank:>4}            {_shares(means)}"]
 
@@ -91,7 +80,3 @@ def table(training: Mapping[str, Any] | None) -> list[str]:
 def _shares(one: Mapping[str, float]) -> str:
     widths = (6, 9, 10, 6, 11, 10)
     return "  ".join(f"{one[name]:>{width}.2%}" for name, width in zip(FIGURES, widths, strict=True))
-
-
-def _mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
-    return sum(one[name] for one in layers) / len(layers)

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 from powerinfer.devices.batch import Batch as Batch
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
     from numpy.typing import NDArray
+
+    from powerinfer.devices.trace import Trace
 
 __all__ = ["Batch", "Executor"]
 
@@ -23,12 +27,22 @@ class Executor(Protocol):
     n_pages: int  # pages of the whole KV cache
     max_tokens: int  # most tokens of one forward call
     vocab_size: int
+    choices: dict[str, str]  # what was chosen (instruction set, threads, ...) and why, for people
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Bytes of weights that one decoded token reads where every neuron is computed; None: not known."""
+        ...
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
         The result is a view that stays valid until the next call.
         """
+        ...
+
+    def traced(self) -> AbstractContextManager[Trace]:
+        """Note what takes the time of steps meanwhile. RequestError where no layer runs on a GPU."""
         ...
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,7 @@ from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
+    from powerinfer.devices.trace import Trace
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
@@ -122,7 +123,6 @@ class CpuExecutor:
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
         self.d_model = config.d_model
-        self.d_ff = config.d_ff
         self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
@@ -146,7 +146,7 @@ class CpuExecutor:
             isa,
             self.max_tokens,
             config.d_model,
-            config.d_ff,
+            config.widest_ffn,
             config.n_heads,
             config.n_kv_heads,
             config.head_dim,
@@ -207,21 +207,21 @@ class CpuExecutor:
         biases: Sequence[Floats | None] = (None, None, None),
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
-        window: int | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
-        self._program.attention(own, window or 0)
+        self._program.attention(own, self.config.layers[layer].attention.window or 0)
 
-    def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
+    def project(self, layer: int, matrix: _native.Matrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
         self._program.project(matrix, bias)
 
     def ffn(
         self,
+        layer: int,
         norm: _native.Norm | None,
         gate: _native.Matrix | None,
         up: _native.Matrix,
@@ -232,14 +232,14 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        layer = self.first_layer + len(self._ffns)
-        self._ffns[layer] = _Ffn(self._program.size, up.rows, total, (up if gate is None else gate).nbytes)
+        op = self._program.size
         gate_bias, up_bias, down_bias = biases
-        activation, threshold = self.config.activation, self.config.activation_threshold
-        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, activation, threshold)
+        about = self.config.layers[layer].ffn
+        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, about.activation, about.threshold)
+        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
+        self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
-    def normalise(self, norm: _native.Norm) -> None:
+    def normalise(self, layer: int, norm: _native.Norm) -> None:
         """x = norm(x)."""
         self._program.normalise(norm)
 
@@ -251,6 +251,7 @@ class CpuExecutor:
 
     def bundled_ffn(
         self,
+        layer: int,
         layout: BundleLayout,
         bundles: NDArray[np.uint8] | SomeBundles,
         *,
@@ -260,7 +261,7 @@ class CpuExecutor:
         most: float = 0.0,
         predictor: Weights | None = None,
     ) -> int:
-        """An FFN that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
+        """The FFN of a layer that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
 
         bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
         layer's neurons; most: activations up to this magnitude count as zero; predictor: names, of all neurons, those
@@ -270,12 +271,12 @@ class CpuExecutor:
         layer's.
         """
         if isinstance(bundles, np.ndarray):
-            native = self._bundles(layout, bundles, self.config.d_ff, biases[0], biases[1])
+            native = self._bundles(layer, layout, bundles, self.config.layers[layer].ffn.size, biases[0], biases[1])
         else:
-            native = self._some(layout, bundles, biases)
+            native = self._some(layer, layout, bundles, biases)
         op = self._program.size
         if not replace:
-            self._bundled[self.first_layer + len(self._bundled)] = op
+            self._bundled[layer] = op
         elif self._end is None:
             self._end = op
         guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
@@ -315,14 +316,16 @@ class CpuExecutor:
         return self._program.neuron_sum(op, x, names, out)
 
     def replace_neurons(
-        self, op: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
+        self, op: int, layer: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
     ) -> None:
         """Other neurons for a `bundled_ffn`, which forgets its own; it begins to count anew."""
-        self._program.replace_bundles(op, self._some(layout, bundles, biases))
+        self._program.replace_bundles(op, self._some(layer, layout, bundles, biases))
 
-    def _some(self, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]) -> _native.Bundles:
+    def _some(
+        self, layer: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
+    ) -> _native.Bundles:
         gate_bias, up_bias = (_placed(bundles, bias) for bias in biases[:2])
-        return self._bundles(layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
+        return self._bundles(layer, layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
 
     def count_fired(self, op: int) -> None:
         """Begin to count, anew, for each neuron of a `bundled_ffn` the tokens that it fires for.
@@ -339,6 +342,7 @@ class CpuExecutor:
 
     def _bundles(
         self,
+        layer: int,
         layout: BundleLayout,
         rows: NDArray[np.uint8],
         neurons: int,
@@ -346,11 +350,11 @@ class CpuExecutor:
         up_bias: Floats | None = None,
         counts: NDArray[np.int32] | None = None,
     ) -> _native.Bundles:
-        config = self.config
+        about = self.config.layers[layer].ffn
         return _native.Bundles(
             rows,
             neurons,
-            config.d_model,
+            self.d_model,
             layout.gate_type if layout.gated else None,
             layout.gate_type,
             layout.down_type,
@@ -358,8 +362,8 @@ class CpuExecutor:
             layout.gate_at if layout.gated else 0,
             layout.up_at,
             layout.down_at,
-            config.activation,
-            config.activation_threshold,
+            about.activation,
+            about.threshold,
             gate_bias,
             up_bias,
             counts,
@@ -384,7 +388,7 @@ class CpuExecutor:
         known, computes the rest from the dense matrices. ValueError for shapes that are not the layer's.
         """
         ffn = self._ffns[layer]
-        bundles = self._bundles(layout, rows, ffn.neurons)
+        bundles = self._bundles(layer, layout, rows, ffn.neurons)
         if predictor is None:
             self._program.sparsify(ffn.op, bundles, None, None, 0.0, 0, most, recall_every)
         else:
@@ -540,6 +544,10 @@ class CpuExecutor:
         for kind, seconds in self._program.take_times():
             sums[kind] = sums.get(kind, 0.0) + seconds
         return sums
+
+    def traced(self) -> AbstractContextManager[Trace]:
+        """RequestError: tracing shows what a GPU and the CPU do side by side."""
+        raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
         for name in ("_observed", "_program", "_arena", "_pool"):

@@ -1,9 +1,9 @@
-"""What trials measured, kept in trial.json beside the model: loaded again, it decodes the same ways, so the same bits.
+"""Trial results, saved in trial.json: the model then decodes the same ways, with the same bits, on every start.
 
     {"format": 1, "kind": "trials", "trials": [{"key": {...}, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
 
-The newest trial comes first. A key holds all that a verdict depends on, as texts. The file saves time and no more: one
-that is damaged, foreign or too large counts as empty, and is replaced when something is measured.
+The newest trial comes first. A key holds everything that a result depends on, as text. The file is only a cache: one
+that is damaged, foreign or too large counts as empty, and is replaced by the next measurement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import cpu_name
 
 FORMAT = 1
-MOST = 16  # trials that are kept
+MOST = 16  # trials kept
 LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
 
@@ -56,7 +56,7 @@ class _Trial:
 def trial_key(
     checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, files: Sequence[Path], sizes: Sequence[int]
 ) -> Key:
-    """All that a verdict depends on. files: what was prepared and is used; sizes: of the batches."""
+    """Everything that a result depends on. files: the prepared files in use; sizes: batch sizes."""
     facts = {
         "version": __version__,
         "build": cpu.build(),
@@ -81,14 +81,14 @@ def _identity(path: Path) -> str:
 
 
 class SavedTrials:
-    """The trials kept for a model, and the place in them of the one with this key."""
+    """The saved trials of a model, and the one with this key."""
 
     def __init__(self, checkpoint: Checkpoint, prepared: str | None, key: Key) -> None:
         self.path = prepared_folder(checkpoint.path, prepared) / "trial.json"
         self._key = key
 
     def find(self, layers: int, ways: Sequence[str]) -> list[Verdict] | None:
-        """The verdicts of the trial with the key, for a model of so many layers that can go these ways; None: none."""
+        """The saved results for this key, if they fit these ways and this number of layers; otherwise None."""
         for key, verdicts in _read(self.path):
             if key == self._key:
                 suits = len(verdicts) == layers and all(self._suits(verdict, ways) for verdict in verdicts)
@@ -101,13 +101,13 @@ class SavedTrials:
         return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
 
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
-        """Write them down, in place of those with the same key. Returns why that cannot be done, None when it is."""
+        """Save results, replacing those with the same key. Returns the reason if that fails, otherwise None."""
         others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
         return write_entries(self.path, KIND, [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others]])
 
 
 def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """Write down the first `MOST`, or as many as `LIMIT` holds. Returns why that cannot be done, None when it is."""
+    """Write the first `MOST` trials, or as many as `LIMIT` allows. Returns the reason if that fails, otherwise None."""
     kept = list(entries[:MOST])
     while len(text := _text(kind, kept)) > LIMIT and kept:
         kept.pop()
@@ -136,7 +136,7 @@ def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
 
 
 def read_entries(path: Path, kind: str, entry: type[T]) -> list[T]:
-    """The entries of a file of that kind; none where it is not as it should be, and without those that are not."""
+    """The entries of a file of that kind; none where it is not as it should be, and without entries that are not."""
     if not path.is_file():  # a pipe would wait for a writer
         return []
     try:

@@ -1,0 +1,220 @@
+"""How a model is loaded: selector, prepared files, plan and devices, decided once before its weights are read.
+
+With bundles, and a profile that says which neurons are hot, the plan of `placement` decides under the budgets. Without
+them layers go to the GPU as a whole, as many as fit.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from powerinfer.config import EngineConfig, PlanConfig
+from powerinfer.devices.wanted import wanted_gpu
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.kernels import cpu
+from powerinfer.sparsity.selection import DENSE, Selection, select
+
+if TYPE_CHECKING:
+    from powerinfer.hardware.description import Hardware
+    from powerinfer.placement.plan import Plan
+    from powerinfer.placement.shapes import Model
+
+_SHORT = 256  # tokens: a shorter context is no help
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """All that loading a model depends on.
+
+    selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
+    why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
+    head are on the GPU. plan: places neurons one by one; None: layers on the GPU are dense. pages: of the KV cache on
+    every device, None: as many as the CPU's memory holds; kv_room: the most bytes that they may take then, None: no
+    limit.
+    """
+
+    checkpoint: Checkpoint
+    engine: EngineConfig
+    selection: Selection = DENSE
+    gpu: str | None = None
+    why: str = ""
+    gpu_layers: int = 0
+    gpu_head: bool = False
+    plan: Plan | None = None
+    pages: int | None = None
+    kv_room: int | None = None
+
+
+def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> Resolved:
+    """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
+
+    RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
+    PowerInferError when a GPU that was requested by name cannot be used.
+    """
+    resolved = _resolve(checkpoint, engine, progress)
+    if engine.adjust and resolved.plan is None:
+        raise RequestError("--adjust is for models whose neurons are split between a GPU and the CPU")
+    return resolved
+
+
+def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None) -> Resolved:
+    selection = select(checkpoint, engine)
+    name, why = wanted_gpu(engine)
+    if name is not None:
+        try:
+            found = _beside_gpu(checkpoint, engine, selection, name, progress)
+        except PowerInferError as error:
+            if engine.gpu != "auto":
+                raise
+            found = str(error)
+        if isinstance(found, Resolved):
+            return found
+        why = found
+    return _on_cpu(Resolved(checkpoint, engine, selection, why=why))
+
+
+# ---------------------------------------------------------------- the CPU alone
+
+
+def _on_cpu(resolved: Resolved) -> Resolved:
+    """The same within --ram; `auto` does without bundles where they do not fit."""
+    from powerinfer.placement.shapes import checkpoint_model
+
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    if engine.ram is None:
+        return resolved
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    if engine.selector == "auto" and selection.bundles and _ram_bytes(model, engine, selection) > engine.ram:
+        selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
+    total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
+    if total > engine.ram:
+        raise _too_little_ram(checkpoint, engine, selection, model, total)
+    return replace(resolved, selection=selection, kv_room=engine.ram - total + kv)
+
+
+def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:
+    """Bytes of RAM that the model takes with the KV cache of one context. selection: None: every neuron is computed."""
+    from powerinfer.placement.budget import ram_alone
+
+    selector = "all" if selection is None else selection.selector.name
+    return ram_alone(model, engine.kv_type, _context(model, engine), engine.prefill_chunk, engine.max_batch, selector)
+
+
+def _kv_bytes(model: Model, engine: EngineConfig) -> int:
+    return model.config.n_layers * model.kv_bytes(engine.kv_type, _context(model, engine), 1)
+
+
+def _context(model: Model, engine: EngineConfig) -> int:
+    return engine.context or model.config.context_length
+
+
+def _too_little_ram(
+    checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, model: Model, total: int
+) -> RequestError:
+    """The error for a --ram that does not hold one context, with what would do."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.shapes import checkpoint_model
+
+    ram, context, kv = engine.ram or 0, _context(model, engine), _kv_bytes(model, engine)
+    helps = [f"give --ram {gib(total)}"]
+    page = model.config.n_layers * model.kv_bytes(engine.kv_type, 1, 1)
+    tokens = (ram - total + kv) // page * cpu.PAGE
+    if tokens >= min(context // 2, _SHORT):
+        helps.append(f"--context {tokens}")
+    if _ram_bytes(model, replace(engine, kv_type="q8_0"), selection) <= ram:
+        helps.append("--kv-type q8_0")
+    if _ram_bytes(model, engine) <= ram:
+        helps.append("--selector all")
+    for kind in ("q8_0", "q4_0") if engine.quantize is None else ():
+        with suppress(PowerInferError):  # there is nothing to quantise
+            smaller = checkpoint_model(open_checkpoint(checkpoint.path, quantize=kind), engine.prepared, fresh=True)
+            if _ram_bytes(smaller, engine) <= ram:
+                helps.append(f"--quantize {kind}")
+                break
+    if len(helps) == 1:
+        helps.append("a smaller model, or one in fewer bits")
+    return RequestError(
+        f"{model.name} needs {gib(total)} of RAM, {gib(kv)} of it for a context of {context} tokens, and --ram is "
+        f"{gib(ram)}: {', or '.join(helps)}"
+    )
+
+
+# ---------------------------------------------------------------- beside a GPU
+
+
+def _beside_gpu(
+    checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, gpu: str, progress: Progress | None
+) -> Resolved | str:
+    """What is placed where; a reason where the GPU is not used."""
+    from powerinfer.devices.torch_device import choose_device
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.shapes import checkpoint_model
+
+    stand_in = choose_device(gpu).type == "cpu"
+    profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
+    if selection.bundles is not None and not profile.exists():
+        if engine.selector != "auto":
+            raise RequestError(
+                f"which neurons are hot is not known: `{profile.command}` finds out, or leave --selector"
+            )
+        lacking = f"no profile says which neurons are hot; {profile.command} makes it"
+        selection = select(checkpoint, engine, lacking)
+    hardware = measured(engine, progress, gpu=gpu)
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    pages = -(-_context(model, engine) // cpu.PAGE)  # one whole context, which the requests share
+    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages)
+    if selection.bundles is None:
+        return _whole_layers(resolved, model, hardware)
+    return _split_neurons(resolved, model, hardware, stand_in)
+
+
+def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | str:
+    """The first layers on the GPU, as many as --vram holds."""
+    from powerinfer.placement.budget import gib, ram_beside, whole_layers
+
+    engine = resolved.engine
+    given = engine.kv_type, _context(model, engine), engine.prefill_chunk, engine.max_batch
+    layers, head = whole_layers(model, hardware, engine.vram, *given)
+    if not layers:
+        return "the budget does not hold one layer"
+    needed = ram_beside(model, hardware, layers, head, *given)
+    if engine.ram is not None and needed > engine.ram:
+        raise RequestError(
+            f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "
+            f"{gib(needed)}, or more --vram"
+        )
+    why = f"layers as a whole ({resolved.selection.why})"
+    return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
+
+
+def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_in: bool) -> Resolved | str:
+    """Neurons placed one by one. stand_in: torch's CPU is the GPU, to try things: time does not matter."""
+    from powerinfer.formats.profile_file import open_profile
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.plan import make_plan
+    from powerinfer.placement.request import Subject
+    from powerinfer.system import available_memory
+
+    engine = resolved.engine
+    if engine.ram is None:
+        most = hardware.cpu.memory_bytes
+        engine = replace(engine, ram=min(available_memory() or most, most))
+    profile = open_profile(resolved.checkpoint, engine.prepared)
+    planning = PlanConfig(policy="greedy" if stand_in else "time")
+    subject = Subject(model, profile, resolved.selection.selector.name)
+    plan = make_plan(subject.request(hardware, engine, planning, insist=stand_in))
+    if not plan.claims.gpu_layers:
+        return plan.reasons[0]
+    if not plan.fits:
+        needed = next(one.bytes for one in plan.helps if one.flag == "--ram")
+        raise RequestError(
+            f"the neurons of {model.name} do not fit in --vram and --ram, and none are read from disk while decoding: "
+            f"give --ram {gib(needed)}, or more --vram"
+        )
+    why = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
+    return replace(resolved, gpu_layers=plan.claims.gpu_layers, gpu_head=plan.claims.gpu_head, plan=plan, why=why)

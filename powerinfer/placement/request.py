@@ -1,0 +1,170 @@
+"""What is planned: a model or a described shape with its profile and selector, and the request for its plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
+from powerinfer.errors import RequestError
+from powerinfer.hardware.description import Hardware, load
+from powerinfer.neurons import Profile
+from powerinfer.placement.plan import PlanRequest
+from powerinfer.placement.power_law import Law, assumed_profile
+from powerinfer.placement.shapes import NAMED, Model, checkpoint_model, described_model, find_shape, law_of
+from powerinfer.sparsity.selection import auto
+from powerinfer.sparsity.selectors import check_suited, selector_named
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint, Progress
+
+_LIMIT = 1 << 16
+"""Requests, and tokens of a prompt at once."""
+
+_EVEN = Law(1.0, 0.8)
+"""Every neuron fires for every token."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a plan is for. selector: of `cost.WAYS`; assumed: what is not known but assumed, lines for people."""
+
+    model: Model
+    profile: Profile
+    selector: str
+    assumed: tuple[str, ...] = ()
+
+    def request(
+        self, hardware: Hardware, engine: EngineConfig, planning: PlanConfig | None = None, *, insist: bool = False
+    ) -> PlanRequest:
+        """The request for a plan on a machine under the engine's budgets. RequestError for what cannot be.
+
+        insist: the GPU is used although it is slower than the CPU.
+        """
+        planning = planning or PlanConfig()
+        return PlanRequest(
+            self.model,
+            self.profile,
+            hardware,
+            vram=engine.vram,
+            ram=engine.ram,
+            context=engine.context or self.model.config.context_length,
+            batch=planning.batch,
+            kv_type=engine.kv_type,
+            selector=self.selector,
+            policy=planning.policy,
+            chunk=engine.prefill_chunk,
+            seed=planning.seed,
+            time_limit=planning.time_limit,
+            requests=engine.max_batch,
+            insist=insist,
+        )
+
+
+def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
+    """RequestError for options that no plan can have."""
+    for name, count in (
+        ("--batch", planning.batch),
+        ("--prefill-chunk", engine.prefill_chunk),
+        ("--max-batch", engine.max_batch),
+    ):
+        if not 1 <= count <= _LIMIT:
+            raise RequestError(f"{name} must lie between 1 and {_LIMIT}, not {count}")
+    if not 0 <= planning.time_limit < math.inf:
+        raise RequestError(f"--time-limit must be a number of seconds, not {planning.time_limit}")
+
+
+def machine(
+    planning: PlanConfig,
+    engine: EngineConfig,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Hardware:
+    """The machine that is planned for: a described one, else this one, measured. say: takes remarks for people."""
+    from powerinfer.hardware.measure import gpu_beside, measured
+
+    if planning.hardware is not None:
+        return load(planning.hardware)
+    return measured(engine, progress, say, gpu_beside(engine, say))
+
+
+def shape_subject(
+    name: str, dtype: str, selector: str, hot: float | None = None, active: float | None = None
+) -> Subject:
+    """A model that is only described: a published shape or a config.json. RequestError if there is none.
+
+    hot, active: shares that replace those published for its family, see `Law`.
+    """
+    shape = find_shape(name)
+    config = shape.config
+    model = described_model(config, dtype, config.name or name, shape.predictor)
+    if selector == "auto":
+        selector, _ = auto(config, predictors=bool(model.predictors))
+    check_suited(selector_named(selector, 1.0 if selector == "threshold" else None), config)
+    profile, text = _assumed(config, shape.law, hot, active)
+    assumed = [text] if selector != "all" else []
+    if selector == "predicted":
+        share = sum(one.stored for pair in model.predictors for one in pair) / _weights(model)
+        assumed.append(
+            f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that name {NAMED:g} times the neurons "
+            "that fire"
+        )
+    return Subject(model, profile, selector, tuple(assumed))
+
+
+def model_subject(
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    selector: str,
+    hot: float | None = None,
+    active: float | None = None,
+    fresh: bool = False,
+) -> Subject:
+    """A model, from its headers, its profile and its predictor in the folder `prepared`.
+
+    selector: `auto` assumes that the model will have bundles; hot, active: shares that are assumed instead of a
+    profile; fresh: as if nothing were packed or trained yet. RequestError, with what makes it, where something is
+    missing.
+    """
+    from powerinfer.formats.prepared import PREDICTOR, PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
+
+    config = checkpoint.config
+    model = checkpoint_model(checkpoint, prepared, fresh=fresh)
+    if selector == "auto":
+        selector, _ = auto(config)
+    check_suited(selector_named(selector, 1.0 if selector == "threshold" else None), config)
+    if selector == "predicted" and not model.predictors:
+        command = PreparedFile(PREDICTOR, checkpoint, prepared).command
+        raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")
+    if hot is not None or active is not None:
+        profile, text = _assumed(config, law_of(config), hot, active)
+        return Subject(model, profile, selector, (text,))
+    place = PreparedFile(PROFILE, checkpoint, prepared)
+    if not place.exists():
+        if selector != "all":
+            raise RequestError(
+                f"there is no profile of {checkpoint.path}: `{place.command}` makes it, or --hot-share X assumes a skew"
+            )
+        text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
+        return Subject(model, assumed_profile(_EVEN, config.n_layers, config.widest_ffn), selector, (text,))
+    profile = open_profile(checkpoint, prepared)
+    if selector == "threshold" and profile.thresholds is None:
+        raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
+    return Subject(model, profile, selector)
+
+
+def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | None) -> tuple[Profile, str]:
+    """The profile of a law, with these shares where they are given, and what to tell about it."""
+    law = replace(law, active=active or law.active, hot=hot or law.hot)
+    where = "" if law.ratio == 1 else f", the last layer's {law.ratio:g} times as often as the first's"
+    return assumed_profile(law, config.n_layers, config.widest_ffn), (
+        f"that {100 * law.active:g} % of the neurons fire for a token{where}, and {100 * law.hot:g} % of a layer's "
+        "carry 80 % of its activations, by a power law"
+    )
+
+
+def _weights(model: Model) -> int:
+    return sum(one.stored for layer in (*model.attention, *model.ffn) for one in layer) + model.tables

@@ -1,0 +1,365 @@
+"""The steps that make a model run better, one after another: measure, profile, train, pack, plan, report.
+
+Each step makes what the verb of its name makes, unless that is up to date; so a run that was stopped continues where it
+was. `check` and `check_budgets` find beforehand what would stop the work later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
+from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.prepare.profile import Task
+from powerinfer.sparsity.selection import auto
+
+if TYPE_CHECKING:
+    from powerinfer.formats.bundle_file import BundleFile
+    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.hardware.description import Hardware
+    from powerinfer.placement.plan import PlanRequest
+    from powerinfer.placement.plan_document import PlanDocument
+
+STEPS = ("measure", "profile", "train", "pack", "plan", "report")
+DONE, SKIPPED, NOT_NEEDED = "done", "skipped", "not needed"
+SPARE = 16 << 20  # bytes of the disk that small files may take
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to. state: `DONE`, `SKIPPED` (it was up to date) or `NOT_NEEDED`.
+
+    said: for people; figures: for the document.
+    """
+
+    state: str
+    said: str
+    figures: dict[str, Any]
+
+
+Step = Callable[["Progress"], Outcome]
+
+
+@dataclass
+class Work:
+    """What the steps share: the model as it is opened, the options of each, and what was found out so far.
+
+    task: of the profile, its corpus read; train: predictors are trained where the model has a use for them; force:
+    everything is made anew; say: takes remarks for people. hardware, plan, plan_path: set by the steps that find them.
+    """
+
+    checkpoint: Checkpoint
+    engine: EngineConfig
+    training: TrainConfig
+    planning: PlanConfig
+    task: Task
+    train: bool = True
+    force: bool = False
+    say: Say = lambda line: None
+    hardware: Hardware | None = field(default=None, init=False)
+    plan: PlanDocument | None = field(default=None, init=False)
+    plan_path: Path = field(default=Path(), init=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the steps are written."""
+        from powerinfer.formats.prepared import prepared_folder
+
+        return prepared_folder(self.checkpoint.path, self.engine.prepared)
+
+    @property
+    def rectified(self) -> bool:
+        """Whether neurons that do not fire are exactly zero."""
+        return self.checkpoint.config.rectified
+
+    @property
+    def why_no_training(self) -> str | None:
+        """Why no predictors are trained; None when they are."""
+        if not self.rectified:
+            return f"with {self.checkpoint.config.activations} no neuron is ever exactly silent"
+        if not self.train:
+            return "--no-train"
+        if self.engine.selector not in ("auto", "predicted"):
+            return f"--selector {self.engine.selector} asks no predictor"
+        if self.checkpoint.predictor_threshold is not None:
+            return "the model's file brings its own predictors"
+        return None
+
+    def request(self, selector: str, assume: bool = False, fresh: bool = False) -> PlanRequest:
+        """What is planned, with a selector, once the machine is measured.
+
+        assume: that neurons fire as in models of its family, while there is no profile; fresh: that nothing is packed
+        or trained, whatever is there, for that may be stale.
+        """
+        from powerinfer.placement.request import model_subject
+        from powerinfer.placement.shapes import law_of
+
+        assert self.hardware is not None, "the machine is measured first"
+        active = law_of(self.checkpoint.config).active if assume else None
+        subject = model_subject(self.checkpoint, self.engine.prepared, selector, active=active, fresh=fresh)
+        return subject.request(self.hardware, self.engine, self.planning)
+
+    @cached_property
+    def selector(self) -> str:
+        """The selector that is planned for, once the profile and predictors are there.
+
+        Where none was requested this is the fastest that `auto` may offer: with predictors, or with the calibrated
+        thresholds where their plan is faster by as much as the engine's trial asks for.
+        """
+        from powerinfer.placement.shapes import checkpoint_model
+        from powerinfer.sparsity.trial import GAIN
+
+        if self.engine.selector != "auto":
+            return self.engine.selector
+        predictors = bool(checkpoint_model(self.checkpoint, self.engine.prepared).predictors)
+        faster = self.gain is not None and self.gain[0] < GAIN * self.gain[1]
+        return auto(self.checkpoint.config, predictors=predictors, thresholds=faster)[0]
+
+    @property
+    def dense(self) -> bool:
+        """Whether every neuron is computed for every token."""
+        return self.engine.selector == "all" or (self.gain is not None and self.selector == "all")
+
+    @cached_property
+    def gain(self) -> tuple[float, float] | None:
+        """Seconds of a token that are predicted with thresholds and with every neuron; None if that decides nothing."""
+        from powerinfer.placement.plan import make_plan
+
+        if self.rectified or self.engine.selector != "auto":
+            return None
+        sparse, dense = (make_plan(self.request(name, fresh=True)).choice.seconds for name in ("threshold", "all"))
+        return sparse, dense
+
+
+def steps(work: Work) -> Iterator[tuple[str, Step]]:
+    """(name, what it does), to be run one by one in this order. Budgets are checked behind the first.
+
+    RequestError where the budgets do not hold the model.
+    """
+    yield "measure", partial(measure, work)
+    check_budgets(work)
+    for name, step in (("profile", profile), ("train", train), ("pack", pack), ("plan", plan), ("report", report)):
+        yield name, partial(step, work)
+
+
+# ---------------------------------------------------------------- the steps
+
+
+def measure(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.hardware.description import load
+    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep
+
+    if work.planning.hardware is not None:
+        work.hardware = load(work.planning.hardware)
+        return _not_needed(f"--hardware {work.planning.hardware}")
+    gpu = gpu_beside(work.engine, work.say)
+    found = None if work.force else known(work.engine, gpu)
+    hardware = found or measure_and_keep(work.engine, progress, work.say, gpu=gpu, again=work.force)
+    work.hardware, cpu = hardware, hardware.cpu
+    fastest = max(cpu.dense_gb_s.values())
+    figures = {"path": str(kept_at(hardware.key)), "name": hardware.name, "dense_gb_s": dict(cpu.dense_gb_s)}
+    return Outcome(SKIPPED if found else DONE, f"{cpu.name}, {fastest:.1f} GB/s of dense weights", figures)
+
+
+def profile(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.prepare import profiling
+
+    made = profiling.make(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
+    document = profiling.describe(work.checkpoint, work.engine.prepared, made)
+    shown = ("path", "tokens", "active_fraction", "hot_share", "reuse", "samples", "calibration")
+    said = (
+        f"{document['tokens']:,} tokens, {100 * document['active_fraction']:.1f} % of the neurons active, "
+        f"{100 * document['hot_share']:.1f} % carry 80 % of activations"
+    )
+    return Outcome(DONE if made.seconds else SKIPPED, said, {name: document[name] for name in shown})
+
+
+def train(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.prepare import training
+
+    if (why := work.why_no_training) is not None:
+        return _not_needed(why)
+    prepared, config = work.engine.prepared, work.training
+    file = None if work.force else training.current(work.checkpoint, prepared, config)
+    trained = None
+    if file is None:
+        trained = training.train(work.checkpoint, prepared, config, progress, work.engine.threads)
+        file = trained.file
+        for note in trained.notes:
+            work.say(note)
+    document = training.describe(file)
+    document.pop("layers")
+    document["resumed"] = trained.resumed if trained else 0
+    said = (
+        f"{document['bytes'] / 1e6:.1f} MB, {100 * document['recall']:.1f} % of the firing neurons named, "
+        f"{100 * document['candidate_fraction']:.1f} % of all"
+    )
+    return Outcome(DONE if trained else SKIPPED, said, document)
+
+
+def pack(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.formats.bundle_types import choose_types
+    from powerinfer.placement.budget import claim
+    from powerinfer.prepare import packing
+
+    if work.dense and not claim(work.request("all", fresh=True)).bundles:
+        return _not_needed(f"every neuron is computed, from the model's own matrices{_why_all(work)}")
+    bundles, packed = _packed_bundles(work), None
+    if bundles is None:
+        types = choose_types(work.checkpoint)
+        packed = packing.pack(work.checkpoint, work.engine.prepared, types, progress)
+        bundles = packed.bundles
+        for note in types.notes:
+            work.say(note)
+    document = packing.describe(bundles, packed)
+    parts = ", ".join(f"{part} {name}" for part, name in document["types"].items() if name)
+    return Outcome(DONE if packed else SKIPPED, f"{document['bytes'] / 1e6:.1f} MB, {parts}", document)
+
+
+def _packed_bundles(work: Work) -> BundleFile | None:
+    """The bundles that are there, of whatever types, if they can be used; None as well where all is made anew."""
+    from powerinfer.formats.bundle_file import open_bundles
+    from powerinfer.kernels.cpu import part_bytes
+
+    if work.force:
+        return None
+    try:
+        return open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
+    except ModelError:
+        return None
+
+
+def _why_all(work: Work) -> str:
+    """How near leaving neurons out comes, where that was asked."""
+    from powerinfer.placement.plan_document import rate
+
+    if work.gain is None:
+        return ""
+    sparse, dense = (1 / seconds for seconds in work.gain)
+    return f": {rate(sparse)} tokens/s are predicted with the thresholds, {rate(dense)} without"
+
+
+def plan(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.placement.plan import make_plan, plan_path, read_plan, save_plan
+    from powerinfer.placement.plan_document import rate, read_plan_document
+
+    request = work.request(work.selector)
+    path = plan_path(work.folder, request)
+    facts = None
+    if not work.force:
+        with suppress(ModelError):
+            facts = read_plan_document(path) if read_plan(work.folder, request) is not None else None
+    known = facts is not None
+    if facts is None:
+        facts = read_plan_document(save_plan(make_plan(request), work.folder))
+    work.plan, work.plan_path = facts, path
+    on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
+    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
+    figures = {"path": str(path), "key": request.key, "selector": work.selector}
+    return Outcome(SKIPPED if known else DONE, said, figures)
+
+
+def report(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.report.findings import findings, with_plan
+    from powerinfer.report.plots import need_matplotlib
+    from powerinfer.report.writing import report_folder, write_report
+
+    prepared = work.engine.prepared
+    try:
+        need_matplotlib()
+    except RequestError as error:
+        return _not_needed(str(error))
+    folder = report_folder(work.checkpoint.path, prepared)
+    assert work.plan is not None, "the plan comes before the report"
+    found = with_plan(findings(work.checkpoint, prepared), work.plan, work.plan_path, work.checkpoint)
+    made = write_report(found, folder, work.force, progress)
+    figures = {"path": str(made.page), "images": len(made.images)}
+    return Outcome(DONE if made.made else SKIPPED, str(made.page), figures)
+
+
+def _not_needed(why: str) -> Outcome:
+    return Outcome(NOT_NEEDED, why, {"path": None, "why": why})
+
+
+# ---------------------------------------------------------------- what can be known beforehand
+
+
+def check(work: Work) -> None:
+    """Raise now, in one line, what would stop the work later; budgets follow once the machine is known."""
+    from powerinfer.formats.predictor_file import open_predictor
+    from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+    from powerinfer.kernels import cpu
+    from powerinfer.prepare import training
+
+    cpu.choices(work.engine)
+    if work.why_no_training is None:
+        training.need_torch()
+        training.check(work.checkpoint, work.training)
+    elif PreparedFile(PREDICTOR, work.checkpoint, work.engine.prepared).exists():
+        open_predictor(work.checkpoint, work.engine.prepared)  # a stale one would stop the plan
+    elif work.engine.selector == "predicted" and work.checkpoint.predictor_threshold is None:
+        raise RequestError(f"--selector predicted needs predictors, and none are trained: {work.why_no_training}")
+    check_folder(work.folder, needed_bytes(work))
+
+
+def check_budgets(work: Work) -> None:
+    """RequestError where the budgets, or the machine, do not hold the model however its neurons fire."""
+    from powerinfer.placement.plan import make_plan
+
+    selector = work.engine.selector
+    if selector in ("auto", "predicted"):  # predictors only add to it, and are not there yet
+        selector, _ = auto(work.checkpoint.config)
+    make_plan(work.request(selector, assume=True, fresh=True))
+
+
+def needed_bytes(work: Work) -> int:
+    """About the bytes that the steps will write; files that they replace stay until then, so they do not count."""
+    from powerinfer.formats.bundle_file import bundle_layout
+    from powerinfer.formats.bundle_types import choose_types
+    from powerinfer.formats.samples_file import row_bytes
+    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.prepare.profile import current as current_profile
+    from powerinfer.prepare.training import model_bytes
+
+    config, prepared = work.checkpoint.config, work.engine.prepared
+    neurons = config.n_neurons
+    total = SPARE
+    if work.force or current_profile(work.checkpoint, prepared, work.task) is None:
+        total += 8 * neurons * len(work.task.windows.corpora) + work.task.rows * row_bytes(work.checkpoint)
+        if work.why_no_training is None:
+            total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
+    if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
+        types = choose_types(work.checkpoint)
+        total += neurons * bundle_layout(config, types.gate, types.down, part_bytes).stride
+    return total
+
+
+def check_folder(folder: Path, needed: int) -> None:
+    """PowerInferError where the folder cannot be written, or the disk lacks room for `needed` bytes."""
+    import tempfile
+    from shutil import disk_usage
+
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        usage = disk_usage(folder)
+        if not there:
+            folder.rmdir()
+    except OSError as error:
+        raise PowerInferError(
+            f"cannot write into {folder} ({error.strerror or error}); --prepared PATH chooses another folder"
+        ) from error
+    if usage.total and usage.free < needed:  # some file systems know nothing and say 0 of 0
+        raise PowerInferError(
+            f"{folder} needs room for {needed / 1e6:,.0f} MB, and {usage.free / 1e6:,.0f} MB are free; --prepared PATH "
+            "chooses another folder, and a smaller --samples needs less"
+        )
