@@ -45,8 +45,6 @@ from powerinfer.sparsity.selection import select  # noqa: E402
 CONTEXT, CHUNK, REQUESTS = 96, 48, 3
 OPTIONS: dict[str, Any] = {"threads": 1, "context": CONTEXT, "prefill_chunk": CHUNK, "max_batch": REQUESTS}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), quantize: str | None = None) -> Path:
     """The same path, with bundles and a profile beside it."""

@@ -38,13 +38,11 @@ from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
-from powerinfer.runtime.request import SamplingParams  # noqa: E402
+from powerinfer.runtime.params import SamplingParams  # noqa: E402
 
 LITTLE = GpuEffort(1 << 17, (128, 192), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
 ONE = EngineConfig(threads=1)
 CONTEXT = 128
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

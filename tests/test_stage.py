@@ -41,8 +41,6 @@ from powerinfer.placement.solver import GROUP  # noqa: E402
 CPU = torch.device("cpu")
 TOKENS = 37  # more than those whose products read a weight once
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def of_groups(bundles: Bundles, groups: int) -> int:
     """Bytes of a buffer that holds so many whole groups."""

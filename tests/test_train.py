@@ -39,7 +39,7 @@ from powerinfer.prepare import fitting, training
 from powerinfer.prepare.fitting import LayerFit, margins, split_rows
 from powerinfer.prepare.training import MIN_ROWS, current, model_bytes, train
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.request import SamplingParams
+from powerinfer.runtime.params import SamplingParams
 
 ROWS, WINDOW = 2000, 40
 QUICK = TrainConfig(steps=200, batch=128, share=1.0, type="f16")
@@ -100,9 +100,6 @@ def put(checkpoint: Checkpoint, x: list[list[np.ndarray]], active: list[list[np.
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its gates look at 12 directions; with samples."""
     return give_samples(few_directions(tmp_path_factory.mktemp("few") / "m.gguf", 12))
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def copied(model: Path, folder: Path) -> Path:
@@ -312,7 +309,7 @@ def test_minus_zero_reaches_a_threshold_of_zero() -> None:
 
 
 @given(rows=st.integers(MIN_ROWS, 5000), data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_rows_are_held_out(rows: int, data: st.DataObject) -> None:
     starts = data.draw(st.lists(st.integers(1, rows - 1), unique=True, max_size=60))
     windows = np.array([0, *sorted(starts)])
