@@ -206,10 +206,9 @@ def train(work: Work, progress: Progress) -> Outcome:
 
 def pack(work: Work, progress: Progress) -> Outcome:
     from powerinfer.formats.bundle_types import choose_types
-    from powerinfer.placement.budget import claim
     from powerinfer.prepare import packing
 
-    if work.dense and not claim(work.request("all", fresh=True)).bundles:
+    if work.dense and not work.request("all", fresh=True).claims().bundles:
         return _not_needed(f"every neuron is computed, from the model's own matrices{_why_all(work)}")
     bundles, packed = _packed_bundles(work), None
     if bundles is None:
