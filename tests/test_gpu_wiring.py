@@ -25,8 +25,6 @@ from powerinfer.devices.step import Operator  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SETTINGS = {
     "four norms a layer": replace(
         programs.SETTINGS["four norms a layer, two tables of angles, scaled"], types="F16", kv_type="f32"
