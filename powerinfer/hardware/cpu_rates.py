@@ -141,7 +141,7 @@ def largest_cache() -> int:
 
 
 @dataclass(frozen=True)
-class Group:
+class FitGroup:
     """Layers that differ only in how many neurons fire: one width, one way."""
 
     d_model: int
@@ -156,10 +156,10 @@ class RowFit:
 
     gb_s: float
     row_ns: float
-    fixed: dict[Group, float]
+    fixed: dict[FitGroup, float]
 
 
-def fit_rows(times: Sequence[tuple[Group, float, float, float]], peak_gb_s: float) -> RowFit:
+def fit_rows(times: Sequence[tuple[FitGroup, float, float, float]], peak_gb_s: float) -> RowFit:
     """The least squares of (group, rows, bytes, seconds): a rate within (0, peak_gb_s], a row's time from 0 on.
 
     Residuals count relative to the seconds. At least two rows of one group are needed.
@@ -300,12 +300,12 @@ class _Work:
             positions = np.tile(np.arange(cpu.PAGE, dtype=np.int32), len(pages))
             executor.forward(Batch(rows % executor.vocab_size, positions, rows, pages, nothing))
 
-    def sparse_times(self, type_name: str) -> list[tuple[Group, float, float, float]]:
+    def sparse_times(self, type_name: str) -> list[tuple[FitGroup, float, float, float]]:
         """(group, rows, bytes, seconds) of sparse FFNs, both ways, every fraction, both widths."""
         self._tick()
         return [entry for shape in self._effort.rows for entry in self._sparse(type_name, shape)]
 
-    def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[Group, float, float, float]]:
+    def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[FitGroup, float, float, float]]:
         d_model, d_ff = shape
         down_type = _DOWN.get(type_name, type_name)
         gate_bytes, _ = cpu.part_bytes(type_name, d_model)
@@ -339,8 +339,8 @@ class _Work:
                 predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
                 executor.sparsify(layer, owned(bundles), layout, most=quantile, predictor=predictor)
             ways = {
-                "exact": Group(d_model, "exact", type_name, gate.data.nbytes),
-                "predicted": Group(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
+                "exact": FitGroup(d_model, "exact", type_name, gate.data.nbytes),
+                "predicted": FitGroup(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
             }
             for way, group in ways.items():
                 for layer in range(layers):
@@ -348,8 +348,8 @@ class _Work:
                 yield from self._fractions(executor, layers, group)
 
     def _fractions(
-        self, executor: CpuExecutor, layers: int, group: Group
-    ) -> Iterator[tuple[Group, float, float, float]]:
+        self, executor: CpuExecutor, layers: int, group: FitGroup
+    ) -> Iterator[tuple[FitGroup, float, float, float]]:
         """(group, rows, bytes, seconds) of each fraction: means over its layers of medians over the steps."""
         table: list[list[tuple[float, float, float]]] = []
         with executor.timed():
