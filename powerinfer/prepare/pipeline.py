@@ -83,7 +83,7 @@ class Work:
     def why_no_training(self) -> str | None:
         """Why no predictors are trained; None when they are."""
         if not self.rectified:
-            return f"with {self.checkpoint.config.activations} no neuron is ever exactly silent"
+            return f"activations of {self.checkpoint.config.activations} are never exactly zero"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
