@@ -227,7 +227,7 @@ class _GpuSamples(Samples):
     # ------------------------------------------------------------ dense layers
 
     def fixed(self) -> tuple[float, float]:
-        """(op_us, step_us): of narrow layers, whose bytes hardly count; two layer counts separate per-step from per-layer cost."""
+        """(op_us, step_us) of narrow layers, whose bytes hardly count: two layer counts separate the two."""
         self.tick()
         few, many = self._effort.layers
         times = [self._step_seconds(self._dense("Q8_0", self._effort.narrow, layers)) for layers in (few, many)]

@@ -4,8 +4,8 @@
     placement = plan.placement(profile)
 
 The dense parts claim their room first (`budget.py`); the neurons share what is left, as a policy decides (`solver.py`)
-by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of everything it depends on,
-so another budget, context, machine, profile or version is another plan.
+by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of all it depends on, so
+another budget, context, machine, profile or version is another plan.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Model:
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
     def layer_vectors(self, dense: bool) -> int:
-        """Norms and biases of one layer; without `dense` those of gate and up are left out, which are placed with neurons."""
+        """Norms and biases of one layer; without `dense` not those of gate and up, which go with neurons."""
         left_out = () if dense else ("layers.0.gate_bias", "layers.0.up_bias")
         return 4 * sum(size for name, size in self._vectors if name.startswith("layers.0.") and name not in left_out)
 
