@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
     with Bar() as bar:
         task = profiling.read(checkpoint, options, out.note, bar)
-        made = profiling.make(checkpoint, engine, task, out.note, bar, args.force)
+        made = profiling.profile(checkpoint, engine, task, out.note, bar, args.force)
     document = profiling.describe(checkpoint, engine.prepared, made)
     _show(document, out)
     out.document(document)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.prepare.profile import Task
+from powerinfer.prepare.counting import Task
 from powerinfer.sparsity.selection import auto
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def measure(work: Work, progress: Progress) -> Outcome:
 def profile(work: Work, progress: Progress) -> Outcome:
     from powerinfer.prepare import profiling
 
-    made = profiling.make(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
+    made = profiling.profile(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
     document = profiling.describe(work.checkpoint, work.engine.prepared, made)
     shown = ("path", "tokens", "active_fraction", "hot_share", "reuse", "samples", "calibration")
     said = (
@@ -325,7 +325,7 @@ def needed_bytes(work: Work) -> int:
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.kernels.cpu import part_bytes
-    from powerinfer.prepare.profile import current as current_profile
+    from powerinfer.prepare.counting import current as current_profile
     from powerinfer.prepare.training import model_bytes
 
     config, prepared = work.checkpoint.config, work.engine.prepared
