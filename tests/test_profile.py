@@ -192,7 +192,7 @@ def test_what_was_stopped_goes_on_and_ends_the_same(
         notes: list[str] = []
         again = made(path, corpora, notes=notes, **options)
         if save_every == 0:
-            assert again.tokens == 0 and "going on" in notes[0] and f"{total} of {total} tokens" in notes[0]
+            assert again.tokens == 0 and "resuming" in notes[0] and f"{total} of {total} tokens" in notes[0]
         else:
             assert again.tokens == total
         assert files(path) == expected
@@ -241,7 +241,7 @@ def test_other_options_start_anew(
     others = [str(tmp_path / name) for name in change.pop("corpus", [])] or corpora
     notes: list[str] = []
     again = made(path, others, notes=notes, **change)
-    assert again.tokens == again.file.profile.tokens and "starts anew" in notes[0]
+    assert again.tokens == again.file.profile.tokens and "starting anew" in notes[0]
     fresh = tiny_llama(tmp_path / "fresh.gguf")
     made(fresh, others, **change)
     assert files(path) == files(fresh)
