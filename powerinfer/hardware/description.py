@@ -151,7 +151,7 @@ class Hardware:
     gpu, disk: None where there is none. sync_us: what a layer pays when both devices work on it: its input out, the
     partial sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
     of CPU and GPU. host_bytes: what libraries and driver of the GPU take in RAM. All three are 0 without a GPU.
-    key: what a measured machine's figures hang on (CPU, engine, threads ...); empty for a described one.
+    key: what a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
     """
 
     name: Line
@@ -164,16 +164,6 @@ class Hardware:
     assumed: Line = ""
     key: Annotated[Mapping[Line, Line], Length(64)] = field(default_factory=dict)
     host_bytes: _Bytes = 0
-
-    @property
-    def plain_torch(self) -> bool:
-        """Whether the GPU was measured without kernels of the engine's own: a stand-in, or a card without Triton."""
-        return self.key.get("triton") == "none"
-
-    @property
-    def stand_in(self) -> bool:
-        """Whether the GPU is torch's CPU device."""
-        return self.key.get("gpu_device", "").startswith(NO_GPU)
 
 
 def ready_made() -> list[str]:
