@@ -384,7 +384,8 @@ class _Work:
             norm_eps=1e-5,
             layers=uniform(layers, layer),
         )
-        executor = CpuExecutor(config, self._engine, np.ones(_HEAD_DIM // 2, np.float32), 1.0)
+        rotation = np.ones(_HEAD_DIM // 2, np.float32), 1.0
+        executor = CpuExecutor(config, self._engine, dict.fromkeys(config.ropes, rotation))
         try:
             executor.embed(self._normal("F16", vocab, d_model))
             yield executor
