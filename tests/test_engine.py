@@ -13,7 +13,8 @@ from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, reference_gree
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.evaluate import perplexity
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.request import Completion, SamplingParams
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import Completion
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -187,7 +188,7 @@ def test_wrong_requests_are_refused() -> None:
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(RequestError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    with pytest.raises(RequestError, match=r"no option 'kv_typo'; it knows .*kv_type"):
+    with pytest.raises(RequestError, match=r"no option 'kv_typo'; its options are .*kv_type"):
         LLM("nowhere.gguf", kv_typo="f16")
     for options, message in (
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, not 0"),

@@ -42,9 +42,6 @@ from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
 from powerinfer.sparsity.selectors import Exact, Threshold  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 

@@ -26,8 +26,6 @@ from powerinfer.evaluate import perplexity  # noqa: E402
 
 SHAPE = Shape(d_model=48, d_ff=80, n_layers=3, n_heads=4, n_kv_heads=2, vocab=300, context=64)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def checkpoint(shape: Shape = SHAPE, seed: int = 1) -> bytes:
     """A llama2.c checkpoint with random weights, then its tokenizer, both as its exporter writes them."""

@@ -1,13 +1,12 @@
-"""Show what a model is and how it would run; nothing is computed.
+"""Show what a model is and how it would run, without running it.
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...), layers (each kind
 of layer: numbers of the layers, and what `LayerConfig` says), quantisation (main type, bytes by type), tokenizer,
-chat_template, notes, fingerprint, choices (chosen and why),
-prepared (folder; profile, predictor, bundles and the newest plan, null where there is none: path, bytes, stale (null,
-or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 %
-of activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles,
-selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report:
-path of its page).
+chat_template, notes, fingerprint, choices (chosen and why), prepared (folder; profile, predictor, bundles and the
+newest plan, each null if missing: path, bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora,
+active_fraction, hot_share (of the neurons, that carry 80 % of activations) and thresholds of a profile, type, layers
+and training of a predictor, types of bundles, selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu
+and decode_tok_s (predicted) of a plan; report: path of its page).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=bar)
         document = describe(checkpoint)
-    document["choices"] = _choices(engine)
+    document["choices"] = _choices(checkpoint, engine)
     document["prepared"] = prepared(checkpoint, engine.prepared)
     _show(document, out)
     out.document(document)
@@ -55,7 +54,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the files say about the model."""
+    """The model as its files describe it."""
     config = checkpoint.config
     tokenizer = checkpoint.tokenizer()
     return {
@@ -86,7 +85,7 @@ def _kinds(config: ModelConfig) -> list[dict[str, Any]]:
 
 
 def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
-    """What lies in the folder of prepared files, and whether it can be used."""
+    """The prepared files, and whether they can be used."""
     from powerinfer.formats.prepared import prepared_folder
     from powerinfer.report.findings import findings
     from powerinfer.report.writing import PAGE, report_folder
@@ -135,10 +134,12 @@ def _plan(plan: PlanDocument) -> dict[str, Any]:
     }
 
 
-def _choices(engine: EngineConfig) -> dict[str, str]:
+def _choices(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, str]:
     from powerinfer.kernels.cpu import choices
+    from powerinfer.sparsity.selection import choose
 
-    return choices(engine)
+    selector, why = choose(checkpoint, engine)
+    return choices(engine) | {"selector": f"{selector} ({why})"}
 
 
 def _show(document: dict[str, Any], out: Output) -> None:
@@ -191,7 +192,7 @@ def _predictor_line(found: dict[str, Any]) -> str:
 
 
 def _show_training(predictor: dict[str, Any] | None, out: Output) -> None:
-    """What the predictors reach, layer by layer, where that is told."""
+    """The predictors' figures by layer, if the file has them."""
     from powerinfer.cli.train import table
 
     for line in table((predictor or {}).get("training")):

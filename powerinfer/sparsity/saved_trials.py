@@ -1,9 +1,9 @@
-"""What trials measured, kept in trial.json beside the model: loaded again, it decodes the same ways, so the same bits.
+"""Trial results, saved in trial.json: the model then decodes the same ways, with the same bits, on every start.
 
     {"format": 1, "kind": "trials", "trials": [{"key": {...}, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
 
-The newest trial comes first. A key holds all that a verdict hangs on, as texts. The file saves time and no more: one
-that is damaged, foreign or too large counts as empty, and is replaced when something is measured.
+The newest trial comes first. A key holds everything that a result depends on, as text. The file is only a cache: one
+that is damaged, foreign or too large counts as empty, and is replaced by the next measurement.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.json_file import parse_json
+from powerinfer.formats.json_file import Between, Length, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.kernels import cpu
 from powerinfer.sparsity.selectors import Selector, Threshold
@@ -27,18 +28,35 @@ from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import cpu_name
 
 FORMAT = 1
-MOST = 16  # trials that are kept
+MOST = 16  # trials kept
 LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
-WAYS = {"dense", "exact", "predicted"}
 
 Key = dict[str, str]
+Way = Literal["dense", "exact", "predicted"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    ways: dict[str, Way]
+    seconds: dict[Way, Annotated[float, Between(0, 1e6)]]
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict({**self.ways}, {str(way): value for way, value in self.seconds.items()})
+
+
+@dataclass(frozen=True)
+class _Trial:
+    key: Key
+    layers: Annotated[list[_Layer], Length(1 << 16)]
 
 
 def trial_key(
     checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, files: Sequence[Path], sizes: Sequence[int]
 ) -> Key:
-    """All that a verdict hangs on. files: what was prepared and is used; sizes: of the batches."""
+    """Everything that a result depends on. files: the prepared files in use; sizes: batch sizes."""
     facts = {
         "version": __version__,
         "build": cpu.build(),
@@ -63,14 +81,14 @@ def _identity(path: Path) -> str:
 
 
 class SavedTrials:
-    """The trials kept for a model, and the place in them of the one with this key."""
+    """The saved trials of a model, and the one with this key."""
 
     def __init__(self, checkpoint: Checkpoint, prepared: str | None, key: Key) -> None:
         self.path = prepared_folder(checkpoint.path, prepared) / "trial.json"
         self._key = key
 
     def find(self, layers: int, ways: Sequence[str]) -> list[Verdict] | None:
-        """The verdicts of the trial with the key, for a model of so many layers that can go these ways; None: none."""
+        """The saved results for this key, if they fit these ways and this number of layers; otherwise None."""
         for key, verdicts in _read(self.path):
             if key == self._key:
                 suits = len(verdicts) == layers and all(self._suits(verdict, ways) for verdict in verdicts)
@@ -83,13 +101,13 @@ class SavedTrials:
         return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
 
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
-        """Write them down, in place of those with the same key. Returns why that cannot be done, None when it is."""
+        """Save results, replacing those with the same key. Returns the reason if that fails, otherwise None."""
         others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
         return write_entries(self.path, KIND, [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others]])
 
 
 def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """Write down the first `MOST`, or as many as `LIMIT` holds. Returns why that cannot be done, None when it is."""
+    """Write the first `MOST` trials, or as many as `LIMIT` allows. Returns the reason if that fails, otherwise None."""
     kept = list(entries[:MOST])
     while len(text := _text(kind, kept)) > LIMIT and kept:
         kept.pop()
@@ -114,41 +132,19 @@ def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
-    found = [_trial(one) for one in read_entries(path, KIND)]
-    return [one for one in found if one is not None][:MOST]
+    return [(one.key, [layer.verdict for layer in one.layers]) for one in read_entries(path, KIND, _Trial)[:MOST]]
 
 
-def read_entries(path: Path, kind: str) -> list[Any]:
-    """What a file of that kind holds; nothing where it is not as it should be."""
+def read_entries(path: Path, kind: str, entry: type[T]) -> list[T]:
+    """The entries of a file of that kind; none where it is not as it should be, and without entries that are not."""
+    if not path.is_file():  # a pipe would wait for a writer
+        return []
     try:
-        if not path.is_file():
-            return []
-        with open(path, "rb") as file:
-            raw = file.read(LIMIT + 1)
-        document = parse_json(raw, str(path)) if len(raw) <= LIMIT else None
-    except (OSError, ModelError):
+        entries = of_kind(parse_json(read_limited(path, LIMIT), str(path)), kind, FORMAT, str(path)).get(kind)
+    except PowerInferError:
         return []
-    if type(document) is not dict or (document.get("format"), document.get("kind")) != (FORMAT, kind):
-        return []
-    entries = document.get(kind)
-    return entries if type(entries) is list else []
-
-
-def _trial(one: Any) -> tuple[Key, list[Verdict]] | None:
-    """A trial as it was written, None if it is none."""
-    key, layers = (one.get("key"), one.get("layers")) if type(one) is dict else (None, None)
-    if type(key) is not dict or not all(type(value) is str for value in key.values()) or type(layers) is not list:
-        return None
-    verdicts = [_verdict(layer) for layer in layers]
-    return None if None in verdicts else (key, [verdict for verdict in verdicts if verdict is not None])
-
-
-def _verdict(one: Any) -> Verdict | None:
-    ways, seconds = (one.get("ways"), one.get("seconds")) if type(one) is dict else (None, None)
-    if type(ways) is not dict or not all(type(way) is str and way in WAYS for way in ways.values()):
-        return None
-    if type(seconds) is not dict or not WAYS.issuperset(seconds):
-        return None
-    if not all(type(value) is float and 0 <= value <= 1e6 for value in seconds.values()):
-        return None
-    return Verdict(ways, seconds)
+    found = []
+    for one in entries if type(entries) is list else []:
+        with suppress(ModelError):
+            found.append(checked(entry, one, str(path)))
+    return found
