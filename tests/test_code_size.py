@@ -28,14 +28,14 @@ static void fill(std::vector<std::pair<int, float>>& to, const float* from, int 
 }
 }  // namespace
 """
-PYTHON = '''\
+PYTHON = """\
 class Sum:
     def __init__(self, a, *, b=1, **more):
         def inner(x):
             return x
 
         self.a = a
-'''
+"""
 
 
 def test_functions_of_both_languages(tmp_path: Path) -> None:

@@ -123,9 +123,9 @@ def _settled(
     from powerinfer.hybrid.crossing import settle
     from powerinfer.hybrid.ffn import HybridSparsity
 
-    ffns, stage, selection = split.ffns, split.stage, resolved.selection
+    ffns, stage = split.ffns, split.stage
     if stage is not None:
-        settle(stage, executor, ffns, resolved.checkpoint, resolved.engine, selection, sample, progress)
+        settle(stage, executor, ffns, resolved, sample, progress)
     elif any(len(ffn.cold) for ffn in ffns):
         executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
-    return HybridSparsity(selection.selector.name, executor, ffns, stage)
+    return HybridSparsity(resolved.selection.selector.name, executor, ffns, stage)

@@ -4,8 +4,8 @@
     placement = plan.placement(profile)
 
 The dense parts claim their room first (`budget.py`); the neurons share what is left, as a policy decides (`solver.py`)
-by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of everything it hangs on,
-so another budget, context, machine, profile or version is another plan.
+by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of all it depends on, so
+another budget, context, machine, profile or version is another plan.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All that a plan hangs on.
+    """All that a plan depends on.
 
     vram, ram: budgets in bytes, everything counted; None: all that the machine has. context: tokens of each of `batch`
     requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
@@ -144,7 +144,7 @@ class PlanRequest:
 
     @cached_property
     def key(self) -> str:
-        """16 hex digits that change with everything the plan hangs on."""
+        """16 hex digits that change with everything the plan depends on."""
         facts: dict[str, Any] = {
             "format": FORMAT,
             "version": __version__,
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def neurons(self) -> list[dict[Tier, int]]:
-        """For each layer, how many neurons rest where."""
+        """For each layer, how many neurons are placed where."""
         d_ff = self.request.profile.d_ff
         if not self.claims.bundles:
             return [{Tier.GPU: 0, Tier.CPU: d_ff, Tier.DISK: 0} for _ in self.choice.gpu]

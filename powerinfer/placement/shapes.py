@@ -113,7 +113,7 @@ class Model:
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
     def layer_vectors(self, dense: bool) -> int:
-        """Norms and biases of one layer; without `dense` those of gate and up are left out, which rest with neurons."""
+        """Norms and biases of one layer; without `dense` not those of gate and up, which go with neurons."""
         left_out = () if dense else ("layers.0.gate_bias", "layers.0.up_bias")
         return 4 * sum(size for name, size in self._vectors if name.startswith("layers.0.") and name not in left_out)
 
@@ -142,7 +142,7 @@ class Model:
         return 2 * self.bundles.d_model if self.bundles.down_type == ACROSS else 0
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
-        """Bytes of a layer's predictor on a GPU, with the numbers of the neurons that rest here and there."""
+        """Bytes of a layer's predictor on a GPU, with the numbers of its hot and cold neurons."""
         return sum(one.stored for one in pair) + 8 * self.config.widest_ffn
 
     def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
