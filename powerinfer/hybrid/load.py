@@ -67,9 +67,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 rotations=dict.fromkeys(config.ropes, (frequencies, factor)),
                 split=split is not None,
             )
-            thresholds = [selection.threshold(layer) for layer in range(config.n_layers)]
-            own = selection.bundles, thresholds, selection.predictors
-            wire(cpu, checkpoint, progress, gpu, *own, split=split, head=resolved.gpu_head)
+            wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
     except BaseException:
         if gpu is not None:
             gpu.close()
