@@ -18,8 +18,8 @@ from powerinfer.neurons import BundleLayout, Counts, Indices
 if TYPE_CHECKING:
     from torch import Tensor
 
-Floats = NDArray[np.float32]
-Biases = Sequence[Floats | None]
+Float32 = NDArray[np.float32]
+Biases = Sequence[Float32 | None]
 """float32 [neurons of the layer] of gate, up and down; None where there is none. A part takes those of gate and up."""
 
 
@@ -108,7 +108,7 @@ class CpuPart:
             self._cpu.replace_neurons(self._op, *own, self._biases)
         self._cpu.count_fired(self._op)
 
-    def sum(self, x: Floats, selected: NDArray[np.uint8] | None, out: Floats) -> bool:
+    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
         """out = what the neurons make of x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
 
         False where none is selected: out is zero, and nothing was computed.
