@@ -40,6 +40,7 @@ from powerinfer.sparsity import Sparsity
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.formats.checkpoint import Progress
@@ -90,7 +91,7 @@ class HybridFfn:
         self._most = most
         self.stage = stage
         self._kept: SomeBundles | None = None
-        self._op: int | None = None
+        self._cold: _native.NeuronSum | None = None  # the CPU's part
         self._memory: NDArray[np.uint8] | None = None
         self._guess: _Guess | None = None
         if weights is not None:
@@ -123,19 +124,14 @@ class HybridFfn:
                 self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)
             parts = () if self._guess is None else (hot, self.cold)  # columns of what the predictor says
             self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in parts]
-        self.cold_bytes, self._kept = 0, None
+        self.cold_bytes, self._kept, self._cold = 0, None, None
         if len(self.cold):
             most = len(self.cold) * layout.pitch + min(len(self.cold), len(rows)) * layout.shared_bytes
             if self._memory is None or len(self._memory) < most:
                 self._memory = own_pages(most)
             kept = self._kept = gather(layout, rows, self.cold, self._memory)
             self.cold_bytes = kept.rows.nbytes
-            biases = (*self._biases, None)
-            if self._op is None:
-                self._op = self._cpu.bundled_ffn(layout, kept, biases=biases, replace=True, most=self._most)
-            else:
-                self._cpu.replace_neurons(self._op, layout, kept, biases)
-            self._cpu.count_fired(self._op)
+            self._cold = self._cpu.neuron_sum(layout, kept, self._biases, most=self._most, count_fired=True)
         self._layers.hang(self.layer, *self.operators())
         self._bundles.file.release(rows)
 
@@ -220,7 +216,7 @@ class HybridFfn:
 
     def _sum_cold(self, step: Step) -> None:
         """The CPU's part into the link's buffer; zeros where no cold neuron is named."""
-        assert self._op is not None and self._kept is not None and step.read is not None
+        assert self._cold is not None and self._kept is not None and step.read is not None
         tokens = step.x.shape[0]
         if self.stage is not None and self.stage.takes(tokens):
             own = self._bundles.layout, self._kept, self._cpu.config, self._biases, self._most
@@ -230,7 +226,8 @@ class HybridFfn:
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
         with span(self._layers.trace, "cpu", "cold neurons", self.layer):
-            job = self._cpu.neuron_sum(self._op, *self._link.views(tokens, self._cold_names(tokens)))
+            x, names, out = self._link.views(tokens, self._cold_names(tokens))
+            job = self._cold.sum(x, out, names)
         self._jobs += job and tokens <= NAMED_TOKENS
 
     def _add_cold(self, step: Step) -> None:
@@ -249,8 +246,8 @@ class HybridFfn:
         self.recent_tokens = 0.0
         if self._fired is not None:
             self._fired.zero_()
-        if self._op is not None:
-            self._cpu.count_fired(self._op)
+        if self._cold is not None:
+            self._cold.clear()
 
     def predict(self, on: bool) -> None:
         """Whether a predictor is asked from now on."""
@@ -278,9 +275,10 @@ class HybridFfn:
             self._fired.zero_()
             self.recent[self.hot] += counts
             self._sums["hot"] += int(counts.sum())
-        if len(self.cold) and self._op is not None:
-            counts = self._cpu.fired(self._op, len(self.cold))
-            self._cpu.count_fired(self._op)
+        if self._cold is not None:
+            counts = np.empty(len(self.cold), np.int64)
+            self._cold.fired(counts)
+            self._cold.clear()
             self.recent[self.cold] += counts
             self._sums["cold"] += int(counts.sum())
         return self._sums
