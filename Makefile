@@ -21,8 +21,8 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
-	@echo 'make test               everything the tests need, then all of them (ARGS="-k name" for some)'
-	@echo 'make check              ruff, mypy and the import-order test'
+	@echo 'make test               all tests, a process per core (ARGS="-k name" for some, ARGS="-n 0" for one process)'
+	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               thousands of damaged model files against the readers'
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
@@ -45,16 +45,13 @@ $(VENV)/stamp-core: $(VENV)/stamp-build-tools $(NATIVE)
 	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable .
 	@touch $@
 
-# torch first and alone: its exact version is the one whose build for this platform is known to serve, and nothing below may change it.
-$(VENV)/stamp-test: $(VENV)/stamp-core pyproject.toml
-	@echo "installing what the tests need"
+# For `test`, `check` and `fuzz`: the package with what they need, in one installation, which serves `run` too.
+# torch first and alone: nothing below may change its version.
+$(VENV)/stamp-dev: $(VENV)/stamp-build-tools $(NATIVE)
+	@echo "installing what the tests need, and building powerinfer (a few minutes the first time)"
 	@$(PIP) install torch==2.13.0
-	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable '.[test]'
-	@touch $@
-
-$(VENV)/stamp-check: $(VENV)/stamp-core pyproject.toml
-	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable '.[check]' 'pytest>=9,<10'
-	@touch $@
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable '.[test,check]'
+	@touch $@ $(VENV)/stamp-core
 
 install: $(VENV)/stamp-core
 
@@ -62,15 +59,16 @@ run: $(VENV)/stamp-core
 	@$(BIN)/powerinfer run "$$PROMPT" $(ARGS)
 run: export PROMPT := $(PROMPT)
 
-test: $(VENV)/stamp-test
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/stamp-dev
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-check: $(VENV)/stamp-check
+check: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror powerinfer/csrc/*.cpp powerinfer/csrc/*.h
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
-fuzz: $(VENV)/stamp-test
+fuzz: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
 
 test-native:
@@ -85,7 +83,7 @@ test-asan:
 	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=asan
 
 # Beside the package, so that the module under .venv stays fast. Python itself is not sanitised: the runtime comes in by LD_PRELOAD.
-fuzz-asan: $(VENV)/stamp-test
+fuzz-asan: $(VENV)/stamp-dev
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/asan -G Ninja -DPOWERINFER_SANITIZE=ON -DPython_EXECUTABLE="$(abspath $(BIN)/python)" >/dev/null
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan --parallel $(JOBS)
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \

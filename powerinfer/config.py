@@ -47,47 +47,123 @@ ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
 relu on the gate and on up."""
 
+RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
+"""Activations that are exactly zero for a neuron that does not fire."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Attention of one layer."""
+
+    rope: RopeConfig | None = None  # None: q and k are not rotated
+    window: int | None = None  # tokens that a query looks back over, its own included; None: all
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str | None = None  # RMS norm of q and k: "head": of each head; "width": over all heads together
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+
+
+@dataclass(frozen=True)
+class FfnConfig:
+    """The FFN of one layer."""
+
+    size: int  # neurons
+    activation: str = "silu"  # of ACTIVATIONS
+    threshold: float = 0.0  # fatrelu: what the gate must exceed
+    gated: bool = True  # False: no gate matrix, the activation is applied to up
+    bias: bool = False
+
+    @property
+    def rectified(self) -> bool:
+        """Whether the activation of a neuron that does not fire is exactly zero."""
+        return self.activation in RECTIFIED
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of its matrices: gate (where there is one), up, down."""
+        return ("gate", "up", "down") if self.gated else ("up", "down")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer. f is its attention, then its FFN.
+
+    norms: "pre": x += f(norm(x)); "post": x = norm(x + f(x)); "output": x += norm(f(x)); "both": x += norm(f(norm(x))).
+    """
+
+    attention: AttentionConfig
+    ffn: FfnConfig
+    norms: str = "pre"
+    parallel: bool = False  # attention and FFN both read the layer's input
+    shared_norm: bool = False  # parallel, with one norm for both
+
+
+def uniform(n_layers: int, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    """The layers of a model whose layers are alike."""
+    return (layer,) * n_layers
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a decoder-only transformer, the same whatever file it came from."""
+    """Sizes and layers of a decoder-only transformer, the same whatever file it came from."""
 
-    architecture: str  # "llama", "mistral", "qwen2", "qwen3": the family, for people; the switches below decide
-    n_layers: int
+    architecture: str  # "llama", "mistral", "qwen2", ...: the family, for people; the other fields decide
     d_model: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    d_ff: int
     vocab_size: int
     context_length: int
     norm_eps: float
-    rope: RopeConfig
-    activation: str = "silu"  # of ACTIVATIONS
-    activation_threshold: float = 0.0  # fatrelu: what the gate must exceed
-    gated: bool = True  # False: no gate matrix, the activation is on up
+    layers: tuple[LayerConfig, ...]
     norm: str = "rms"  # "layer": LayerNorm, whose norms have biases
-    norm_order: str = "pre"  # "post": x = norm(x + f(x)), and no final norm
-    parallel: bool = False  # attention and FFN both read the layer's input
-    shared_norm: bool = False  # parallel, with one norm for both
     positions: str = "rope"  # "learned": rows of a table, added to the embedding
     position_offset: int = 0  # row of position 0 in that table
     embed_dim: int = 0  # width of the embedding and of the head's input, where it is not d_model
+    embedding_scale: float = 1.0  # factor of the embedding's rows
     final_norm: bool = True
     tied_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    ffn_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    sliding_layers: tuple[bool, ...] | None = None  # which layers use the window; None: all of them
     name: str = ""
 
-    def window(self, layer: int) -> int | None:
-        """Tokens that `layer` may look back over, its own included; None: all."""
-        if self.sliding_window is None or (self.sliding_layers is not None and not self.sliding_layers[layer]):
-            return None
-        return self.sliding_window
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def ffn_sizes(self) -> tuple[int, ...]:
+        """Neurons of each layer."""
+        return tuple(layer.ffn.size for layer in self.layers)
+
+    @property
+    def n_neurons(self) -> int:
+        """Neurons of all layers."""
+        return sum(self.ffn_sizes)
+
+    @property
+    def widest_ffn(self) -> int:
+        """Neurons of the largest FFN, for buffers."""
+        return max(self.ffn_sizes)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the FFNs have a gate matrix: all or none do."""
+        return self.layers[0].ffn.gated
+
+    @property
+    def activations(self) -> str:
+        """The activations of the layers, each once, for people."""
+        return ", ".join(dict.fromkeys(layer.ffn.activation for layer in self.layers))
+
+    @property
+    def rectified(self) -> bool:
+        """Whether neurons that do not fire are exactly zero in every layer."""
+        return all(layer.ffn.rectified for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of the layers, each once."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
 
 
 @dataclass(frozen=True)

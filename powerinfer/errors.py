@@ -1,7 +1,7 @@
-"""Errors that reach a user: one line that says what is wrong and how to mend it.
+"""Errors that reach a user: one line that says what is wrong and how to fix it.
 
-Every error the package raises on purpose derives from `PowerInferError`; the command line prints its text on one
-line and exits with `exit_status`. Anything else that escapes is a defect.
+Every intended error derives from `PowerInferError`; the command line prints its text on one line and exits with
+`exit_status`. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ class PowerInferError(Exception):
     exit_status = 1
 
     def __str__(self) -> str:
-        """The message on one line; what a hostile file put into it cannot steer a terminal."""
+        """The message on one line, with control characters escaped: it may quote a hostile file."""
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
 
 
 class RequestError(PowerInferError, ValueError):
-    """The request was wrong: a flag, a parameter, a prompt longer than the context."""
+    """The request was invalid: a flag, a parameter, a prompt longer than the context."""
 
     exit_status = 2
 
 
 class ModelError(PowerInferError, ValueError):
-    """A model file is malformed, hostile, or of a kind this engine does not run."""
+    """A model file is malformed, hostile, or not supported."""
 
     exit_status = 2

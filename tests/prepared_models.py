@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from stored_weights import stored_evenly
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.source import Source
 from powerinfer.formats.tensors import RawTensor
@@ -32,9 +32,9 @@ def checkpoint(
     types: of all its matrices, or by name (gate, up, down); by_neuron: down is stored as down_rows.
     """
     config = ModelConfig(
-        architecture="llama", n_layers=layers, d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=2, d_ff=d_ff,
-        vocab_size=4, context_length=8, norm_eps=1e-5, rope=RopeConfig(dim=2), activation="relu", gated=gated,
-        tied_embeddings=True,
+        architecture="llama", d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=2, vocab_size=4, context_length=8,
+        norm_eps=1e-5, tied_embeddings=True,
+        layers=uniform(layers, LayerConfig(AttentionConfig(RopeConfig(dim=2)), FfnConfig(d_ff, "relu", gated=gated))),
     )  # fmt: skip
     rng = np.random.default_rng(seed)
     tensors = {}

@@ -44,7 +44,7 @@ def give_predictor(path: Path, threshold: float = 0.0) -> Path:
     checkpoint = open_checkpoint(path)
     rng = np.random.default_rng(3)
     config = checkpoint.config
-    shapes = ((32, config.d_model), (config.d_ff, 32))
+    shapes = ((32, config.d_model), (config.widest_ffn, 32))
     layers = [tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes) for _ in range(config.n_layers)]
     write_predictor(checkpoint, None, "F16", [Predictor(32, threshold, 4)] * config.n_layers, layers)  # type: ignore[arg-type]
     return path
@@ -70,5 +70,5 @@ def give_profile(path: Path, seed: int = 4) -> Path:
     """The same path, with an invented profile beside it."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff, seed), {})
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn, seed), {})
     return path

@@ -251,7 +251,7 @@ def test_what_eval_refuses(relu: Path, silu: Path, tmp_path: Path, text: str) ->
     assert "between 1 and 8" in said("agreement", relu, "--step", "9")
     assert "between 1 and 2" in said("perplexity", relu, "--step", "3", "--max-batch", "2")
     assert "--tokens must be at least 1" in said("agreement", relu, "--tokens", "0")
-    assert "go with eval agreement" in said("perplexity", relu, "--against", "all")
+    assert "are options of eval agreement" in said("perplexity", relu, "--against", "all")
 
 
 def test_a_selector_is_refused_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

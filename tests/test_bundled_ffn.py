@@ -12,7 +12,7 @@ import pytest
 from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, make_layer
 
 from powerinfer import _native
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_memory import gather, some_bytes
 from powerinfer.formats.tensors import RawTensor
@@ -30,10 +30,9 @@ def layout_of(layer: Layer) -> BundleLayout:
 
 
 def executor_of(layer: Layer, threads: int) -> CpuExecutor:
-    config = ModelConfig(
-        "sample", 1, K, 1, 1, 16, NEURONS, K, 64, 1e-5, RopeConfig(dim=16),
-        activation=layer.activation, activation_threshold=THRESHOLD, gated=layer.gate is not None, ffn_bias=True,
-    )  # fmt: skip
+    ffn = FfnConfig(NEURONS, layer.activation, THRESHOLD, layer.gate is not None, bias=True)
+    layers = (LayerConfig(AttentionConfig(RopeConfig(dim=16)), ffn),)
+    config = ModelConfig("sample", K, 1, 1, 16, K, 64, 1e-5, layers)
     engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)
     return CpuExecutor(config, engine, np.ones(8, np.float32), 1.0)
 
@@ -44,7 +43,7 @@ def some(share: float, seed: int = 0) -> np.ndarray:
 
 def part_of(layer: Layer, index: np.ndarray, threads: int = 2, **more: Any) -> _native.NeuronSum:
     bundles = gather(layout_of(layer), layer.data, index)
-    return executor_of(layer, threads).neuron_sum(layout_of(layer), bundles, layer.biases, **more)
+    return executor_of(layer, threads).neuron_sum(0, layout_of(layer), bundles, layer.biases, **more)
 
 
 def sum_of(
@@ -183,7 +182,7 @@ def test_within_a_model_it_adds_to_the_residual_stream() -> None:
     table = RawTensor("F32", (K, K), np.ascontiguousarray(rows).view(np.uint8).reshape(-1))
     bias = np.random.default_rng(6).standard_normal(K).astype(np.float32)
     executor.embed(table)
-    executor.bundled_ffn(layout_of(layer), layer.data, biases=(None, None, bias))
+    executor.bundled_ffn(0, layout_of(layer), layer.data, biases=(None, None, bias))
     one = RawTensor("F32", (K, K), np.eye(K, dtype=np.float32).view(np.uint8).reshape(-1))
     executor.head(None, executor.matrix(one))
     from powerinfer.devices.batch import Batch
@@ -204,7 +203,7 @@ def test_groups_that_do_not_suit_are_refused(change: dict) -> None:
     counts = np.array(change.get("counts", bundles.counts), np.int32)
     rows = np.ascontiguousarray(bundles.rows[:, : change.get("bytes", bundles.rows.shape[1])])
     with pytest.raises(ValueError):
-        executor_of(layer, 1)._bundles(layout_of(layer), rows, len(index), None, None, counts)
+        executor_of(layer, 1)._bundles(0, layout_of(layer), rows, len(index), None, None, counts)
 
 
 def test_selections_and_weights_of_another_shape_are_refused() -> None:
@@ -232,8 +231,8 @@ def test_a_predictor_that_does_not_suit_is_refused() -> None:
         )
 
     bundles, all_but_one = layer.data, gather(layout_of(layer), layer.data, np.arange(1, NEURONS, dtype=np.int32))
-    executor_of(layer, 1).bundled_ffn(layout_of(layer), bundles, predictor=predictor(32, NEURONS))
+    executor_of(layer, 1).bundled_ffn(0, layout_of(layer), bundles, predictor=predictor(32, NEURONS))
     with pytest.raises(ValueError, match="predictor"):
-        executor_of(layer, 1).bundled_ffn(layout_of(layer), bundles, predictor=predictor(32, NEURONS - 1))
+        executor_of(layer, 1).bundled_ffn(0, layout_of(layer), bundles, predictor=predictor(32, NEURONS - 1))
     with pytest.raises(ValueError, match="all of its neurons"):
-        executor_of(layer, 1).bundled_ffn(layout_of(layer), all_but_one, predictor=predictor(32, NEURONS))
+        executor_of(layer, 1).bundled_ffn(0, layout_of(layer), all_but_one, predictor=predictor(32, NEURONS))

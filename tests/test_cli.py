@@ -31,11 +31,16 @@ def powerinfer(*args: str, stdin: str = "", **environment: str) -> subprocess.Co
     return subprocess.run([*COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=120, env=merged)
 
 
+def without_progress(stderr: str) -> str:
+    """What was said beside the progress of loading, which is shown where that takes long, on busy cores."""
+    return re.sub(r"^loading weights: \d+%.*\n", "", stderr, flags=re.MULTILINE)
+
+
 def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
     """The one line of a failure; nothing else may be said, least of all a traceback."""
     assert done.returncode == status, (done.returncode, done.stderr)
     assert done.stdout == ""
-    lines = done.stderr.splitlines()
+    lines = without_progress(done.stderr).splitlines()
     assert len(lines) == 1 and lines[0].startswith("powerinfer: "), done.stderr
     return lines[0].removeprefix("powerinfer: ")
 
@@ -274,7 +279,7 @@ def test_run_streams_the_same_text(smollm2: Path, answered: dict[str, Any]) -> N
     flags = ["--raw", "--temperature", "0", "--max-tokens", "12"]
     done = powerinfer("run", "-", "-m", str(smollm2), *flags, stdin="The capital of France is")
     assert done.stdout == answered["text"] + "\n"
-    assert done.stderr == "(ended by --max-tokens 12)\n"
+    assert without_progress(done.stderr) == "(ended by --max-tokens 12)\n"
 
 
 def test_run_with_the_default_model_and_its_template(smollm2: Path) -> None:
@@ -321,7 +326,7 @@ def test_ctrl_c_ends_a_stream_cleanly(smollm2: Path) -> None:
         process.send_signal(signal.SIGINT)
         rest, said = process.stdout.read(), process.stderr.read()
         assert process.wait(30) == 130
-    assert rest.endswith(b"\n") and said == b""
+    assert rest.endswith(b"\n") and without_progress(said.decode()) == ""
 
 
 def test_ctrl_c_keeps_what_was_generated() -> None:
@@ -346,7 +351,7 @@ def test_a_broken_pipe_is_quiet(smollm2: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(5)
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert without_progress(process.stderr.read().decode()) == ""
         assert process.wait(60) == 141
 
 
@@ -385,4 +390,4 @@ def test_perplexity_json(smollm2: Path, tmp_path: Path) -> None:
     assert 1 < document["perplexity"] < 3, "a sentence that was just read is no surprise"
     text.write_text("short")
     done = powerinfer("eval", "perplexity", "--file", str(text), "--context", "64")
-    assert done.returncode == 2 and "64" in done.stderr.splitlines()[-1]  # loading may have shown its progress
+    assert done.returncode == 2 and "64" in error_line(done)

@@ -116,7 +116,7 @@ def test_names(tmp_path: Path) -> None:
     other = written(tmp_path / "y.txt", "3")
     assert [one.name for one in open_corpora([str(first), str(other)])] == ["x.txt", "y.txt"]
     assert [one.name for one in open_corpora([str(first), str(second)])] == [str(first), str(second)]
-    with pytest.raises(RequestError, match="named twice"):
+    with pytest.raises(RequestError, match="given twice"):
         open_corpora([str(first), str(first.parent / ".." / "a" / "x.txt")])
 
 
@@ -128,7 +128,7 @@ def test_names(tmp_path: Path) -> None:
     [
         ("a.txt", b"", "is empty"),
         ("a.txt", b"abc\0def", "not text: it holds a zero byte"),
-        ("a.txt", b"abc\xffdef", "not UTF-8 text: byte 3 cannot be"),
+        ("a.txt", b"abc\xffdef", "not UTF-8 text: byte 3 is invalid"),
         ("a.txt", b"x" * 100_000 + b"\xed\xa0\x80", "not UTF-8 text: byte 100000"),
         ("a.txt", b"abcd\xe2\x82", "not UTF-8 text: byte 4"),
         ("a.txt", "abc".encode("utf-16"), "not UTF-8"),
@@ -181,9 +181,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
 def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
-    refused(tmp_path / "pipe.txt", "no regular file")
-    refused(Path("/dev/zero"), "no regular file")
-    with pytest.raises(RequestError, match="no regular file"):
+    refused(tmp_path / "pipe.txt", "not a regular file")
+    refused(Path("/dev/zero"), "not a regular file")
+    with pytest.raises(RequestError, match="not a regular file"):
         windows_of(tmp_path)  # within a folder
 
 

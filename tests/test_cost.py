@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from configs import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_models import profile_of
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.hardware.description import load
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
@@ -24,9 +25,8 @@ NAMED = (1.5, 2.5)
 
 
 def small(activation: str = "relu", gated: bool = True, d_ff: int = 200, dtype: str = "f16") -> Model:
-    config = ModelConfig(
-        "llama", 2, 256, 4, 2, 64, d_ff, 1000, 512, 1e-5, RopeConfig(dim=64), activation=activation, gated=gated
-    )
+    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), FfnConfig(d_ff, activation, gated=gated))
+    config = ModelConfig("llama", 256, 4, 2, 64, 1000, 512, 1e-5, uniform(2, layer))
     return replace(described_model(config, dtype, "small"), named=NAMED)
 
 
@@ -44,7 +44,7 @@ def ffn_seconds(
     for neuron in neurons:
         p = profile.counts[layer][neuron] / profile.tokens
         some = lambda chance: 1 - (1 - chance) ** batch  # noqa: E731
-        fires = some(p**0.5 if model.config.activation == "drelu" else p)
+        fires = some(p**0.5 if model.config.activations == "drelu" else p)
         if way == "all":
             kind = model.bundles.gate_type
             sparse += model.bundles.stride / (1e9 * device.dense_gb_s[kind])  # type: ignore[attr-defined]
@@ -152,11 +152,11 @@ def test_attention_and_ends() -> None:
     kv = model.kv_bytes("f16", 100, 2)
     wanted = nbytes / (1e9 * CPU.dense_gb_s["F16"]) + kv / (1e9 * CPU.kv_gb_s) + 3e-6 * CPU.op_us
     assert cost.attention_seconds(CPU, model, 0, "f16", 100, 2, panels=True) == pytest.approx(wanted, rel=1e-12)
-    slides = replace(model, config=replace(model.config, sliding_window=32))
+    slides = replace(model, config=changed(model.config, window=32))
     saved = (kv - model.kv_bytes("f16", 32, 2)) / (1e9 * CPU.kv_gb_s)
     found = cost.attention_seconds(CPU, slides, 0, "f16", 100, 2, panels=True)
     assert found == pytest.approx(wanted - saved, rel=1e-9)
-    post = replace(model, config=replace(model.config, norm_order="post"))
+    post = replace(model, config=changed(model.config, norms="post"))
     found = cost.attention_seconds(CPU, post, 0, "f16", 100, 2, panels=True)
     assert found == pytest.approx(wanted + 2e-6 * CPU.op_us, rel=1e-9), "norms that stand alone"
     slow = replace(GPU, head_gb_s={"other": 5.0, model.head.type: 7.0})

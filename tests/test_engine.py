@@ -187,7 +187,7 @@ def test_wrong_requests_are_refused() -> None:
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(RequestError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    with pytest.raises(RequestError, match=r"no option 'kv_typo'; it knows .*kv_type"):
+    with pytest.raises(RequestError, match=r"no option 'kv_typo'; its options are .*kv_type"):
         LLM("nowhere.gguf", kv_typo="f16")
     for options, message in (
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, not 0"),

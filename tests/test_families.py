@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configs import changed, model_config
 from gguf_bytes import F32, STRING, U32, Builder
 from model_files import (
     FF,
@@ -117,18 +118,18 @@ def opt_names(*, bias: bool = True, final: bool = True, projections: bool = Fals
     return names if tied else names | {"head": "lm_head.weight"}
 
 
-OPT = ModelConfig(
+OPT = model_config(
+    LAYERS,
+    FF,
+    None,
     architecture="opt",
-    n_layers=LAYERS,
     d_model=D,
     n_heads=HEADS,
     n_kv_heads=HEADS,
     head_dim=HEAD_DIM,
-    d_ff=FF,
     vocab_size=VOCAB,
     context_length=128,
     norm_eps=1e-5,
-    rope=RopeConfig(),
     activation="relu",
     gated=False,
     norm="layer",
@@ -137,17 +138,17 @@ OPT = ModelConfig(
     tied_embeddings=True,
     qkv_bias=True,
     o_bias=True,
-    ffn_bias=True,
+    bias=True,
 )
 OPT_CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
     ({}, {}, {}),
     (
         {"do_layer_norm_before": False, "word_embed_proj_dim": 32},  # OPT-350m
-        {"norm_order": "post", "final_norm": False, "embed_dim": 32},
+        {"norms": "post", "final_norm": False, "embed_dim": 32},
         {"final": False, "projections": True},
     ),
     ({"_remove_final_layer_norm": True}, {"final_norm": False}, {"final": False}),
-    ({"enable_bias": False}, {"qkv_bias": False, "o_bias": False, "ffn_bias": False}, {"bias": False}),
+    ({"enable_bias": False}, {"qkv_bias": False, "o_bias": False, "bias": False}, {"bias": False}),
     ({"tie_word_embeddings": False}, {"tied_embeddings": False}, {"tied": False}),
 ]
 
@@ -156,7 +157,7 @@ OPT_CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, bool]]] = [
 def test_opt(tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], names: dict[str, bool]) -> None:
     model = saved(tmp_path / "opt", "opt", ffn_dim=FF, **({"word_embed_proj_dim": D} | settings))
     checkpoint, taken = read(tmp_path / "opt")
-    assert checkpoint.config == replace(OPT, name="opt", **changes)
+    assert checkpoint.config == changed(OPT, name="opt", **changes)
     same(taken, model, opt_names(**names))
 
 
@@ -171,21 +172,21 @@ def test_opt_files_without_the_outer_prefix(tmp_path: Path) -> None:
 
 # --- Falcon
 
-FALCON = replace(
+FALCON = changed(
     OPT,
     architecture="falcon",
     n_kv_heads=KV_HEADS,
-    d_ff=4 * D,
+    size=4 * D,
     rope=RopeConfig(theta=10000.0, dim=HEAD_DIM),
     parallel=True,
     positions="rope",
     position_offset=0,
     qkv_bias=False,
     o_bias=False,
-    ffn_bias=False,
+    bias=False,
 )
 LARGE = {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS}
-BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
+BIASES = {"qkv_bias": True, "o_bias": True, "bias": True}
 FALCON_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "40b": (LARGE, {}),
     "40b with biases": (LARGE | {"bias": True}, BIASES),
@@ -200,7 +201,7 @@ FALCON_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "squared": (LARGE | {"activation": "relu2"}, {"activation": "relu2"}),
     "other sizes": (
         LARGE | {"ffn_hidden_size": FF, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False},
-        {"d_ff": FF, "norm_eps": 1e-3, "tied_embeddings": False},
+        {"size": FF, "norm_eps": 1e-3, "tied_embeddings": False},
     ),
     "rope": (
         LARGE | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -211,14 +212,14 @@ FALCON_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def falcon_names(config: ModelConfig) -> dict[str, str]:
     """Of everything but Q, K and V."""
-    two = config.parallel and not config.shared_norm
+    two = config.layers[0].parallel and not config.layers[0].shared_norm
     names = {"embed": "transformer.word_embeddings.weight", **norm("final_norm", "transformer.ln_f")}
     names |= norm("layers.{}.attn_norm", "transformer.h.{}." + ("ln_attn" if two else "input_layernorm"))
-    if not config.shared_norm:
+    if not config.layers[0].shared_norm:
         names |= norm("layers.{}.ffn_norm", "transformer.h.{}." + ("ln_mlp" if two else "post_attention_layernorm"))
     for inner, name in {"o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}.items():
         names[f"layers.{{}}.{inner}"] = f"transformer.h.{{}}.{name}.weight"
-        if config.ffn_bias:
+        if config.layers[0].ffn.bias:
             names[f"layers.{{}}.{inner}_bias"] = f"transformer.h.{{}}.{name}.bias"
     return names if config.tied_embeddings else names | {"head": "lm_head.weight"}
 
@@ -228,13 +229,13 @@ def test_falcon(tmp_path: Path, case: str) -> None:
     settings, changes = FALCON_CASES[case]
     model = saved(tmp_path / "falcon", "falcon", **({"activation": "relu"} | settings))
     checkpoint, taken = read(tmp_path / "falcon")
-    assert checkpoint.config == replace(FALCON, name="falcon", **changes)
+    assert checkpoint.config == changed(FALCON, name="falcon", **changes)
     rest = {name: values for name, values in taken.items() if name.split(".")[-1][0] not in "qkv"}
     same(rest, model, falcon_names(checkpoint.config))
     for layer in range(LAYERS):
         for name, values in own_split(model, layer).items():
             assert np.array_equal(taken[f"layers.{layer}.{name}"], values), f"{case}: {name} of layer {layer}"
-            if checkpoint.config.qkv_bias:
+            if checkpoint.config.layers[0].attention.qkv_bias:
                 bias = own_split(model, layer, bias=True)[name]
                 assert np.array_equal(taken[f"layers.{layer}.{name}_bias"], bias[:, 0])
 
@@ -268,10 +269,10 @@ def test_parts_of_a_fused_tensor_count_once(tmp_path: Path) -> None:
 
 # --- Nemotron
 
-NEMOTRON = replace(
+NEMOTRON = changed(
     FALCON,
     architecture="nemotron",
-    d_ff=FF,
+    size=FF,
     rope=RopeConfig(theta=10000.0, dim=HEAD_DIM // 2),
     activation="relu2",
     parallel=False,
@@ -280,7 +281,7 @@ NEMOTRON = replace(
 NEMOTRON_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
-    ({"mlp_bias": True, "norm_eps": 1e-4}, {"ffn_bias": True, "norm_eps": 1e-4}),
+    ({"mlp_bias": True, "norm_eps": 1e-4}, {"bias": True, "norm_eps": 1e-4}),
     ({"partial_rotary_factor": 0.75}, {"rope": RopeConfig(theta=10000.0, dim=12)}),
     ({"head_dim": 32, "hidden_act": "relu"}, {"head_dim": 32, "rope": RopeConfig(dim=16), "activation": "relu"}),
     ({"tie_word_embeddings": True}, {"tied_embeddings": True}),
@@ -293,14 +294,14 @@ def test_nemotron(tmp_path: Path, settings: dict[str, Any], changes: dict[str, A
     model = saved(tmp_path / "nemotron", "nemotron", **(sizes | settings))
     checkpoint, taken = read(tmp_path / "nemotron")
     config = checkpoint.config
-    assert config == replace(NEMOTRON, name="nemotron", **changes)
+    assert config == changed(NEMOTRON, name="nemotron", **changes)
     names = {"embed": "model.embed_tokens.weight"} | norm("final_norm", "model.norm")
     names |= norm("layers.{}.attn_norm", "model.layers.{}.input_layernorm")
     names |= norm("layers.{}.ffn_norm", "model.layers.{}.post_attention_layernorm")
     for inner in ("q", "k", "v", "o", "up", "down"):
         module = f"model.layers.{{}}.{'self_attn' if inner in 'qkvo' else 'mlp'}.{inner}_proj"
         names[f"layers.{{}}.{inner}"] = f"{module}.weight"
-        if config.ffn_bias if inner in ("up", "down") else config.qkv_bias:
+        if config.layers[0].ffn.bias if inner in ("up", "down") else config.layers[0].attention.qkv_bias:
             names[f"layers.{{}}.{inner}_bias"] = f"{module}.bias"
     names |= {} if config.tied_embeddings else {"head": "lm_head.weight"}
     with torch.no_grad():  # what the norms multiply with: their weights and one
@@ -318,8 +319,8 @@ def test_nemotron(tmp_path: Path, settings: dict[str, Any], changes: dict[str, A
 def test_gated_families(tmp_path: Path, kind: str, activation: str) -> None:
     folder = tiny_folder(tmp_path / kind, kind)
     edit_config(folder, hidden_act=activation)
-    assert read(folder)[0].config.activation == activation
-    assert read(folder)[0].config == replace(open_checkpoint(folder).config, activation=activation, gated=True)
+    assert read(folder)[0].config.activations == activation
+    assert read(folder)[0].config == changed(open_checkpoint(folder).config, activation=activation, gated=True)
 
 
 def prosparse(folder: Path, **changes: Any) -> Path:
@@ -345,11 +346,11 @@ def bamboo(folder: Path, **changes: Any) -> Path:
 def test_prosparse(tmp_path: Path) -> None:
     checkpoint, taken = read(prosparse(tmp_path / "p"))
     config = checkpoint.config
-    assert (config.activation, config.activation_threshold, config.architecture) == ("fatrelu", 0.01, "sparsellama")
-    assert config.sliding_window is None and config.gated and config.norm == "rms"
+    assert (config.activations, config.layers[0].ffn.threshold, config.architecture) == ("fatrelu", 0.01, "sparsellama")
+    assert config.layers[0].attention.window is None and config.gated and config.norm == "rms"
     assert all(np.array_equal(taken[name], values) for name, values in weights("llama").items())
     relu = read(prosparse(tmp_path / "r", hidden_act="relu"))[0].config
-    assert (relu.activation, relu.activation_threshold) == ("relu", 0.0)
+    assert (relu.activations, relu.layers[0].ffn.threshold) == ("relu", 0.0)
     assert (
         read(prosparse(tmp_path / "k", num_key_value_heads=KV_HEADS, mlp_bias=False))[0].config.n_kv_heads == KV_HEADS
     )
@@ -358,13 +359,13 @@ def test_prosparse(tmp_path: Path) -> None:
 def test_bamboo(tmp_path: Path) -> None:
     checkpoint, taken = read(bamboo(tmp_path / "b"))
     config = checkpoint.config
-    assert (config.activation, config.sliding_window, config.architecture) == ("drelu", 4096, "bamboo")
+    assert (config.activations, config.layers[0].attention.window, config.architecture) == ("drelu", 4096, "bamboo")
     assert config.gated and checkpoint.predictor_threshold is None and checkpoint.notes == []
     assert all(np.array_equal(taken[name], values) for name, values in weights("mistral", False).items())
     # what its class takes for a missing key: 8 heads, here of 4 dimensions, and a window
     changes = {"num_key_value_heads": ..., "sliding_window": ...}
     config = read(bamboo(tmp_path / "kv", num_attention_heads=16, **changes))[0].config
-    assert (config.n_kv_heads, config.head_dim, config.sliding_window) == (8, 4, 4096)
+    assert (config.n_kv_heads, config.head_dim, config.layers[0].attention.window) == (8, 4, 4096)
 
 
 def test_predictors_of_turbosparse(tmp_path: Path) -> None:
@@ -429,9 +430,10 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, kind: str, settings:
     assert epsilons == {ours.norm_eps}
     if kind != "opt":
         frequencies = theirs.base_model.rotary_emb.inv_freq
-        assert len(frequencies) == ours.rope.dim // 2
-        assert config.rope_parameters["rope_theta"] == ours.rope.theta
-        assert config.rope_parameters.get("factor", 1.0) == ours.rope.factor
+        (rope,) = ours.ropes
+        assert len(frequencies) == rope.dim // 2
+        assert config.rope_parameters["rope_theta"] == rope.theta
+        assert config.rope_parameters.get("factor", 1.0) == rope.factor
 
 
 # --- what is refused
@@ -546,12 +548,12 @@ def test_other_activations_are_refused_by_name(tmp_path: Path, name: str) -> Non
     [
         ({"activation": "gelu"}, "activation 'gelu' is unknown"),
         ({"activation": "drelu", "gated": False}, "drelu needs a gated FFN"),
-        ({"activation_threshold": 0.5}, "activation relu with threshold 0.5"),
-        ({"activation": "fatrelu", "activation_threshold": -0.5}, "threshold -0.5"),
+        ({"threshold": 0.5}, "activation relu with threshold 0.5"),
+        ({"activation": "fatrelu", "threshold": -0.5}, "threshold -0.5"),
         ({"norm": "batch"}, "norm 'batch'"),
-        ({"norm_order": "both"}, "'both' is unknown"),
-        ({"norm_order": "post", "parallel": False}, "neither a final norm"),
-        ({"norm_order": "post", "final_norm": False}, "nor a parallel FFN"),
+        ({"norms": "between"}, "'between' are unknown"),
+        ({"norms": "post", "parallel": False}, "neither a final norm"),
+        ({"norms": "post", "final_norm": False}, "nor a parallel FFN"),
         ({"parallel": False, "shared_norm": True}, "needs them to be parallel"),
         ({"positions": "alibi"}, "positions 'alibi'"),
         ({"position_offset": 2}, "offset 2"),
@@ -562,12 +564,12 @@ def test_other_activations_are_refused_by_name(tmp_path: Path, name: str) -> Non
 def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
     layout.check(FALCON, "x")
     with pytest.raises(ModelError, match=message):
-        layout.check(replace(FALCON, **changes), "x")
+        layout.check(changed(FALCON, **changes), "x")
 
 
 # --- GGUF
 
-GGUF_BASE = replace(
+GGUF_BASE = changed(
     NEMOTRON,
     name="Tiny",
     rope=RopeConfig(theta=20000.0, dim=HEAD_DIM),
@@ -575,10 +577,10 @@ GGUF_BASE = replace(
     activation="relu",
 )
 GGUF_CONFIGS = {
-    "nemotron": replace(GGUF_BASE, activation="relu2", rope=RopeConfig(theta=20000.0, dim=HEAD_DIM // 2)),
-    "falcon": replace(GGUF_BASE, architecture="falcon", parallel=True, shared_norm=True),
-    "opt": replace(OPT, name="Tiny"),
-    "bamboo": replace(
+    "nemotron": changed(GGUF_BASE, activation="relu2", rope=RopeConfig(theta=20000.0, dim=HEAD_DIM // 2)),
+    "falcon": changed(GGUF_BASE, architecture="falcon", parallel=True, shared_norm=True),
+    "opt": changed(OPT, name="Tiny"),
+    "bamboo": changed(
         GGUF_BASE,
         architecture="bamboo",
         gated=True,
@@ -592,7 +594,7 @@ GGUF_CONFIGS = {
 @pytest.mark.parametrize(("architecture", "two_norms"), [(n, False) for n in GGUF_CONFIGS] + [("falcon", True)])
 def test_gguf_files(tmp_path: Path, architecture: str, two_norms: bool) -> None:
     checkpoint, taken = read(family_gguf(architecture, two_norms).write(tmp_path / "m.gguf"))
-    assert checkpoint.config == replace(
+    assert checkpoint.config == changed(
         GGUF_CONFIGS[architecture], shared_norm=architecture == "falcon" and not two_norms
     )
     expected = family_weights(architecture, two_norms)
@@ -674,7 +676,7 @@ def test_gguf_files_say_their_activation(tmp_path: Path) -> None:
         for key, kind, value in entries:
             builder.put(f"{architecture}.{key}", kind, value)
         config = open_checkpoint(builder.write(path)).config
-        return config.activation, config.activation_threshold
+        return config.activations, config.layers[0].ffn.threshold
 
     for name in ("silu", "relu", "relu2", "drelu"):
         assert activation("llama", ("hidden_act", STRING, name)) == (name, 0.0)

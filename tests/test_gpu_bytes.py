@@ -30,7 +30,7 @@ from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware.description import NO_GPU, load  # noqa: E402
-from powerinfer.hybrid.ffn import HybridFfn, hang_neurons  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
@@ -45,15 +45,13 @@ from powerinfer.sparsity.selection import select  # noqa: E402
 CONTEXT, CHUNK, REQUESTS = 96, 48, 3
 OPTIONS: dict[str, Any] = {"threads": 1, "context": CONTEXT, "prefill_chunk": CHUNK, "max_batch": REQUESTS}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), quantize: str | None = None) -> Path:
     """The same path, with bundles and a profile beside it."""
     checkpoint = open_checkpoint(path, quantize)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.d_ff), {})
+    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn), {})
     return path
 
 
@@ -96,17 +94,16 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
     engine = EngineConfig(**OPTIONS, kv_type=plan.request.kv_type, selector=plan.request.selector)
     selection, pages = select(checkpoint, engine), -(-CONTEXT // cpu.PAGE)
     assert selection.bundles is not None
-    executor = load_split(
-        Resolved(checkpoint, engine, selection, "cpu", "", plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages)
-    )
+    stage = None
+    if plan.staging:
+        stage = Stage(torch.device("cpu"), plan.staging)
+        stage.least = CHUNK
+    placement = plan.placement(plan.request.profile)
+    split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors, stage=stage)
+    given = plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages
+    executor = load_split(Resolved(checkpoint, engine, selection, "cpu", "", *given), split)
     try:
-        placement = plan.placement(plan.request.profile)
-        stage = None
-        if plan.staging:
-            stage = Stage(executor.gpu.device, plan.staging)
-            stage.least = CHUNK
-        own = executor.cpu, executor.gpu, selection.bundles, placement
-        yield executor, hang_neurons(*own, predictors=selection.predictors, stage=stage)
+        yield executor, split.ffns
     finally:
         executor.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,9 @@ from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
+from powerinfer.devices.recording import Recorder, Run, State  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
-from powerinfer.devices.step import Operator, Recorder, Run, State  # noqa: E402
+from powerinfer.devices.step import Operator  # noqa: E402
 from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
@@ -46,8 +47,6 @@ from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.request import SamplingParams  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine_of(**options: Any) -> EngineConfig:
@@ -64,9 +63,9 @@ ALL = on_gpu(head=True)
 
 
 @contextmanager
-def opened(path: Path, share: dict[str, Any], bundled: bool = False, **options: Any) -> Iterator[SplitExecutor]:
+def opened(path: Path, share: dict[str, Any], split: Any = None, **options: Any) -> Iterator[SplitExecutor]:
     engine = engine_of(**options)
-    executor = load_split(Resolved(open_checkpoint(path, engine.quantize), engine, **share), bundled=bundled)
+    executor = load_split(Resolved(open_checkpoint(path, engine.quantize), engine, **share), split)
     try:
         yield executor
     finally:
@@ -223,10 +222,8 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
     truth, made, shown = Truth(case_named(name), "folder", tmp_path), [], []
     runs = []
     for recorder in (None, stand_in_recorder(made)):
-        with opened(truth.path, ALL, bundled=True) as executor:
-            matrices = open_checkpoint(truth.path)
-            for layer in executor.gpu.neuron_layers:
-                Halves(executor.gpu, matrices, layer, shown)
+        split = partial(Halves, open_checkpoint(truth.path), shown)
+        with opened(truth.path, ALL, split=split) as executor:
             executor.gpu.record(recorder)
             pages = families.scattered_pages(executor, 3)
             runs.append([families.run_chunks(executor, truth.texts[0], [3] * 20 + [1] * 15, pages[0])])
@@ -336,13 +333,14 @@ def test_quantised_weights(kind: str, tmp_path: Path) -> None:
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the tensors that are read meanwhile."""
+def counted(monkeypatch: pytest.MonkeyPatch, other: Checkpoint) -> Iterator[list[str]]:
+    """The names of the tensors that are read meanwhile, from another checkpoint than `other`."""
     read: list[str] = []
     take = Checkpoint.take
 
     def counting(self: Checkpoint, name: str) -> Any:
-        read.append(name)
+        if self is not other:
+            read.append(name)
         return take(self, name)
 
     with monkeypatch.context() as patch:
@@ -364,18 +362,15 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
     for block in blocks.get(case.base, lambda: truth.model.model.layers)():
         residual_of(case, block).register_forward_pre_hook(keep)
     families.logits(truth.model, truth.texts[0])
-    with counted(monkeypatch) as read, opened(truth.path, on_gpu(2), bundled=True) as executor:
+    matrices, shown = open_checkpoint(truth.path), []
+    split = partial(Halves, matrices, shown)
+    with counted(monkeypatch, matrices) as read, opened(truth.path, on_gpu(2), split=split) as executor:
         names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
         assert names == {
             f"layers.2.{part}" for part in (("gate",) if executor.gpu._config.gated else ()) + ("up", "down")
         }
-        assert executor.gpu.neuron_layers == [0, 1] and executor.gpu.memory()["ffn"] == 0
+        assert executor.gpu.memory()["ffn"] == 0
         pages = families.scattered_pages(executor, 1)[0]
-        matrices, shown = open_checkpoint(truth.path), []
-        with pytest.raises(AssertionError, match="nobody sums the neurons of layer 0"):
-            families.run_chunks(executor, truth.texts[0], [1], pages)
-        for layer in executor.gpu.neuron_layers:
-            Halves(executor.gpu, matrices, layer, shown)
         ours = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages)
     truth.check(ours)
     assert [layer for layer, _ in shown] == [0, 1]
@@ -384,31 +379,38 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 class Halves:
-    """Sums a layer's neurons in two parts, the second of which is launched anew in every step."""
+    """A layer's neurons as two parts, the second of which is launched anew in every step."""
 
     def __init__(
-        self, layers: GpuLayers, checkpoint: Checkpoint, layer: int, shown: list[tuple[int, np.ndarray]]
+        self,
+        checkpoint: Checkpoint,
+        shown: list[tuple[int, np.ndarray]],
+        cpu: CpuExecutor,
+        layers: GpuLayers,
+        layer: int,
+        biases: Sequence[np.ndarray | None],
     ) -> None:
-        config = checkpoint.config
-        biases, half = layers.ffn_biases(layer), config.d_ff // 2
-        parts = ("gate", "up", "down") if config.gated else ("up", "down")
-        values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in parts}
+        config = checkpoint.config.layers[layer].ffn
+        values = {part: np.array(checkpoint.take(f"layers.{layer}.{part}").float32()) for part in config.matrices}
         values["down"] = np.ascontiguousarray(values["down"].T)
-        self.parts = []
-        for own in (slice(0, half), slice(half, None)):
+        self.layer, self.shown, self.parts = layer, shown, []
+        for own in (slice(0, config.size // 2), slice(config.size // 2, None)):
             weights = {part: weight(matrix[own]) for part, matrix in values.items()}
-            own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases]
-            about = (config.activation, config.activation_threshold)
+            own_biases = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases[:2]]
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
+            about = config.activation, config.threshold
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 
-        show = Operator("show", layer, lambda step: shown.append((layer, step.x.clone().numpy())))
-        first, second = (Operator("half", layer, partial(self._add, part)) for part in self.parts)
-        layers.hang(layer, [show], [first, replace(second, static=False)])
+    def begin(self) -> list[Operator]:
+        return [Operator("show", self.layer, lambda step: self.shown.append((self.layer, step.x.clone().numpy())))]
+
+    def finish(self) -> list[Operator]:
+        first, second = (Operator("half", self.layer, partial(self._add, part)) for part in self.parts)
+        return [first, replace(second, static=False)]
 
     @staticmethod
     def _add(part: gpu.Neurons, step: Any) -> None:
-        step.add(gpu.neuron_sum(part, step.read)[0])
+        step.add_part(gpu.neuron_sum(part, step.read)[0])
 
 
 def weight(values: np.ndarray) -> gpu.Weight:

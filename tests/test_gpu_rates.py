@@ -44,8 +44,6 @@ LITTLE = GpuEffort(1 << 17, (128, 192), (64, 64), ((64, 64), (128, 64)), 128, 3,
 ONE = EngineConfig(threads=1)
 CONTEXT = 128
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -238,7 +236,7 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
     if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
         assert measure.gpu_beside(EngineConfig(), said.append) is None
-        assert len(said) == 1 and "the GPU is left out: " in said[0]
+        assert len(said) == 1 and "the GPU is not used: " in said[0]
         with pytest.raises(RequestError):
             measure.gpu_beside(EngineConfig(gpu="cuda"), said.append)
 
@@ -250,7 +248,7 @@ def test_the_command(cache: Path, rates: GpuRates) -> None:
     document = json.loads(shown.stdout.splitlines()[-1])
     assert not document["measured"] and document["hardware"]["sync_us"] == made.sync_us
     assert document["hardware"]["gpu"]["dense_gb_s"] == dict(rates.device.dense_gb_s)
-    assert "stand-in for a GPU" in shown.stderr and "a layer of both waits" in shown.stderr
+    assert "stand-in for a GPU" in shown.stderr and "synchronisation of a layer" in shown.stderr
     assert "there is no device" in error_line(powerinfer("measure", "--gpu", "tpu"), 2)
 
 

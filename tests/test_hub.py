@@ -120,7 +120,7 @@ def test_pips_own_complaint_becomes_the_error(cache: Path, index: Path) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(PowerInferError, match="POWERINFER_CACHE chooses another folder"):
+    with pytest.raises(PowerInferError, match="POWERINFER_CACHE selects another folder"):
         hub.resolve_model("tiny")
 
 

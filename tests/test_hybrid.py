@@ -22,8 +22,8 @@ from test_sparse import RELU, case_named, model_of, one_by_one, packed, predicto
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.devices.recording import cuda_graphs  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
-from powerinfer.devices.step import cuda_graphs  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
@@ -33,7 +33,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hybrid import ffn as hybrid  # noqa: E402
 from powerinfer.hybrid.adjust import trades  # noqa: E402
-from powerinfer.hybrid.ffn import HybridFfn, HybridSparsity, hang_neurons  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, HybridSparsity, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
@@ -42,19 +42,14 @@ from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
 from powerinfer.sparsity.selectors import Exact, Threshold  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 def placed(config: Any, share: float, seed: int = 0) -> Placement:
     """Any neurons, one by one, with this chance to rest on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
-    tiers = tuple(
-        np.where(rng.random(config.d_ff) < share, Tier.GPU, Tier.CPU).astype(np.int8) for _ in range(config.n_layers)
-    )
-    return Placement(config.d_ff, 1, tiers)
+    tiers = tuple(np.where(rng.random(size) < share, Tier.GPU, Tier.CPU).astype(np.int8) for size in config.ffn_sizes)
+    return Placement(config.widest_ffn, 1, tiers)
 
 
 @contextmanager
@@ -78,10 +73,10 @@ def split(
     selector = Exact() if most is None else Threshold(max(most), tuple(most))
     selection = Selection(selector, "a test", bundles, predictors)
     whole = head and gpu_layers == config.n_layers
-    executor = load_split(Resolved(checkpoint, engine, selection, device, "", gpu_layers, whole))
+    parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
+    executor = load_split(Resolved(checkpoint, engine, selection, device, "", gpu_layers, whole), parts)
     try:
-        parts = executor.cpu, executor.gpu, bundles, placed(config, share)
-        yield executor, hang_neurons(*parts, most=selection.threshold, predictors=predictors, stage=stage)
+        yield executor, parts.ffns
     finally:
         executor.close()
 
@@ -128,7 +123,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int
 
 def predictor_of(config: Any, threshold: float = 0.0, floor: int = 0) -> Any:
     def weights(layer: int) -> tuple[Predictor, RawTensor, RawTensor]:
-        parts = predictor_weights(config.d_model, config.d_ff, layer)
+        parts = predictor_weights(config.d_model, config.widest_ffn, layer)
         raw = [RawTensor("F16", part.shape, part.astype(np.float16).view(np.uint8).reshape(-1)) for part in parts]
         return Predictor(len(parts[0]), threshold, floor), *raw
 
@@ -168,12 +163,12 @@ def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) 
         sparsity = HybridSparsity("predicted", executor, ffns)
         counts = executor.cpu.bundled_counts(1)
         assert counts["tokens"] == 4 * len(tokens)
-        assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.d_ff
+        assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.config.widest_ffn
         executor.cpu.clear_bundled_counts()
         with sparsity.suspended():
             assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
         counts = executor.cpu.bundled_counts(1)
-        assert counts["candidates"] == counts["tokens"] * executor.cpu.d_ff
+        assert counts["candidates"] == counts["tokens"] * executor.cpu.config.widest_ffn
         whole = families.run_chunks(executor, tokens, [len(tokens)], pages)
         assert families.rms(whole - truth) <= allowed and executor.cpu.bundled_counts(1) == counts  # a prompt
 
@@ -428,9 +423,9 @@ def test_who_comes_takes_the_memory_of_who_leaves(types: tuple[str, str], tmp_pa
     with split(path, 0.5, 2, False) as (executor, ffns):
         first, before = one_by_one(executor, tokens), [ffn.hot for ffn in ffns]
         for ffn in ffns:  # the CPU has none of the first group then, and so not the scales that it shares
-            memory = ffn._memory.ctypes.data
+            memory = ffn._cpu_part._memory.ctypes.data
             ffn.place(np.arange(len(ffn.hot), dtype=np.int32))
-            assert ffn._memory.ctypes.data == memory and ffn.cold[0] >= 32
+            assert ffn._cpu_part._memory.ctypes.data == memory and ffn.cold[0] >= 32
         assert families.rms(one_by_one(executor, tokens) - first) < 0.05 * families.rms(first)
         for ffn, hot in zip(ffns, before, strict=True):
             ffn.place(hot)

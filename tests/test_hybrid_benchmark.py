@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,6 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def measured(out: Path, *more: object, run: Callable[..., Any] = compare.run) -> dict[str, Any]:

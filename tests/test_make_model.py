@@ -201,7 +201,7 @@ def test_both_formats_hold_the_same_model(kind: str, tmp_path: Path) -> None:
     for one, other in zip(of_gguf.layers, of_folder.layers, strict=True):
         assert np.abs(one.counts - other.counts).sum() <= 1e-4 * one.counts.size * one.tokens
     one, other = (open_checkpoint(tmp_path / name) for name in ("model.gguf", "model"))
-    assert one.config.activation == other.config.activation == made.activation
+    assert one.config.activations == other.config.activations == made.activation
     text = "the rain\nin Spain, 2024 ÄÖ<|eos|>"
     assert one.tokenizer().encode(text) == other.tokenizer().encode(text)
     assert one.tokenizer().decode(one.tokenizer().encode(text), skip_special=False) == text

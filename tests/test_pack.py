@@ -74,7 +74,7 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         wrong = whole = 0.0
         for layer in range(model.config.n_layers):
             values, own = expected(model, part, layer, part_type)
-            assert np.array_equal(unpacked(made.bundles, model.config.d_ff, part, layer), values), (part, layer)
+            assert np.array_equal(unpacked(made.bundles, model.config.widest_ffn, part, layer), values), (part, layer)
             wrong += np.square(values.astype(np.float64) - own).sum()
             whole += np.square(own, dtype=np.float64).sum()
         assert error == pytest.approx(np.sqrt(wrong / whole), rel=1e-9)
@@ -565,7 +565,7 @@ def test_inspect_shows_what_is_prepared(tiny: Path, capsys: pytest.CaptureFixtur
     made = document(capsys, "pack", "-m", str(tiny), "--down-type", "q8_0")
     model = open_checkpoint(tiny)
     layers = [Predictor(8, -0.5, 0), Predictor(16, 0.25, 5)]
-    d_model, d_ff = model.config.d_model, model.config.d_ff
+    d_model, d_ff = model.config.d_model, model.config.widest_ffn
     weights = [(np.ones((one.rank, d_model), np.float32), np.ones((d_ff, one.rank), np.float32)) for one in layers]
     path = write_predictor(model, None, "BF16", layers, weights)
     shown = document(capsys, "inspect", "-m", str(tiny))["prepared"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_file import n_groups
@@ -41,28 +41,15 @@ class Case:
 
     def executor(self, neurons: np.ndarray, threads: int) -> CpuExecutor:
         """One FFN of these neurons between the rows of an embedding and a head that shows the residual stream."""
-        config = ModelConfig(
-            "sample",
-            1,
-            D_MODEL,
-            1,
-            1,
-            16,
-            D_FF,
-            D_MODEL,
-            64,
-            1e-5,
-            RopeConfig(dim=16),
-            activation="relu",
-            ffn_bias=True,
-        )
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
+        config = ModelConfig("sample", D_MODEL, 1, 1, 16, D_MODEL, 64, 1e-5, uniform(2, layer))
         executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), np.ones(8, np.float32), 1.0)
         table = np.zeros((D_MODEL, D_MODEL), np.float32)
         table[:TOKENS] = self.w["x"]
         executor.embed(half(table))
         gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
         biases = (self.bias["gate"][neurons], self.bias["up"][neurons], None)
-        executor.ffn(None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
+        executor.ffn(0, None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
         nbytes, _ = cpu.part_bytes("F16", D_MODEL)
         layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
         bundles = np.zeros((n_groups(len(neurons)), layout.group_bytes), np.uint8)
@@ -131,8 +118,8 @@ def test_shapes_that_do_not_go_together() -> None:
         ("more neurons than d_ff", (wide_up, wide_up, wide_down)),
     ):
         with pytest.raises(ValueError, match=message):
-            executor.ffn(None, *matrices)
-    executor.ffn(None, few_up, few_up, few_down)
+            executor.ffn(1, None, *matrices)
+    executor.ffn(1, None, few_up, few_up, few_down)
     nbytes, _ = cpu.part_bytes("F16", D_MODEL)
     layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
     for neurons, rows in ((64, 32), (32, 64)):

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configs import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama
 from test_cli import error_line, powerinfer
 
 from powerinfer.cli.common import read_size
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.hardware.description import Hardware, load, save
@@ -37,9 +38,8 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def small_model(layers: int = 3, d_ff: int = 256, gated: bool = True, predictors: bool = True) -> Model:
-    config = ModelConfig(
-        "llama", layers, 512, 8, 8, 64, d_ff, 1000, 512, 1e-5, RopeConfig(dim=64), activation="relu", gated=gated
-    )
+    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), FfnConfig(d_ff, "relu", gated=gated))
+    config = ModelConfig("llama", 512, 8, 8, 64, 1000, 512, 1e-5, uniform(layers, layer))
     model = described_model(config, "f16", "small", 0.07 if predictors else 0.0)
     assert bool(model.predictors) is predictors
     return model
@@ -61,7 +61,7 @@ def request_of(
     model: Model, profile: Profile | None = None, hardware: Hardware | None = None, **more: Any
 ) -> PlanRequest:
     config = model.config
-    profile = profile or profile_of(config.n_layers, config.d_ff)
+    profile = profile or profile_of(config.n_layers, config.widest_ffn)
     given = {"context": 64, "chunk": 32, "selector": "predicted" if model.predictors else "exact"} | more
     return PlanRequest(model, profile, hardware or machine(4 * GIB), **given)
 
@@ -208,10 +208,10 @@ def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: flo
     """ilp has the most activations on the GPU, time the fastest step, with room for that share of the neurons."""
     shape = SHAPES[name]
     model = described_model(shape.config, "q4_0", name, shape.predictor)
-    profile = assumed_profile(shape.law, shape.config.n_layers, shape.config.d_ff)
+    profile = assumed_profile(shape.law, shape.config.n_layers, shape.config.widest_ffn)
     big = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=1 << 40))
     request = PlanRequest(model, profile, big, context=2048, selector="predicted")
-    groups = round(share * shape.config.n_layers * shape.config.d_ff / GROUP)
+    groups = round(share * shape.config.n_layers * shape.config.widest_ffn / GROUP)
     made = make_plan(with_groups(request, groups))
     check(made)
     others = made.others
@@ -311,7 +311,7 @@ def test_the_order_of_claim() -> None:
 
 def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
     """Scales of Q4_0X32: once for every group of 32 neurons that has one there, however few these are."""
-    config = replace(small_model(layers=2, d_ff=512).config, d_ff=512)
+    config = small_model(layers=2, d_ff=512).config
     model = described_model(config, "q4_0", "small", 0.0)
     assert model.bundles.shared_bytes == 2 * 512 == model.gpu_shared
     request = with_groups(request_of(model, hardware=machine(4 * GIB, sync_us=3), policy="greedy"), 5)
@@ -356,7 +356,7 @@ def test_insisting_on_a_gpu_that_is_slow() -> None:
 def test_neurons_do_not_wait_for_attention_beside_them() -> None:
     model = small_model()
     hardware = machine(4 * GIB, sync_us=0.0)
-    beside = described_model(replace(model.config, parallel=True, shared_norm=True), "f16", "small", 0.07)
+    beside = described_model(changed(model.config, parallel=True, shared_norm=True), "f16", "small", 0.07)
     plans = [
         make_plan(with_groups(request_of(one, hardware=hardware), 3, policy="greedy", insist=True))
         for one in (model, beside)
@@ -405,7 +405,7 @@ def test_ram_beside_whole_layers() -> None:
     alone = make_plan(request_of(model, selector="all", vram=0, requests=4))
     assert alone.claims.panels and beside(0) == sum(alone.bytes["cpu"].values())
     layer = sum(one.panels for one in (*model.attention[0], *model.ffn[0])) + model.kv_bytes("f16", 64, 1)
-    layer += model.layer_vectors(dense=True) - 2 * 8 * model.config.d_ff
+    layer += model.layer_vectors(dense=True) - 2 * 8 * model.config.widest_ffn
     assert beside(1) - beside(2) == beside(2) - beside(3) == layer
     assert beside(3) - beside(3, True) == model.head.panels
     assert beside(0) - beside(1) < layer - 7 * MIB
@@ -852,7 +852,7 @@ llm = LLM({str(smollm2)!r}, selector="all", context=1024, max_batch=1, threads=2
 llm.generate([[i % 5000 + 100 for i in range(1000)]], SamplingParams(max_tokens=16, temperature=0))
 status = open("/proc/self/status").read()
 model = checkpoint_model(llm.checkpoint)
-profile = assumed_profile(Law(1.0, 0.8), model.config.n_layers, model.config.d_ff)
+profile = assumed_profile(Law(1.0, 0.8), model.config.n_layers, model.config.widest_ffn)
 machine = dataclasses.replace(load("pc-low"), gpu=None)
 made = make_plan(PlanRequest(model, profile, machine, context=1024, selector="all"))
 rss = int(status.split("VmHWM:")[1].split()[0]) * 1024

@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_cold_neurons_are_cut_out(model: Path) -> None:
     checkpoint = open_checkpoint(model)
-    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.d_ff
+    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.widest_ffn
     cold = [np.arange(layer, d_ff, 3, dtype=np.int32) for layer in range(layers)]
     cut: Any = predictions.ColdCheckpoint(open_checkpoint(model), cold, down=True)
     for layer in range(layers):

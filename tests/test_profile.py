@@ -77,7 +77,7 @@ def test_the_profile_is_what_plain_loops_count(name: str, tmp_path: Path, corpor
     assert one.corpora == ("corpus1.txt", "corpus2.txt") and one.tokens == windows.tokens
     samples = open_samples(checkpoint)
     assert samples.rows == one.tokens and samples.windows.tolist() == list(range(0, one.tokens, WINDOW))
-    d_ff = checkpoint.config.d_ff
+    d_ff = checkpoint.config.widest_ffn
     for layer in range(checkpoint.config.n_layers):
         x, fires = inputs(path, windows.ids, layer)
         h, _, close = products(checkpoint, layer, x.reshape(len(fires), -1))
@@ -116,7 +116,7 @@ def inputs(path: Path, ids: np.ndarray, layer: int) -> tuple[np.ndarray, np.ndar
                 one, zero = np.array([token], np.int32), np.zeros(1, np.int32)
                 executor.forward(Batch(one, zero + at, zero, np.array([[0, 1]], np.int32), np.empty(0, np.int32)))
     executor.close()
-    bits = np.unpackbits(np.concatenate(active), axis=1, count=checkpoint.config.d_ff, bitorder="little")
+    bits = np.unpackbits(np.concatenate(active), axis=1, count=checkpoint.config.widest_ffn, bitorder="little")
     return np.concatenate(x), bits.astype(bool)
 
 

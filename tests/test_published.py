@@ -46,9 +46,11 @@ def stored_as(builder: Builder, type_id: int, name: str, *inner: str) -> Builder
 def test_models(tmp_path: Path, architecture: str, two_norms: bool) -> None:
     checkpoint = open_checkpoint(family_gguf(architecture, two_norms, published=True).write(tmp_path / "m.gguf"))
     config = checkpoint.config
-    assert (config.architecture, config.activation) == (architecture, ARCHITECTURES[architecture])
-    assert config.gated == (architecture in ("llama", "bamboo")) and config.parallel == (architecture == "falcon")
-    assert config.rope.interleaved == config.gated and config.shared_norm == (
+    assert (config.architecture, config.activations) == (architecture, ARCHITECTURES[architecture])
+    assert config.gated == (architecture in ("llama", "bamboo")) and config.layers[0].parallel == (
+        architecture == "falcon"
+    )
+    assert all(rope.interleaved == config.gated for rope in config.ropes) and config.layers[0].shared_norm == (
         architecture == "falcon" and not two_norms
     )
     plain = family_gguf(architecture, two_norms).put(f"{architecture}.hidden_act", STRING, ARCHITECTURES[architecture])

@@ -26,8 +26,6 @@ from powerinfer.evaluate import perplexity  # noqa: E402
 
 SHAPE = Shape(d_model=48, d_ff=80, n_layers=3, n_heads=4, n_kv_heads=2, vocab=300, context=64)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def checkpoint(shape: Shape = SHAPE, seed: int = 1) -> bytes:
     """A llama2.c checkpoint with random weights, then its tokenizer, both as its exporter writes them."""
@@ -124,7 +122,7 @@ def test_the_engine_computes_what_torch_does(activation, tmp_path: Path):
     truth = model.logits(model.states(rows))[0].detach().numpy()
     found = []
     with LLM(path, threads=1, kv_type="f32", trial=False) as llm:
-        assert llm.config.activation == activation
+        assert llm.config.activations == activation
         llm.score(rows[0].tolist(), 0, lambda at, logits: found.append(logits.copy()))
     np.testing.assert_allclose(np.concatenate(found), truth, rtol=0, atol=2e-5 * np.abs(truth).max())
 
@@ -298,7 +296,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     again = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if make(*names) == both}
     assert again == kept, "nothing is written where everything is there"
     with LLM(tmp_path / f"{names[1]}-F16.gguf", threads=1) as llm:
-        assert llm.config.activation == "drelu"
+        assert llm.config.activations == "drelu"
 
 
 def test_a_text_of_less_than_a_batch_is_refused():

@@ -237,8 +237,8 @@ def test_what_training_measured(opened: Checkpoint, tmp_path: Path) -> None:
     report = write_report(replace(found, predictor=replace(found.predictor, value=value)), tmp_path / "out")
     is_a_plot((tmp_path / "out" / "recall.png").read_bytes())
     text = read(report.page).text
-    assert "They are 6.2 % of the model. On 1,234 tokens that training did not see" in text
-    assert "named 98.9 % of the neurons that fired, where 98.5 % was asked for, and 20 % of all neurons." in text
+    assert "They are 6.2 % of the model. On 1,234 held-out tokens" in text
+    assert "selected 98.9 % of the neurons that fired, where 98.5 % was the target, and 20 % of all neurons." in text
     assert "In 1 of 2 layers the training-free baseline was as good." in text and "99.1 % 50 % 20 % training" in text
 
 
@@ -277,7 +277,7 @@ def test_what_is_stale_is_not_shown(model: Path, tmp_path: Path, undrawn: None) 
     os.symlink(f"{model}.powerinfer", f"{path}.powerinfer")
     found = findings(open_checkpoint(path))
     assert all(one.value is None for one in found)
-    with pytest.raises(RequestError, match="nothing is known"):
+    with pytest.raises(RequestError, match="nothing is prepared"):
         write_report(found, tmp_path / "out")
     os.unlink(f"{path}.powerinfer")
     give_profile(path)
@@ -290,7 +290,7 @@ def test_what_is_stale_is_not_shown(model: Path, tmp_path: Path, undrawn: None) 
 def test_nothing_is_known(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "tiny.gguf")
     line = error_line(powerinfer("report", "-m", str(path)))
-    assert f"`powerinfer profile -m {path}` begins" in line
+    assert f"start with `powerinfer profile -m {path}`" in line
     assert [one.name for one in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
@@ -415,7 +415,7 @@ def test_plans_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_plan_of_another_model_is_refused(opened: Checkpoint) -> None:
     other = plan_from(layers=a_plan()["layers"] * 2)
-    with pytest.raises(RequestError, match="4 layers of 96 neurons, and Tiny has 2 of 96"):
+    with pytest.raises(RequestError, match="4 layers of 96 neurons, but Tiny has 2 of 96"):
         with_plan(findings(opened), other, Path("other.json"), opened)
 
 

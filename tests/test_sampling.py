@@ -216,7 +216,7 @@ def test_wrong_parameters_are_refused_by_name(options: dict[str, object], named:
 def test_parameters_are_normalised() -> None:
     params = SamplingParams(stop="end", logit_bias={"7": 2})  # type: ignore[dict-item]
     assert params.stop == ("end",) and params.logit_bias == {7: 2.0}
-    with pytest.raises(RequestError, match="logit_bias names token 7, but the model has 7 tokens"):
+    with pytest.raises(RequestError, match="logit_bias has token 7, but the model has 7 tokens"):
         Sampler(params, 7)
 
 

@@ -46,7 +46,7 @@ def test_opt_175b_to_the_byte() -> None:
     model = described_model(SHAPES["opt-175b"].config, "f16")
     assert sum(one.stored for one in model.attention[0]) == 4 * 12288 * 12288 * 2
     assert model.bundles.stride == 2 * 2 * 12288 and len(model.attention) == 96
-    assert sum(one.stored for one in model.ffn[0]) == model.config.d_ff * model.bundles.stride
+    assert sum(one.stored for one in model.ffn[0]) == model.config.widest_ffn * model.bundles.stride
     assert model.tables == 2 * 12288 * (50272 + 2050) and model.head.stored == 2 * 12288 * 50272
     assert model.kv_bytes("f16", 2048, 1) == 2048 * 2 * 2 * 12288
     assert model.kv_bytes("f16", 2049, 2) == 2 * (2048 + cpu.PAGE) * 2 * 2 * 12288, "whole pages"
@@ -102,7 +102,7 @@ def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:
     model = checkpoint_model(checkpoint)
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     assert model.bundles == bundles.layout
-    assert model.bundles.stride * model.config.d_ff * model.config.n_layers == bundles.nbytes
+    assert model.bundles.stride * model.config.widest_ffn * model.config.n_layers == bundles.nbytes
     assert sum(one.stored for pair in model.predictors for one in pair) == open_predictor(checkpoint).nbytes
     assert model.named == (shapes.NAMED,) * model.config.n_layers
 
@@ -152,11 +152,11 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
     pack(checkpoint, None, choose_types(checkpoint, *types))
     model, bundles = checkpoint_model(checkpoint), open_bundles(checkpoint, None, cpu.part_bytes)
     config, biases = checkpoint.config, [None, None]
-    if config.ffn_bias:
-        biases[1] = np.zeros(config.d_ff, np.float32)
-    for index in ([0], [1, 31, 40], range(config.d_ff)):
+    if config.layers[0].ffn.bias:
+        biases[1] = np.zeros(config.widest_ffn, np.float32)
+    for index in ([0], [1, 31, 40], range(config.widest_ffn)):
         some = np.array(index, np.int32)
-        held = gpu.resident(bundles.layout, bundles.layers[0], some, torch.device("cpu"), config, biases)
+        held = gpu.resident(bundles.layout, bundles.layers[0], some, torch.device("cpu"), config.layers[0].ffn, biases)
         groups = len(np.unique(some // BUNDLE_GROUP))
         assert held.nbytes + 8 * len(some) == len(some) * model.gpu_neuron + groups * model.gpu_shared, index
 
@@ -192,7 +192,7 @@ def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
     file.write_text(json.dumps(tiny_config("llama", hidden_act="relu")))
     for given in (str(file), str(tmp_path)):
         found = find_shape(given)
-        assert found.config.activation == "relu" and found.law == FAMILIES["reglu-7b"]
+        assert found.config.activations == "relu" and found.law == FAMILIES["reglu-7b"]
     with pytest.raises(RequestError, match=r"neither a config.json nor one of opt-6.7b, "):
         find_shape("mixtral-8x7b")
 

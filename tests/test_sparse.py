@@ -200,7 +200,7 @@ def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None
     tokens = families.prompt(case)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    d_model, d_ff, layers = (getattr(checkpoint.config, size) for size in ("d_model", "d_ff", "n_layers"))
+    d_model, d_ff, layers = (getattr(checkpoint.config, size) for size in ("d_model", "widest_ffn", "n_layers"))
     weights = [predictor_weights(d_model, d_ff, layer) for layer in range(layers)]
     write_predictor(checkpoint, None, "F16", [Predictor(RANK, 0.0, 0)] * layers, weights)
 
@@ -255,7 +255,7 @@ def test_a_floor_of_candidates(tmp_path: Path) -> None:
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.d_ff
+    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.widest_ffn
     weights = [predictor_weights(checkpoint.config.d_model, d_ff, layer) for layer in range(layers)]
     for floor in (0, 1, 7, d_ff):
         write_predictor(checkpoint, None, "F16", [Predictor(RANK, 1e5, floor)] * layers, weights)
@@ -359,7 +359,7 @@ def test_files_of_powerinfer_bring_their_own_predictors(architecture: str, tmp_p
                 assert sparsity is not None
                 report = sparsity.report()
                 assert 0 < report["candidate_fraction"] < 1 and 0 < report["recall"] < 1
-                d_ff, d_model = checkpoint.config.d_ff, checkpoint.config.d_model
+                d_ff, d_model = checkpoint.config.widest_ffn, checkpoint.config.d_model
                 inner = checkpoint.take("layers.0.predictor_in")
                 weights = inner.data.nbytes + checkpoint.take("layers.0.predictor_out").data.nbytes
                 read = report["layers"][0]["bytes_per_token"]

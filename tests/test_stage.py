@@ -41,8 +41,6 @@ from powerinfer.placement.solver import GROUP  # noqa: E402
 CPU = torch.device("cpu")
 TOKENS = 37  # more than those whose products read a weight once
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def of_groups(bundles: Bundles, groups: int) -> int:
     """Bytes of a buffer that holds so many whole groups."""
@@ -54,7 +52,7 @@ def streamed(stage: Stage, bundles: Bundles, cold: np.ndarray, x: np.ndarray, mo
         buffer.fill_(255)  # no number in any type
     total = torch.zeros(x.shape)
     kept = gather(bundles.layout, bundles.groups, cold)
-    stage.add_sum(total, torch.from_numpy(x), bundles.layout, kept, bundles.config, bundles.biases, most)
+    stage.add_sum(total, torch.from_numpy(x), bundles.layout, kept, bundles.config.layers[0].ffn, bundles.biases, most)
     return total
 
 
@@ -249,7 +247,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
     allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layout, checkpoint.config.d_ff
+    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layout, checkpoint.config.widest_ffn
     for share in (0.0, 0.5, 1.0):
         stage = Stage(CPU, buffer_bytes(layout, d_ff, 1 << 15))
         with split(path, share, stage=stage) as (executor, _):

@@ -102,9 +102,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return give_samples(few_directions(tmp_path_factory.mktemp("few") / "m.gguf", 12))
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def copied(model: Path, folder: Path) -> Path:
     """The model with its samples, in another folder."""
     target = folder / model.name
@@ -312,7 +309,7 @@ def test_minus_zero_reaches_a_threshold_of_zero() -> None:
 
 
 @given(rows=st.integers(MIN_ROWS, 5000), data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_rows_are_held_out(rows: int, data: st.DataObject) -> None:
     starts = data.draw(st.lists(st.integers(1, rows - 1), unique=True, max_size=60))
     windows = np.array([0, *sorted(starts)])

@@ -102,7 +102,7 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
     def take(name: str) -> np.ndarray:
         return checkpoint.take(f"layers.{layer}.{name}").float32().astype(np.float64)
 
-    norm = "attn_norm" if config.shared_norm else "ffn_norm"
+    norm = "attn_norm" if config.layers[layer].shared_norm else "ffn_norm"
     bias = take(f"{norm}_bias") if config.norm == "layer" else None
     n = (
         reference.rms_norm(x, take(norm), config.norm_eps)
@@ -110,9 +110,9 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
         else reference.layer_norm(x, take(norm), bias, config.norm_eps)
     )
     first = take("gate" if config.gated else "up")
-    inner = n @ first.T + (take("up_bias") if config.ffn_bias else 0.0)
+    inner = n @ first.T + (take("up_bias") if config.layers[layer].ffn.bias else 0.0)
     bound = 4 * config.d_model * EPS * (np.abs(n) @ np.abs(first).T + 1)
-    act, limit = config.activation, config.activation_threshold
+    act, limit = config.activations, config.layers[layer].ffn.threshold
     a = reference.activate("relu" if act == "drelu" else act, inner, None, limit)
     h = reference.activate(act, inner, n @ take("up").T if config.gated else None, limit)
     close = np.abs(inner - limit) <= bound
@@ -131,7 +131,7 @@ def test_who_fires_is_what_numpy_says(name: str, d_ff: int, tmp_path: Path, monk
     monkeypatch.setattr(model_files, "FF", d_ff)
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         seen = look(executor)
-        assert checkpoint.config.d_ff == d_ff
+        assert checkpoint.config.widest_ffn == d_ff
         for layer in range(checkpoint.config.n_layers):
             h, _, close = products(checkpoint, layer, seen.inputs(layer))
             fires = unpacked(seen.active(layer), d_ff)
@@ -172,7 +172,7 @@ def test_looking_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_thresholds_are_of_activations_before_they_meet_up(name: str, tmp_path: Path) -> None:
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         most = [0.25 * (layer + 1) for layer in range(checkpoint.config.n_layers)]
-        seen, d_ff = look(executor, most=most, measure=True), checkpoint.config.d_ff
+        seen, d_ff = look(executor, most=most, measure=True), checkpoint.config.widest_ffn
         for layer, limit in enumerate(most):
             _, a, _ = products(checkpoint, layer, seen.inputs(layer))
             fires = unpacked(seen.active(layer), d_ff)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.devices import Batch
 from powerinfer.errors import RequestError
 from powerinfer.runtime.engine import LLM
@@ -135,7 +135,7 @@ class ToyTokenizer:
 
 def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
     config = ModelConfig(
-        architecture="toy", n_layers=1, d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, d_ff=1, vocab_size=VOCAB,
-        context_length=context, norm_eps=1e-5, rope=RopeConfig(),
+        architecture="toy", d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, vocab_size=VOCAB, context_length=context,
+        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(), FfnConfig(1)),),
     )  # fmt: skip
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]

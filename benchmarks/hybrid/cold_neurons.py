@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_file import bundle_layout, n_groups
 from powerinfer.formats.bundle_memory import SomeBundles
@@ -44,7 +44,7 @@ def random_rows(rng: Any, type_name: str, shape: tuple[int, int], deviation: flo
 
 def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) -> list[SomeBundles]:
     """Random bundles of so many layers; activations of deviation 1 get products of deviation 1."""
-    k, groups = layout.d_model, n_groups(config.d_ff)
+    k, groups = layout.d_model, n_groups(config.widest_ffn)
     sample = np.zeros((SAMPLE // BUNDLE_GROUP, layout.group_bytes), np.uint8)
     parts = [("dot", layout.gate_type, layout.up_at), ("add", layout.down_type, layout.down_at)]
     if layout.gated:
@@ -61,7 +61,7 @@ def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) ->
     for layer in out:
         for begin in range(0, groups, len(sample)):
             layer[begin : begin + len(sample)] = sample[: groups - begin]
-    index = np.arange(config.d_ff, dtype=np.int32)
+    index = np.arange(config.widest_ffn, dtype=np.int32)
     counts = np.full(groups, BUNDLE_GROUP, np.int32)
     return [SomeBundles(index, counts, layer.reshape(1, -1)) for layer in out]
 
@@ -69,7 +69,8 @@ def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) ->
 def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
     rng = np.random.default_rng(5)
     k, n = args.d_model, args.neurons
-    config = ModelConfig("cold", 1, k, 1, 1, 16, n, 32, 64, 1e-5, RopeConfig(dim=16), "relu", gated=args.gated)
+    layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(n, "relu", gated=args.gated))
+    config = ModelConfig("cold", k, 1, 1, 16, 32, 64, 1e-5, (layer,))
     engine = EngineConfig(threads=args.threads, context=64, isa=args.isa)
     executor = CpuExecutor(config, engine, np.ones(8, np.float32), 1.0, first_layer=1)
     layout = bundle_layout(config, gate_type, down_type, cpu.part_bytes)
@@ -78,7 +79,7 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
     bias = np.array([NormalDist().inv_cdf(one) for one in p], np.float32)
     biases = (bias, None) if args.gated else (None, bias)
     every = bundles(rng, config, layout, args.layers)
-    parts = [executor.neuron_sum(layout, some, biases, count_fired=some is every[0]) for some in every]
+    parts = [executor.neuron_sum(0, layout, some, biases, count_fired=some is every[0]) for some in every]
     x = rng.standard_normal((max(args.tokens), k), np.float32)
     out = np.empty_like(x)
     fires = np.empty((len(x), n), bool)

@@ -32,10 +32,10 @@ import numpy as np
 from benchmarks.lib import machine
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.recording import Recorder, Run, State
 from powerinfer.devices.split import SplitExecutor
-from powerinfer.devices.step import Recorder, Run, State
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.hybrid.ffn import hang_neurons
+from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.hybrid.load import load_split
 from powerinfer.hybrid.resolve import Resolved
 from powerinfer.kernels import cpu
@@ -95,16 +95,15 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
     )  # fmt: skip
     selection, pages = select(checkpoint, engine), arguments.requests * CONTEXT // cpu.PAGE
     assert selection.bundles is not None
-    executor = load_split(
-        Resolved(checkpoint, engine, selection, arguments.gpu, "", config.n_layers, True, None, pages)
-    )
     tiers = [
-        np.where(rng.random(config.d_ff) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
+        np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
+    placement = Placement(config.widest_ffn, 1, tuple(tiers))
+    split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
+    resolved = Resolved(checkpoint, engine, selection, arguments.gpu, "", config.n_layers, True, None, pages)
+    executor = load_split(resolved, split)
     try:
-        placement = Placement(config.d_ff, 1, tuple(tiers))
-        hang_neurons(executor.cpu, executor.gpu, selection.bundles, placement, predictors=selection.predictors)
         yield executor
     finally:
         executor.close()
@@ -147,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with loaded(arguments) as executor:
         layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
-        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu, "end")):
+        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
         document: dict[str, Any] = {}

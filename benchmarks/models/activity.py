@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import FfnConfig, ModelConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
@@ -124,7 +124,8 @@ def measure(path: Path, tokens: NDArray[np.int64]) -> Activity:
 def layers(checkpoint: Checkpoint, tokens: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Float32]]:
     """For each layer (neurons that fire, bool [sequences, length, d_ff]; what a predictor reads, [.., d_model])."""
     config = checkpoint.config
-    if config.norm_order != "pre" or config.embed_dim or config.qk_norm or config.sliding_window:
+    strange = any(one.norms != "pre" or one.attention.qk_norm or one.attention.window for one in config.layers)
+    if strange or config.embed_dim:
         raise SystemExit(f"{checkpoint.path}: this script follows the models of make_model.py only")
 
     def take(name: str) -> Float32:
@@ -133,12 +134,12 @@ def layers(checkpoint: Checkpoint, tokens: NDArray[np.int64]) -> Iterator[tuple[
     x = take("embed")[tokens]
     if config.positions == "learned":
         x += take("positions")[np.arange(tokens.shape[1]) + config.position_offset]
-    for layer in range(config.n_layers):
+    for layer, own in enumerate(config.layers):
         tensors = _Tensors(checkpoint, f"layers.{layer}.")
         attended = _attention(config, tensors, _norm(config, tensors, "attn_norm", x))
-        read = x if config.parallel else x + attended
-        n = _norm(config, tensors, "attn_norm" if config.shared_norm else "ffn_norm", read)
-        h, active = _neurons(config, tensors, n)
+        read = x if own.parallel else x + attended
+        n = _norm(config, tensors, "attn_norm" if own.shared_norm else "ffn_norm", read)
+        h, active = _neurons(own.ffn, tensors, n)
         yield active, read
         x = x + attended + tensors.linear("down", h)
         checkpoint.release()
@@ -165,10 +166,10 @@ def _norm(config: ModelConfig, tensors: _Tensors, name: str, x: Float32) -> Floa
     return scaled + tensors(f"{name}_bias") if config.norm == "layer" else scaled
 
 
-def _neurons(config: ModelConfig, tensors: _Tensors, n: Float32) -> tuple[Float32, NDArray[np.bool_]]:
-    """(h [.., d_ff], which of them fire)."""
+def _neurons(config: FfnConfig, tensors: _Tensors, n: Float32) -> tuple[Float32, NDArray[np.bool_]]:
+    """(h [.., neurons], which of them fire)."""
     first = tensors.linear("gate" if config.gated else "up", n)
-    active = first > config.activation_threshold
+    active = first > config.threshold
     h = np.where(active, first, np.float32(0))
     if config.activation == "relu2":
         h *= h
@@ -202,8 +203,8 @@ def _attention(config: ModelConfig, tensors: _Tensors, n: Float32) -> Float32:
 
 def _rotated(config: ModelConfig, x: Float32) -> Float32:
     """Rotary positions; neighbouring pairs are first put half a head apart, in keys and queries alike."""
-    frequencies, factor = rope_frequencies(config.rope)
+    frequencies, factor = rope_frequencies(config.ropes[0])
     cos, sin = rotations(np.arange(x.shape[1], dtype=np.int32), frequencies, factor)
-    if config.rope.interleaved:
+    if config.ropes[0].interleaved:
         x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
     return np.stack([rope(sequence, cos, sin).astype(np.float32) for sequence in x])

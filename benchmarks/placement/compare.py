@@ -59,7 +59,7 @@ def impact_of(profile: Profile) -> np.ndarray:
 
 def solve_times(repeat: int, plain: float) -> list[dict[str, Any]]:
     shape = SHAPES["opt-175b"]
-    impact = impact_of(assumed_profile(shape.law, shape.config.n_layers, shape.config.d_ff))
+    impact = impact_of(assumed_profile(shape.law, shape.config.n_layers, shape.config.widest_ffn))
     found = []
     for least in LEAST:
         fewest = [least] * len(impact)
@@ -118,7 +118,7 @@ def plain_program(impact: np.ndarray, least: int, room: int, limit: float) -> di
 def request(name: str, dtype: str, hardware: Hardware, context: int, profiles: dict[str, Profile]) -> PlanRequest:
     shape = SHAPES[name]
     if name not in profiles:
-        profiles[name] = assumed_profile(shape.law, shape.config.n_layers, shape.config.d_ff)
+        profiles[name] = assumed_profile(shape.law, shape.config.n_layers, shape.config.widest_ffn)
     model = described_model(shape.config, dtype, name, shape.predictor)
     return PlanRequest(model, profiles[name], hardware, context=context, selector="predicted", insist=True)
 

@@ -100,7 +100,7 @@ class Subject:
         self.checkpoint = open_checkpoint(path)
         self.config = self.checkpoint.config
         counts, ratios = self._seen(prepared)
-        layers, d_ff = self.config.n_layers, self.config.d_ff
+        layers, d_ff = self.config.n_layers, self.config.widest_ffn
         none = tuple(np.zeros((0, d_ff), np.int64) for _ in range(layers))
         active = tuple(np.zeros(101, np.int64) for _ in range(layers))
         self.profile = Profile(PROFILED, d_ff, tuple(counts), (), (), none, active, (0.0,) * layers)
@@ -125,7 +125,7 @@ class Subject:
             with np.load(kept) as file:
                 if str(file["fingerprint"]) == self.checkpoint.fingerprint:
                     return list(file["counts"]), file["ratios"].tolist()
-        layers, d_ff, vocab = self.config.n_layers, self.config.d_ff, self.config.vocab_size
+        layers, d_ff, vocab = self.config.n_layers, self.config.widest_ffn, self.config.vocab_size
         counter = Counter(layers, d_ff)
         with LLM(self.path, selector="all", **self.options) as llm, llm._executor.observed(counter):
             step(llm._executor, random_tokens(vocab, PROFILED), 0)
@@ -304,7 +304,7 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
     )
     model, config = subject.model, subject.config
     dense = dense_on_gpu(subject.request(hardware, selector, 1 << 50, CONTEXT))[-1][1]
-    room = math.ceil(share * config.n_layers * (config.d_ff // GROUP)) * GROUP * model.gpu_neuron
+    room = math.ceil(share * config.n_layers * (config.widest_ffn // GROUP)) * GROUP * model.gpu_neuron
     room += shared_on_gpu(model, config.n_layers)
     plan = make_plan(subject.request(hardware, selector, dense + room, CONTEXT))
     groups = plan.choice.gpu
@@ -320,7 +320,7 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
     on_cpu = np.zeros(config.n_layers)
     for layer, k in enumerate(groups):
         left = expected.sums[layer, -1] - expected.sums[layer, k]
-        each = cost.neuron_seconds(here.cpu, model.bundles, selector, model.ffn[layer], config.d_ff)
+        each = cost.neuron_seconds(here.cpu, model.bundles, selector, model.ffn[layer], config.widest_ffn)
         on_cpu[layer] = left @ each + fixed if left[0] else 0.0
     half = StandIn(subject, plan, selector)
     measured, others = half.seconds(fixed)
@@ -331,7 +331,7 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
     return {
         "share": share,
         "quiet": others <= machine.DISTURBED_CORES,
-        "neurons_on_gpu": GROUP * sum(groups) / (config.n_layers * config.d_ff),
+        "neurons_on_gpu": GROUP * sum(groups) / (config.n_neurons),
         "mass_on_gpu": plan.choice.mass_on_gpu,
         "predicted_ms": 1e3 * (rest + float(np.maximum(gpu_s, on_cpu + sync).sum())),
         "measured_ms": 1e3 * (rest + float(np.maximum(gpu_s, measured + sync).sum())),

@@ -29,7 +29,6 @@ from powerinfer.formats.samples_file import row_bytes, write_samples
 from powerinfer.models import load
 from powerinfer.prepare.corpus import Windows
 from powerinfer.prepare.profile import Saved, State, Tally, Task, run_windows
-from powerinfer.sparsity.selectors import RECTIFIED
 
 WINDOW = 512
 
@@ -42,7 +41,7 @@ def measure(path: Path, rounds: int, tokens: int) -> dict[str, Any]:
     rng = np.random.default_rng(6)
     text = Windows(rng.integers(0, config.vocab_size, (rounds + 1, WINDOW), np.int32), ("random",), (rounds + 1,), "")
     rows = min(tokens, ProfileConfig.samples // row_bytes(checkpoint)) * text.tokens // tokens
-    rectified = config.activation in RECTIFIED
+    rectified = config.rectified
     task = Task(text, max(1, rows), None if rectified else 0.01)
     thresholds = None if rectified else [0.05] * config.n_layers
     state = State(config, 1)
@@ -68,8 +67,8 @@ def measure(path: Path, rounds: int, tokens: int) -> dict[str, Any]:
     plain, profiled = taken["plain"][1:], taken["profiled"][1:]  # the first warms up
     return {
         "model": path.name,
-        "activation": config.activation,
-        "active_fraction": float(state.counts.sum() / (text.tokens * config.n_layers * config.d_ff)),
+        "activation": config.activations,
+        "active_fraction": float(state.counts.sum() / (text.tokens * config.n_neurons)),
         "rows_per_window": task.rows / (rounds + 1),
         "plain_tok_s": WINDOW / median(plain),
         "profiled_tok_s": WINDOW / median(profiled),

@@ -1,17 +1,17 @@
 """Measure how fast a model runs on this machine.
 
 Prefill is the time from a prompt of --prompt-tokens to its first token, decode the time of --gen-tokens after a
-one-token prompt; both greedy, after one round that is not counted. The figures are medians of --repeat rounds.
+one-token prompt; both greedy, after one warm-up round. The figures are medians of --repeat rounds.
 
 JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weights read for one token), bandwidth_gb_s
-(those bytes by the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why). Of a sparse model,
-bytes_per_token are those that decoding read, and there is sparsity: selector, active_fraction and candidate_fraction
-(of the neurons), recall (of a predictor, on sampled tokens), bytes_per_token (of the FFNs), layers (the same for each,
-with its ways by batch size and the reason); of one split between GPU and CPU active_fraction, gpu_share (of the
-neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU had something to do), traded (neurons
-that --adjust brought to the GPU) and streams_from (tokens of a step from which on the GPU computes the cold ones too).
-With --trace, trace: seconds of a step in all and by what took them, overlap (1 - the share of it in which neither
-device worked), path.
+(those bytes times the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why). For a sparse model
+bytes_per_token is what decoding actually read, and sparsity has: selector, active_fraction and candidate_fraction (of
+the neurons), recall (of the predictors, on sampled tokens), bytes_per_token (of the FFNs), layers (the same for each,
+with its ways by batch size and the reason); for one split between GPU and CPU active_fraction, gpu_share (of the
+neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU had work), traded (neurons that --adjust
+moved to the GPU) and streams_from (tokens of a step from which on the GPU computes the cold neurons too). With --trace,
+trace: seconds of a step in total and by kind of work, overlap (1 - the share of it in which neither device worked),
+path.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="prompt length (default 512)")
     parser.add_argument("--gen-tokens", type=int, default=128, metavar="N", help="tokens to decode (default 128)")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds that count (default 5)")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write what takes the time of steps on a GPU and beside it, as a Chrome trace"
-    )
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measured rounds (default 5)")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of steps on the GPU and the CPU")
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     if min(args.prompt_tokens, args.repeat) < 1 or args.gen_tokens < 2:
         raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
-    args.prefix_cache = False  # every round computes all of its prompt
+    args.prefix_cache = False  # every round computes its whole prompt
     with open_llm(args, out) as llm:
         if args.trace:
-            with llm.traced():  # refused now, where it cannot be had, and not after all rounds
+            with llm.traced():  # an error now, not after all rounds
                 pass
         prefill, decode = _measure(llm, args)
         document = {
@@ -73,7 +71,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Prefill and decode rates of each round that counts; `llm.sparsity` is left with what the last decode needed."""
+    """Prefill and decode rates of each measured round; afterwards `llm.sparsity` is that of the last decode."""
     from powerinfer.cli.progress import Bar
 
     vocab = llm.config.vocab_size
@@ -95,7 +93,7 @@ def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[floa
 
 
 def _trace(llm: LLM, path: Path) -> dict[str, Any]:
-    """Decode a few more tokens and write what took their time."""
+    """Decode a few more tokens and write their trace."""
     import json
 
     from powerinfer.formats.prepared import write_small
@@ -133,7 +131,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
         trace = document["trace"]
         out.line(
             f"{'trace':<12}{1e3 * trace['step_s']:.2f} ms a step: GPU {1e3 * trace['gpu_s']:.2f}, CPU "
-            f"{1e3 * trace['cpu_s']:.2f}, both at a time {1e3 * trace['both_s']:.2f}, neither "
+            f"{1e3 * trace['cpu_s']:.2f}, both {1e3 * trace['both_s']:.2f}, neither "
             f"{1e3 * trace['neither_s']:.2f}; {trace['path']}"
         )
     out.line(f"{'peak memory':<12}{document['peak_rss_mb']:>10.1f} MiB")

@@ -1,9 +1,9 @@
-"""Talk with a model; what earlier turns computed is not computed again.
+"""Talk with a model; earlier turns stay in the KV cache.
 
-Each line is a message. /reset forgets the conversation, /system TEXT sets the system message and starts afresh,
-/help lists the commands, /exit or Ctrl-D ends. Ctrl-C ends an answer and keeps what was said of it.
+Each line is a message. /reset clears the conversation, /system TEXT sets the system message and clears it too,
+/help lists the commands, /exit or Ctrl-D ends. Ctrl-C ends an answer and keeps what was generated.
 
-JSON: messages (role, content) and turns, each as `run` describes an answer; of a sparse model sparsity, as there.
+JSON: messages (role, content) and turns, each like an answer of `run`; for a sparse model sparsity, as there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-HELP = "/reset forgets the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
-DEFAULT_MAX_TOKENS = 1024  # an answer should end by itself; what is left of the context also bounds it
+HELP = "/reset clears the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
+DEFAULT_MAX_TOKENS = 1024  # the rest of the context is a limit too
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     with open_llm(args, out) as llm:
-        llm.encode_chat([{"role": "user", "content": "?"}])  # a model that cannot chat says so before the first line
+        llm.encode_chat([{"role": "user", "content": "?"}])  # an error if the model cannot chat, before the first line
         conversation = Conversation(llm, params, out, args.system)
         if conversation.interactive:
             out.note(HELP)
@@ -60,7 +60,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 class Conversation:
-    """The messages so far, and what a line of input does to them."""
+    """The messages so far, and the handling of input lines."""
 
     def __init__(self, llm: LLM, params: SamplingParams, out: Output, system: str | None) -> None:
         self.messages: list[Message] = []
@@ -117,7 +117,7 @@ class Conversation:
                 raise RequestError(f"the conversation of {len(prompt)} tokens fills the context; /reset")
             params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
             _, document = answer(self._llm.stream(prompt, params), self._out)
-        except RequestError as error:  # the conversation goes on without this line
+        except RequestError as error:  # the conversation continues without this line
             self._out.note(f"powerinfer: {error}")
             return
         self._out.text("\n")

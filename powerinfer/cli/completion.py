@@ -1,4 +1,4 @@
-"""Print the completion script of a shell; it completes verbs, flags and the names of pulled models.
+"""Print a shell completion script, for verbs, flags and the names of local models.
 
 bash:  source <(powerinfer completion bash)
 zsh:   source <(powerinfer completion zsh)
@@ -42,7 +42,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=(*SCRIPTS, "words"), help="`words` answers the scripts themselves")
+    parser.add_argument("shell", choices=(*SCRIPTS, "words"), help="`words` is for the scripts themselves")
     parser.add_argument("context", nargs="*", help=argparse.SUPPRESS)  # the verb, and the word before the cursor
 
 
@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def words(verb: str, previous: str) -> list[str]:
-    """What may stand at the cursor, given the verb of the line and the word before the cursor."""
+    """Completions, given the verb of the line and the word before the cursor."""
     from powerinfer.cli.main import VERBS
 
     if verb not in VERBS or previous in ("powerinfer", ""):

@@ -1,18 +1,18 @@
 """Measure a model's quality on a text.
 
-perplexity: the text is cut into windows of --context tokens (512, or the model's context where that is shorter) that do
-not overlap, and the second half of each is scored, as llama-perplexity does. With a sparse --selector it is scored as
-decode would compute it, --step tokens at a time: a prompt's path is dense. JSON: perplexity, error (one standard
-error), tokens, context; of a sparse model sparsity.
+perplexity: the text is cut into windows of --context tokens (512, or the model's context if that is shorter) that do
+not overlap, and the second half of each is scored, as llama-perplexity does. With a sparse --selector that half is
+computed like decode, --step tokens at a time, because prompts are dense. JSON: perplexity, error (one standard error),
+tokens, context; for a sparse model sparsity.
 
-agreement: how near the selector --selector comes to the one named by --against (default all) when both are given the
-text token by token, in windows of --context tokens of which the first 16 are a prompt. Against another selector than
-all the model is loaded twice, and where neurons are split between a GPU and the CPU: all is then that of the CPU alone.
-JSON: top1_agreement (share of positions at which both find the same token most likely), mean_kl (of --against's
-distribution relative to --selector's, in nats), max_abs_logit_diff, tokens (positions), active_fraction (neurons
-computed in full), candidate_fraction, recall (of a predictor), bytes_per_token, selector, against, context, step.
+agreement: compares --selector with --against (default all) on a text that both are given token by token, in windows of
+--context tokens of which the first 16 are a prompt. The model is loaded twice if --against is not all, or if neurons
+are split between a GPU and the CPU; all is then that of the CPU alone. JSON: top1_agreement (share of positions at
+which both find the same token most likely), mean_kl (of --against's distribution relative to --selector's, in nats),
+max_abs_logit_diff, tokens (positions), active_fraction (neurons computed in full), candidate_fraction, recall (of a
+predictor), bytes_per_token, selector, against, context, step.
 
-A selector that is named runs in every layer here, as with --no-trial: its quality is the question, not its speed.
+The selector is used in every layer, as with --no-trial: this measures its quality, not its speed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
 
 SELECTORS = EngineConfig.__dataclass_fields__["selector"].metadata["choices"]
-DENSE = ("auto", "all")  # auto is dense, or exact: the same answer
+DENSE = ("auto", "all")  # auto is dense or exact, which give the same answer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="tokens computed at once, as decode with a batch of N, up to --max-batch and 32; default: 1 for sparse "
-        "selectors and agreement, else as fast as can be",
+        help="tokens computed per step, like decode with a batch of N, up to --max-batch and 32; default: 1 for sparse "
+        "selectors and agreement, otherwise as many as is fastest",
     )
     config_flags(parser, EngineConfig, "engine")
 
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.measure != "agreement" and (args.against is not None or args.tokens is not None):
-        raise RequestError("--against and --tokens go with eval agreement")
+        raise RequestError("--against and --tokens are options of eval agreement")
     if args.tokens is not None and args.tokens < 1:
         raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
     if args.step is not None:
@@ -70,11 +70,11 @@ def _check(args: argparse.Namespace) -> None:
 
         most = min(NEURON_TOKENS, getattr(args, "max_batch", EngineConfig.max_batch))
         if not 1 <= args.step <= most:
-            raise RequestError(f"--step must lie between 1 and {most}, the most tokens that run sparse")
+            raise RequestError(f"--step must be between 1 and {most}, the most tokens that run sparsely")
 
 
 def _usual_context(args: argparse.Namespace, out: Output) -> int:
-    """512 tokens, or as many as the model takes."""
+    """512 tokens, or the model's context if that is shorter."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
 
@@ -106,7 +106,7 @@ def _agreement(args: argparse.Namespace, text: str, out: Output) -> dict[str, An
         other = None
         if against != "all":
             other = stack.enter_context(_open(args, against, out))
-        elif "gpu_share" in (llm.sparsity or {}):  # neurons are split, and no device has a layer's dense matrices
+        elif "gpu_share" in (llm.sparsity or {}):  # neurons are split: no device has a layer's dense matrices
             other = stack.enter_context(_open(argparse.Namespace(**vars(args) | {"gpu": "none"}), against, out))
         bar = stack.enter_context(Bar())
         result = agreement(llm, other, text, args.context, args.tokens, step, bar)
@@ -122,7 +122,7 @@ def _agreement(args: argparse.Namespace, text: str, out: Output) -> dict[str, An
 
 
 def _open(args: argparse.Namespace, selector: str, out: Output) -> LLM:
-    """The engine with one of the two selectors; --threshold is meant for the one that takes it."""
+    """The engine with one of the two selectors; --threshold applies to the one that uses it."""
     own = argparse.Namespace(**vars(args))
     own.selector = selector
     if selector != "threshold" and "threshold" in (getattr(args, "selector", None), args.against):

@@ -1,12 +1,12 @@
-"""Show what a model is and how it would run; nothing is computed.
+"""Show what a model is and how it would run, without running it.
 
-JSON: name, architecture, source, path, file_bytes, parameters, sizes (layers, d_model, heads, ...), rope, activation,
-quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why),
-prepared (folder; profile, predictor, bundles and the newest plan, null where there is none: path, bytes, stale (null,
-or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 %
-of activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles,
-selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report:
-path of its page).
+JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...), layers (each kind
+of layer: numbers of the layers, and what `LayerConfig` says), quantisation (main type, bytes by type), tokenizer,
+chat_template, notes, fingerprint, choices (chosen and why), prepared (folder; profile, predictor, bundles and the
+newest plan, each null if missing: path, bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora,
+active_fraction, hot_share (of the neurons, that carry 80 % of activations) and thresholds of a profile, type, layers
+and training of a predictor, types of bundles, selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu
+and decode_tok_s (predicted) of a plan; report: path of its page).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_flag
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
+    from powerinfer.config import LayerConfig, ModelConfig
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan_document import PlanDocument
 
-SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "context_length")
+SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "context_length")
 MEMORIES = {"gpu": "VRAM", "cpu": "RAM"}
-SWITCHES = ("tied_embeddings", "qkv_bias", "o_bias", "ffn_bias", "qk_norm", "sliding_window")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the files say about the model."""
+    """The model as its files describe it."""
     config = checkpoint.config
     tokenizer = checkpoint.tokenizer()
     return {
@@ -65,10 +65,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "file_bytes": checkpoint.file_bytes,
         "parameters": checkpoint.parameters,
         "sizes": {name: getattr(config, name) for name in SIZES},
-        "switches": {name: getattr(config, name) for name in SWITCHES},
-        "activation": config.activation,
+        "tied_embeddings": config.tied_embeddings,
         "norm_eps": config.norm_eps,
-        "rope": dataclasses.asdict(config.rope),
+        "layers": _kinds(config),
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
         "tokenizer": {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": checkpoint.chat_template() is not None,
@@ -77,8 +76,16 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _kinds(config: ModelConfig) -> list[dict[str, Any]]:
+    """The kinds of layers that there are: which layers, and what they are like."""
+    kinds: dict[LayerConfig, list[int]] = {}
+    for number, layer in enumerate(config.layers):
+        kinds.setdefault(layer, []).append(number)
+    return [{"numbers": numbers, **dataclasses.asdict(layer)} for layer, numbers in kinds.items()]
+
+
 def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
-    """What lies in the folder of prepared files, and whether it can be used."""
+    """The prepared files, and whether they can be used."""
     from powerinfer.formats.prepared import prepared_folder
     from powerinfer.report.findings import findings
     from powerinfer.report.writing import PAGE, report_folder
@@ -139,12 +146,12 @@ def _show(document: dict[str, Any], out: Output) -> None:
         "model": document["name"] or document["path"],
         "file": f"{document['path']} ({document['source']}, {document['file_bytes'] / 1e6:.1f} MB)",
         "architecture": f"{document['architecture']}, {document['parameters'] / 1e6:.1f} M parameters",
-        "layers": f"{sizes['n_layers']} of width {sizes['d_model']}, FFN {sizes['d_ff']}, {document['activation']}",
+        "layers": f"{sizes['n_layers']} of width {sizes['d_model']}",
+        **_layer_lines(document["layers"]),
         "attention": f"{sizes['n_heads']} heads of {sizes['head_dim']}, {sizes['n_kv_heads']} for keys and values",
         "context": f"{sizes['context_length']} tokens",
         "vocabulary": f"{sizes['vocab_size']} tokens, answers end at {document['tokenizer']['end_ids']}",
-        "rope": _rope(document["rope"]),
-        "switches": ", ".join(name for name, value in document["switches"].items() if value) or "none",
+        "head": "the embedding" if document["tied_embeddings"] else "a matrix of its own",
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
         "chat": "has a chat template" if document["chat_template"] else "no chat template: use --raw",
         **document["choices"],
@@ -183,7 +190,7 @@ def _predictor_line(found: dict[str, Any]) -> str:
 
 
 def _show_training(predictor: dict[str, Any] | None, out: Output) -> None:
-    """What the predictors reach, layer by layer, where that is told."""
+    """The predictors' figures by layer, if the file has them."""
     from powerinfer.cli.train import table
 
     for line in table((predictor or {}).get("training")):
@@ -214,7 +221,30 @@ def _span(values: list[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
+def _layer_lines(kinds: list[dict[str, Any]]) -> dict[str, str]:
+    """A line for each kind of layer."""
+    return {"each layer" if len(kinds) == 1 else _numbers(kind["numbers"]): _layer(kind) for kind in kinds}
+
+
+def _numbers(numbers: list[int]) -> str:
+    """The first of them: a model with several kinds of layers has them in turn."""
+    return "layer " + ", ".join(map(str, numbers[:3])) + (" .." if len(numbers) > 3 else "")
+
+
+def _layer(kind: dict[str, Any]) -> str:
+    attention, ffn = kind["attention"], kind["ffn"]
+    parts = [f"FFN of {ffn['size']} neurons, {ffn['activation']}{'' if ffn['gated'] else ' without a gate'}"]
+    parts += [_rope(attention["rope"])] if attention["rope"] else []
+    parts += [f"window of {attention['window']}"] if attention["window"] else []
+    biases = {"q, k, v": attention["qkv_bias"], "o": attention["o_bias"], "FFN": ffn["bias"]}
+    parts += [f"biases of {', '.join(name for name, has in biases.items() if has)}"] if any(biases.values()) else []
+    parts += [f"q and k normalised by {attention['qk_norm']}"] if attention["qk_norm"] else []
+    parts += [f"norms {kind['norms']}"] if kind["norms"] != "pre" else []
+    parts += ["attention and FFN in parallel"] if kind["parallel"] else []
+    return "; ".join(parts)
+
+
 def _rope(rope: dict[str, Any]) -> str:
     pairs = "interleaved pairs" if rope["interleaved"] else "pairs of halves"
     scaling = f", {rope['scaling']} scaling by {rope['factor']:g}" if rope["scaling"] else ""
-    return f"theta {rope['theta']:g}, {rope['dim']} dimensions in {pairs}{scaling}"
+    return f"RoPE theta {rope['theta']:g}, {rope['dim']} dimensions in {pairs}{scaling}"

@@ -1,8 +1,8 @@
-"""The `powerinfer` command: finds the verb, runs it, turns every ending into an exit status.
+"""The `powerinfer` command: runs a verb and turns every outcome into an exit status.
 
 Nothing heavy is imported before the verb is known; each verb is a module of this folder with `configure(parser)` and
-`execute(args, out) -> exit status`. Exit status: 0 done, 1 the work failed, 2 the request was wrong, 130 stopped by
-Ctrl-C.
+`execute(args, out) -> exit status`. Exit status: 0 success, 1 the work failed, 2 invalid request, 130 stopped
+by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from powerinfer.errors import PowerInferError, RequestError
 VERBS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
-    "prepare": "find out all that makes a model run better, in one go",
+    "prepare": "profile, train, pack and plan in one command",
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity, eval agreement",
     "profile": "count how often each neuron fires over a text",
-    "pack": "lay out the neurons of a model for sparse decoding",
-    "train": "train predictors of which neurons will fire",
-    "measure": "measure how fast this machine decodes, for plans",
-    "report": "write a page of what was found out about a model",
-    "plan": "decide what rests on the GPU, in RAM and on disk",
+    "pack": "store the neurons of a model for sparse decoding",
+    "train": "train predictors of the neurons that fire",
+    "measure": "measure this machine, for plans",
+    "report": "write a page with plots of a model's prepared data",
+    "plan": "decide what is placed on the GPU, in RAM and on disk",
     "inspect": "show what a model is and how it would run",
-    "pull": "fetch a model, or list those that are here",
-    "completion": "print the completion script of a shell",
+    "pull": "download a model, or list local models",
+    "completion": "print a shell completion script",
 }
 
 INTERRUPTED = 130
@@ -40,7 +40,7 @@ def usage() -> str:
         "usage: powerinfer VERB ...\n\n"
         "Runs large language models on ordinary machines.\n\n"
         f"verbs:\n{verbs}\n\n"
-        "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used, fetched\n"
+        "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used, downloaded\n"
         "once. Every verb takes --json (the last line of stdout is one JSON document) and --debug (tracebacks).\n\n"
         'examples:\n  powerinfer run "Why is the sky blue?"\n  powerinfer chat -m model.gguf\n  powerinfer pull\n'
     )
@@ -71,7 +71,7 @@ def _fail(message: str, status: int) -> int:
     line = " ".join(message.split())
     from contextlib import suppress
 
-    with suppress(OSError, ValueError):  # stderr may be closed; the exit status still tells
+    with suppress(OSError, ValueError):  # stderr may be closed; the exit status still reports it
         print(f"powerinfer: {line}", file=sys.stderr)
     return status
 
@@ -93,7 +93,7 @@ def _dispatch(argv: list[str]) -> int:
     import gc
     from importlib import import_module
 
-    gc.disable()  # imports leave no garbage; looking for some takes a tenth of their time
+    gc.disable()  # imports leave no garbage; collection takes a tenth of their time
     from powerinfer.cli.common import Output, Parser, common_flags
 
     module = import_module(f"powerinfer.cli.{verb}")
@@ -118,7 +118,7 @@ def entry() -> NoReturn:
     except (OSError, ValueError):
         status = status or 1
     if status == BROKEN_PIPE:
-        # The reader is gone: let the interpreter's last flush go nowhere instead of complaining.
+        # The reader is gone: send the interpreter's last flush to /dev/null, or it would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status)
 

@@ -1,12 +1,12 @@
 """Measure how fast this machine decodes: dense products, scattered neurons, fixed costs, the disk, and its GPU.
 
-What `plan` needs to predict the time of a token, through the engine's own operators on random weights; no model is
-needed. It takes about fifteen seconds and two GB of memory, a GPU some more, in which other programs should rest, and
-is kept in the user's cache folder: nothing is done again before the engine, the CPU, the GPU or the number of threads
-changes, unless --force. The file can be given to `plan --hardware` on another machine.
+These are the figures from which `plan` predicts the time of a token, measured with the engine's own operators on random
+weights; no model is needed. It takes about fifteen seconds and two GB of memory, with a GPU some more; other programs
+should be idle meanwhile. The result is saved in the user's cache folder and reused until the engine, the CPU, the GPU
+or the number of threads changes, or --force is given. The file can be used with `plan --hardware` on another machine.
 
-JSON: path, measured (whether it was done now), seconds, hardware (the description, as the file has it; gpu is null
-where there is none).
+JSON: path, measured (false: an earlier result was used), seconds, hardware (the description, as in the file; gpu is
+null if there is none).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="measure even if it was done before")
+    parser.add_argument("--force", action="store_true", help="measure again, even if a result is saved")
     config_flags(parser, EngineConfig, "engine", only=("threads", "isa", "gpu"))
 
 
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     path = kept_at(hardware.key)
     _show(hardware, out)
     if found is not None:
-        out.line(f"measured earlier ({path}); --force measures anew")
+        out.line(f"measured earlier ({path}); --force measures again")
     out.document(
         {
             "path": str(path),
@@ -64,10 +64,10 @@ def _show(hardware: Hardware, out: Output) -> None:
     gpu = hardware.gpu
     if gpu is not None:
         taken = f", of which {gpu.reserved_bytes / 1e9:.2f} GB are the driver's" if gpu.reserved_bytes else ""
-        out.line(f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB of memory to give{taken}")
+        out.line(f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB of usable memory{taken}")
         _show_device(gpu, out)
         out.line(
-            f"between the two: {hardware.copy_gb_s:.1f} GB/s; a layer of both waits {hardware.sync_us:.1f} us; "
+            f"between the two: {hardware.copy_gb_s:.1f} GB/s; synchronisation of a layer {hardware.sync_us:.1f} us; "
             f"{hardware.host_bytes / 1e9:.2f} GB of RAM for libraries and driver"
         )
     disk = hardware.disk
@@ -83,7 +83,7 @@ def _show_device(device: Device, out: Output) -> None:
     ):
         out.line(f"{what}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
     rows = ", ".join(f"{name} {ns:.0f}" for name, ns in device.row_ns.items())
-    out.line(f"a row besides its bytes: {rows} ns")
+    out.line(f"fixed time of a row: {rows} ns")
     out.line(
         f"an operator {device.op_us:.1f} us, {device.sparse_us:.1f} us more for a sparse FFN, a step "
         f"{device.step_us:.0f} us; keys and values {device.kv_gb_s:.1f} GB/s"

@@ -1,13 +1,13 @@
-"""Lay the FFN weights of a model out neuron by neuron, in a file of their own, so that decode can skip the silent ones.
+"""Store the FFN weights of a model neuron by neuron, in a separate file, so that decode can skip inactive ones.
 
-The file lies in the folder MODEL.powerinfer beside the model, or where --prepared says; the model is not changed. It is
-made for one model, opened with one --quantize; when it is up to date nothing is done. The error of a part is the root
-mean square of the change of its weights over that of the weights: 0 where none was changed. Then the model is loaded
-and its logits from the bundles are compared with the dense ones on a short text, unless --no-check.
+The file is written into the folder MODEL.powerinfer beside the model, or into --prepared; the model is not changed. It
+is valid for one model, opened with one --quantize; if it is up to date nothing is done. The error of a part is the root
+mean square of the change of its weights, relative to that of the weights: 0 if none changed. Then the model is loaded
+and its logits from the bundles are compared with the dense ones on a short text, unless --no-check is given.
 
 JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part), seconds, agreement
-(top1_agreement, mean_kl, max_abs_logit_diff, tokens, active_fraction: of the bundles with the dense weights). error and
-agreement are null when nothing was done, agreement with --no-check.
+(top1_agreement, mean_kl, max_abs_logit_diff, tokens, active_fraction: bundles against dense weights). error and
+agreement are null if nothing was done, agreement also with --no-check.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ DOWN_TYPES = (*TYPES, "q4_0x32")
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument(
-        "--type", choices=TYPES, default="auto", help="type of gate and up; auto: the model's own where it can be"
+        "--type", choices=TYPES, default="auto", help="type of gate and up; auto: the model's own if possible"
     )
     parser.add_argument(
         "--down-type",
         choices=DOWN_TYPES,
         default="auto",
-        help="type of down; auto: a file's q4_0 is kept as it is (q4_0x32), floats are as gate, others q8_0",
+        help="type of down; auto: q4_0 is kept unchanged (q4_0x32), floats as gate, others q8_0",
     )
     parser.add_argument(
-        "--no-check", dest="check", action="store_false", help="do not compare the logits with the dense ones"
+        "--no-check", dest="check", action="store_false", help="skip the comparison with the dense logits"
     )
     parser.add_argument("--force", action="store_true", help="make the file even if it is up to date")
     config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared"))
@@ -68,15 +68,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def _agreement(config: ModelConfig, args: argparse.Namespace, out: Output) -> dict[str, Any]:
-    """How near the logits from bundles come to the dense ones. Bundles of neurons that never fall silent take all."""
+    """Agreement of the logits from bundles with the dense ones; SwiGLU models use all neurons."""
     from powerinfer.cli.common import open_llm
     from powerinfer.cli.progress import Bar
     from powerinfer.evaluate import agreement
     from powerinfer.runtime.engine import SAMPLE
-    from powerinfer.sparsity.selectors import RECTIFIED
 
     options: dict[str, Any] = {"context": min(CONTEXT, config.context_length), "max_batch": 1, "trial": False}
-    if config.activation in RECTIFIED:
+    if config.rectified:
         options["selector"] = "exact"
     else:
         options |= {"selector": "threshold", "threshold": 1e-30}
@@ -88,7 +87,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
     types = ", ".join(f"{part} {name}" for part, name in document["types"].items() if name)
     out.line(f"{document['path']}: {document['bytes'] / 1e6:.1f} MB, {document['layers']} layers, {types}")
     if document["error"] is None:
-        out.line("up to date; nothing was done (--force makes it anew)")
+        out.line("up to date; nothing was done (--force packs again)")
         return
     error = ", ".join(f"{part} {value:.2g}" for part, value in document["error"].items())
     out.line(f"packed in {document['seconds']:.1f} s; relative error of the weights: {error}")

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, plain lines now and then elsewhere, nothing for what is done at once."""
+"""Progress on stderr: a bar on a terminal, occasional plain lines elsewhere, nothing for quick work."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import sys
 import time
 from types import TracebackType
 
-FIRST_AFTER = 0.7  # seconds of silence; quick work shows nothing at all
-REDRAW = 0.1  # seconds between two states of a bar
+FIRST_AFTER = 0.7  # seconds before anything is shown
+REDRAW = 0.1  # seconds between redraws of a bar
 PLAIN_LINE = 5.0  # seconds between two plain lines
-LEFT_AFTER = 3.0  # seconds before the time that is left is guessed
+LEFT_AFTER = 3.0  # seconds before the remaining time is estimated
 WIDTH = 30
 
 
 class Bar:
-    """Call it with (label, done, total), as the loaders do. As a context manager it leaves a clean line behind."""
+    """Call it with (label, done, total), as the loaders do. As a context manager it removes itself at the end."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._next = time.monotonic() + FIRST_AFTER
         self._label: str | None = None
-        self._since = (0.0, 0)  # when what is shown began, and what was done then
+        self._since = (0.0, 0)  # start time of the current label, and what was done then
         self._shown = False
 
     def __call__(self, label: str, done: int, total: int) -> None:
@@ -44,7 +44,7 @@ class Bar:
         self._shown = True
 
     def _left(self, now: float, done: int, total: int) -> str:
-        """How long it will still take, where that is worth telling."""
+        """The estimated remaining time, if it is long enough to show."""
         begin, first = self._since
         if done <= first or done >= total or now - begin < LEFT_AFTER:
             return ""

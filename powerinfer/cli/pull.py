@@ -1,8 +1,8 @@
-"""Fetch a model into the cache, or list those that are here.
+"""Download a model into the cache, or list local models.
 
 NAME is a known name, a Hugging Face repository (owner/name, or owner/name:Q4_K_M for one GGUF model of several) or
-a local path, which is remembered under its own name and not copied. Without NAME the default model is fetched.
-An interrupted pull goes on where it stopped when it is run again.
+a local path, which is registered under its own name and not copied. Without NAME the default model is downloaded.
+An interrupted pull resumes when it is run again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from powerinfer.hub import DEFAULT_MODEL, StoredModel, list_stored, pull
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=f"default: {DEFAULT_MODEL}")
-    parser.add_argument("--list", action="store_true", help="list the models that are here; fetches nothing")
+    parser.add_argument("--list", action="store_true", help="list local models; downloads nothing")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
@@ -24,7 +24,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         for model in models:
             out.line(f"{model.name:<40} {model.nbytes / 1e6:>10.1f} MB  {model.source}")
         if not models:
-            out.note("no models yet; `powerinfer pull` fetches the default one")
+            out.note("no models yet; `powerinfer pull` downloads the default one")
         out.document({"models": [_document(model) for model in models]})
         return 0
     model = pull(args.model, say=out.note)

@@ -1,11 +1,11 @@
-"""Show what was found out about a model: a page with plots and figures, and the plots as PNG files.
+"""Write a report on a model's prepared data: a page with plots and figures, and the plots as PNG files.
 
-The page needs nothing but itself. It shows what is there, the profile, the predictors, the bundles and the plan, and
-says which command makes what is missing. --plan FILE shows a plan that `powerinfer plan --json > FILE` wrote; without
--m, that plan alone, as for a --shape. Needs matplotlib: pip install 'powerinfer[report]'.
+The page is self-contained. It shows the profile, the predictors, the bundles and the plan, as far as they exist, and
+the commands that make what is missing. --plan FILE shows a plan that `powerinfer plan --json > FILE` wrote; without -m,
+that plan alone, for example of a --shape. Needs matplotlib: pip install 'powerinfer[report]'.
 
 JSON: path (of the page), images, made (false: it was up to date), shown (profile, predictor, bundles, plan: whether the
-page has it), missing (noun, command, stale: why what is there cannot be used, or null), seconds.
+page has it), missing (noun, command, stale: why the existing one cannot be used, or null), seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--plan", metavar="FILE", help="show this plan, the document of `powerinfer plan --json`")
-    parser.add_argument("--out", metavar="FOLDER", help="where to write; default: MODEL.powerinfer/report")
-    parser.add_argument("--force", action="store_true", help="draw it even if it is up to date")
+    parser.add_argument("--out", metavar="FOLDER", help="output folder; default: MODEL.powerinfer/report")
+    parser.add_argument("--force", action="store_true", help="write it even if it is up to date")
     config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared"))
 
 
@@ -75,6 +75,6 @@ def _show(document: dict[str, Any], out: Output) -> None:
     shown = ", ".join(noun for noun, there in document["shown"].items() if there)
     out.line(f"{document['path']}: {shown}, {len(document['images'])} plots")
     if not document["made"]:
-        out.line("up to date; nothing was done (--force draws it anew)")
+        out.line("up to date; nothing was done (--force writes it again)")
     for one in document["missing"]:
         out.line(f"{'stale' if one['stale'] else 'missing'}: {one['noun']}; `{one['command']}`")

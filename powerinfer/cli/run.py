@@ -1,11 +1,11 @@
 """Answer one prompt; the text streams to stdout as it is generated.
 
-The prompt goes through the model's chat template; --raw sends it as it is, for a model to continue. Without PROMPT, or
-with -, it is read from standard input. Ctrl-C ends the answer and keeps what was generated.
+The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue. Without
+PROMPT, or with -, it is read from standard input. Ctrl-C ends the answer and keeps what was generated.
 
 JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
-prefill_tok_s, decode_tok_s), logprobs where asked for; of a sparse model sparsity (selector, active_fraction, recall,
-...: what its tokens needed, all layers together).
+prefill_tok_s, decode_tok_s), logprobs if requested; for a sparse model sparsity (selector, active_fraction, recall,
+...: over all layers).
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="what to answer; - reads stdin")
+    parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="the prompt; -: read it from stdin")
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="no chat template: the model continues the prompt")
-    parser.add_argument("-v", "--verbose", action="store_true", help="speed, and what was chosen and why, on stderr")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print speed, and what was chosen and why, to stderr"
+    )
     config_flags(parser, SamplingParams, "sampling")
     config_flags(parser, EngineConfig, "engine")
 
@@ -48,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     if args.raw and args.system is not None:
-        raise RequestError("--system needs the chat template, which --raw leaves out")
+        raise RequestError("--system needs the chat template, which --raw does not use")
     prompt = _prompt(args.prompt)
     with open_llm(args, out) as llm:
         status, document = answer(_events(llm, prompt, args, params), out)
@@ -78,7 +80,7 @@ def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingPar
 
 
 def answer(events: Iterator[StreamEvent], out: Output) -> tuple[int, dict[str, Any]]:
-    """Show a stream as it comes; exit status and document. Ctrl-C ends it with what there is so far."""
+    """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far."""
     pieces: list[str] = []
     ids: list[int] = []
     try:

@@ -1,13 +1,13 @@
-"""Train predictors: small networks that name the neurons of a layer that will fire, before they are computed.
+"""Train predictors: small networks that select the neurons of a layer that will fire, before they are computed.
 
-They learn from the samples that `powerinfer profile` takes, a tenth of which is held out. A layer's size is the
-smallest at which its predictor names --recall of the firing neurons and at most --lost of all neurons in vain; all
-together stay below --share of the model's bytes. Beside each stands the best predictor of low rank of the same size,
-which needs no training and is taken where it is as good. A run that is stopped goes on where it was.
+They are trained on the samples that `powerinfer profile` saves, a tenth of which is held out. A layer's predictor has
+the smallest size at which it selects --recall of the firing neurons with at most --lost false positives, as a share of
+all neurons; all together stay below --share of the model's bytes. Each is compared with the best low-rank predictor of
+the same size, which needs no training and is used if it is as good. An interrupted run resumes.
 
 JSON: path, bytes, share_of_model, type, recall, candidate_fraction, active_fraction (means of the layers),
 recall_target, held_out_tokens, layers (each: rank, recall, precision, candidate_fraction, active_fraction, method,
-steps, svd_recall, svd_candidate_fraction, svd_form), seconds, resumed (sizes of layers that an earlier run had
+steps, svd_recall, svd_candidate_fraction, svd_form), seconds, resumed (sizes of layers that an earlier run
 finished), notes.
 """
 
@@ -55,7 +55,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         earlier = f", {trained.resumed} sizes by an earlier run" if trained.resumed else ""
         out.line(f"trained in {trained.seconds:.1f} s{earlier}")
     else:
-        out.line("up to date; nothing was done (--force trains anew)")
+        out.line("up to date; nothing was done (--force trains again)")
     for note in document["notes"]:
         out.note(note)
     out.document(document)
@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def table(training: Mapping[str, Any] | None) -> list[str]:
-    """What each layer's predictor reaches on held-out samples, for people, from `PredictorFile.training`."""
+    """Lines of text: each layer's predictor on held-out samples, from `PredictorFile.training`."""
     from powerinfer.prepare.training import mean
 
     layers = (training or {}).get("layers", [])

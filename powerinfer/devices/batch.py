@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the module of types costs milliseconds at start
+if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     import numpy as np
     from numpy.typing import NDArray
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # the module of types costs milliseconds at start
 
 @dataclass(slots=True)
 class Batch:
-    """T tokens of S sequences whose keys and values lie in pages.
+    """T tokens of S sequences whose keys and values are stored in pages.
 
     The tokens of one sequence are consecutive and in order of position; the key and value of position p of the
-    sequence in row r lie in page `page_table[r, p // page_size]`, slot `p % page_size`. A token attends to the
+    sequence in row r are in page `page_table[r, p // page_size]`, slot `p % page_size`. A token attends to the
     positions 0 .. its own of its sequence. All arrays are C-contiguous.
     """
 
@@ -25,4 +25,4 @@ class Batch:
     positions: Int32  # [T]
     rows: Int32  # [T] row of page_table of each token
     page_table: Int32  # [S, P] page ids, -1 where unused
-    logit_rows: Int32  # [R] indices into tokens, ascending: whose logits are wanted
+    logit_rows: Int32  # [R] indices into tokens, ascending: whose logits are returned

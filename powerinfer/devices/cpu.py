@@ -123,7 +123,6 @@ class CpuExecutor:
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
         self.d_model = config.d_model
-        self.d_ff = config.d_ff
         self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
@@ -146,7 +145,7 @@ class CpuExecutor:
             cache,
             self.max_tokens,
             config.d_model,
-            config.d_ff,
+            config.widest_ffn,
             config.n_heads,
             config.n_kv_heads,
             config.head_dim,
@@ -207,21 +206,21 @@ class CpuExecutor:
         biases: Sequence[Floats | None] = (None, None, None),
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
-        window: int | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
-        self._program.attention(own, window or 0)
+        self._program.attention(own, self.config.layers[layer].attention.window or 0)
 
-    def project(self, matrix: _native.Matrix, bias: Floats | None = None) -> None:
+    def project(self, layer: int, matrix: _native.Matrix, bias: Floats | None = None) -> None:
         """x += matrix . attended."""
         self._program.project(matrix, bias)
 
     def ffn(
         self,
+        layer: int,
         norm: _native.Norm | None,
         gate: _native.Matrix | None,
         up: _native.Matrix,
@@ -232,13 +231,12 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        layer = self.first_layer + len(self._ffns)
         gate_bias, up_bias, down_bias = biases
-        op = self._program.ffn(norm, gate, up, down, self._activation(), gate_bias, up_bias, down_bias)
+        op = self._program.ffn(norm, gate, up, down, self._activation(layer), gate_bias, up_bias, down_bias)
+        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
         self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
-    def normalise(self, norm: _native.Norm) -> None:
+    def normalise(self, layer: int, norm: _native.Norm) -> None:
         """x = norm(x)."""
         self._program.normalise(norm)
 
@@ -250,6 +248,7 @@ class CpuExecutor:
 
     def bundled_ffn(
         self,
+        layer: int,
         layout: BundleLayout,
         bundles: NDArray[np.uint8] | SomeBundles,
         *,
@@ -258,14 +257,13 @@ class CpuExecutor:
         most: float = 0.0,
         predictor: Weights | None = None,
     ) -> None:
-        """An FFN that has its neurons as bundles alone: x += their sum of norm(x).
+        """The FFN of a layer that has its neurons as bundles alone: x += their sum of norm(x).
 
         Arguments as of `neuron_sum`; biases: of gate, up and down. predictor: selects, of all neurons, those that are
         computed in steps of up to `neuron_tokens`. What it does is counted (`bundled_counts`). ValueError for shapes
         that are not the layer's.
         """
-        layer = self.first_layer + len(self._bundled)
-        neurons = self.neuron_sum(layout, bundles, biases[:2], most=most)
+        neurons = self.neuron_sum(layer, layout, bundles, biases[:2], most=most)
         guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
         if predictor is not None:
             inner, outer = self._pack(predictor[1]), self._pack(predictor[2])
@@ -295,6 +293,7 @@ class CpuExecutor:
 
     def neuron_sum(
         self,
+        layer: int,
         layout: BundleLayout,
         bundles: NDArray[np.uint8] | SomeBundles,
         biases: Sequence[Floats | None] = (None, None),
@@ -310,14 +309,15 @@ class CpuExecutor:
         """
         gate_bias, up_bias = biases
         if isinstance(bundles, np.ndarray):
-            native = self._bundles(layout, bundles, self.config.d_ff, gate_bias, up_bias)
+            native = self._bundles(layer, layout, bundles, self.config.layers[layer].ffn.size, gate_bias, up_bias)
         else:
             placed = _placed(bundles, gate_bias), _placed(bundles, up_bias)
-            native = self._bundles(layout, bundles.rows, len(bundles.index), *placed, bundles.counts)
+            native = self._bundles(layer, layout, bundles.rows, len(bundles.index), *placed, bundles.counts)
         return _native.NeuronSum(self._workspace, native, most, count_fired)
 
     def _bundles(
         self,
+        layer: int,
         layout: BundleLayout,
         rows: NDArray[np.uint8],
         neurons: int,
@@ -328,7 +328,7 @@ class CpuExecutor:
         return _native.Bundles(
             rows,
             neurons,
-            self.config.d_model,
+            self.d_model,
             layout.gate_type if layout.gated else None,
             layout.gate_type,
             layout.down_type,
@@ -336,14 +336,15 @@ class CpuExecutor:
             layout.gate_at if layout.gated else 0,
             layout.up_at,
             layout.down_at,
-            self._activation(),
+            self._activation(layer),
             gate_bias,
             up_bias,
             counts,
         )
 
-    def _activation(self) -> _native.Activation:
-        return _native.Activation(self.config.activation, self.config.activation_threshold)
+    def _activation(self, layer: int) -> _native.Activation:
+        about = self.config.layers[layer].ffn
+        return _native.Activation(about.activation, about.threshold)
 
     def sparsify(
         self,
@@ -364,7 +365,7 @@ class CpuExecutor:
         known, computes the rest from the dense matrices. ValueError for shapes that are not the layer's.
         """
         ffn = self._ffns[layer]
-        bundles = self._bundles(layout, rows, ffn.neurons)
+        bundles = self._bundles(layer, layout, rows, ffn.neurons)
         guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
         if predictor is not None:
             about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])

@@ -6,27 +6,21 @@ The device may also be torch's CPU, which then stands in for a GPU: the same ope
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_weights import GpuNorm, Matrices, StoredMatrix
-from powerinfer.devices.link import NAMED_TOKENS, Link
-from powerinfer.devices.step import (
-    MOST_SHAPES,
-    RECORDED_BYTES,
-    Operator,
-    Recorder,
-    Recordings,
-    Step,
-    cuda_graphs,
-)
+from powerinfer.devices.link import Link
+from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, cuda_graphs
+from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.tensors import RawTensor
@@ -39,25 +33,18 @@ else:
 
 Floats = NDArray[np.float32]
 
-_SEND, _SUM = "send", "ffn"  # the gaps that are left where others sum a layer's neurons
-
-
-@dataclass
-class _Ffn:
-    """biases: of gate and up, for who sums the neurons; hung: what runs in either gap."""
-
-    biases: tuple[Floats | None, Floats | None]
-    hung: dict[str, list[Operator]] = field(default_factory=dict)
+Rotation = tuple[Floats, float]
+"""Of a rotary embedding: float32 [rotated pairs], radians per position; factor of sine and cosine."""
 
 
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
-    An FFN is dense (`ffn`), or its neurons are summed by somebody else (`neurons`, then `hang`). `run` takes the
-    residual stream behind the embedding and gives it back behind these layers, or the logits.
+    An FFN is dense (`ffn`), or a sum of parts some of which other devices compute (`split_ffn`). `run` takes the
+    residual stream behind the embedding and returns it behind these layers, or the logits.
 
-    The same step gives the same bits on every run. How a token's sums are rounded may hang on the number of tokens in
-    its step.
+    The same step gives the same bits on every run. How a token's sums are rounded may depend on the number of tokens
+    in its step.
     """
 
     def __init__(
@@ -69,10 +56,10 @@ class GpuLayers:
         pages: int,
         kv_type: str,
         max_tokens: int,
-        frequencies: Floats,
-        rope_factor: float,
+        rotations: Mapping[RopeConfig, Rotation],
+        split: bool = False,
     ) -> None:
-        """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine."""
+        """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`."""
         torch = import_torch()
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
@@ -83,28 +70,25 @@ class GpuLayers:
         self.d_model = config.d_model
         self.device = device
         self.trace: Trace | None = None
-        self.link: Link | None = None
+        self.link = Link(device, max_tokens, config.d_model, config.widest_ffn) if split else None
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
         self._config = config
         self._cuda = device.type == "cuda"
         self._bytes: Counter[str] = Counter()
-        self._wired: list[Operator] = []
-        self._ffns: dict[int, _Ffn] = {}
-        self._frequencies = self._vector(frequencies) if len(frequencies) else None
-        self._rope_factor = rope_factor
+        self._layers = [GpuLayer(index, config.layers[index].parallel) for index in range(layers)]
+        self._head: Operator | None = None
+        self._operators: list[Operator] | None = None
+        self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         shape = (kv_type, pages, config.n_kv_heads, config.head_dim, device)
         self._cache = [(gpu.new_cache(*shape), gpu.new_cache(*shape)) for _ in range(layers)]
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
-        self._x = torch.zeros((max_tokens, config.d_model), device=device)
-        self._host_x = torch.zeros(self._x.shape, pin_memory=True) if self._cuda else self._x
-        self._host_logits = self._host(1)
-        self._description = _Description(device)
-        self._uploaded = torch.cuda.Event() if self._cuda else None
-        self._done = torch.cuda.Event() if self._cuda else None
-        self._recorder = cuda_graphs(device) if self._cuda and gpu.which(self._x) == "triton" else None
+        totals = split and any(layer.norms in ("output", "both") for layer in config.layers[:layers])
+        self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=totals)
+        triton = self._cuda and gpu.which(torch.empty(0, device=device)) == "triton"
+        self._recorder = cuda_graphs(device) if triton else None
         self._recordings: Recordings | None = None
-        self._recorded_at = 0
+        self._recorded_at = self.buffers.addresses
         self._shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
 
@@ -114,9 +98,10 @@ class GpuLayers:
         """A matrix [out, in], to be uploaded by the operator that takes it. row_map: see `StoredMatrix`."""
         return StoredMatrix(tensor, row_map)
 
-    def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Tensor | None] = ()) -> Matrices:
-        """Matrices that multiply the same rows; part: of `memory`."""
-        together = Matrices(matrices, biases or [None] * len(matrices), self.device)
+    def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Floats | None] = ()) -> Matrices:
+        """Matrices that multiply the same rows, with their biases; part: of `memory`."""
+        own = [self._some(bias) for bias in biases] or [None] * len(matrices)
+        together = Matrices(matrices, own, self.device)
         self._bytes[part] += together.nbytes
         self.bytes_per_token += together.nbytes
         return together
@@ -134,6 +119,9 @@ class GpuLayers:
         config = self._config
         return GpuNorm(self._vector(weight), self._some(bias), config.norm_eps, config.norm == "layer")
 
+    def _rms(self, weight: Floats | None) -> GpuNorm | None:
+        return None if weight is None else GpuNorm(self._vector(weight), None, self._config.norm_eps, False)
+
     def _vector(self, values: Floats) -> Tensor:
         own = import_torch().from_numpy(np.array(values, np.float32)).to(self.device)
         self._bytes["norms"] += own.nbytes
@@ -142,7 +130,7 @@ class GpuLayers:
     def _some(self, values: Floats | None) -> Tensor | None:
         return None if values is None else self._vector(values)
 
-    # ---------------------------------------------------------------- operators, in the order they run
+    # ---------------------------------------------------------------- operators, in the order in which they run
 
     def attention(
         self,
@@ -153,105 +141,100 @@ class GpuLayers:
         biases: Sequence[Floats | None] = (None, None, None),
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
-        window: int | None = None,
     ) -> None:
-        """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
-        config = self._config
+        """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
+
+        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width".
+        """
+        config, about = self._config, self._config.layers[layer].attention
         heads, kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
-        matrices = self._upload("attention", *qkv, biases=[self._some(bias) for bias in biases])
-        of_q, of_k = (
-            GpuNorm(self._vector(w), None, config.norm_eps, False) if w is not None else None for w in (q_norm, k_norm)
-        )
+        matrices = self._upload("attention", *qkv, biases=biases)
+        norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
         keys, values = self._cache[layer]
-        frequencies, factor, scale = self._frequencies, self._rope_factor, dim**-0.5
+        rotation = None if about.rope is None else self._rotations[about.rope]
+        scale = dim**-0.5 if about.scale is None else about.scale
 
         def run(step: Step) -> None:
             tokens = len(step.x)
             every = matrices(step.normalised(norm)).view(tokens, heads + 2 * kv, dim)
             q, k, v = every[:, :heads], every[:, heads : heads + kv], every[:, heads + kv :]
-            q = q if of_q is None else _each_head(of_q, q)
-            k = k if of_k is None else _each_head(of_k, k)
-            if frequencies is None:
+            q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
+            if rotation is None:
                 gpu.store_kv(keys, values, k, v, step.slots)
             else:
-                gpu.rotate_and_store(q, k, v, step.positions, frequencies, factor, keys, values, step.slots)
+                gpu.rotate_and_store(q, k, v, step.positions, *rotation, keys, values, step.slots)
             step.attended = gpu.attention(
-                q, keys, values, step.page_table, step.rows, step.positions, window, scale
+                q, keys, values, step.page_table, step.rows, step.positions, about.window, scale
             ).view(tokens, heads * dim)
 
-        self._add("attention", layer, run)
+        self._add(layer, "attention", run)
 
-    def project(self, matrix: StoredMatrix, bias: Floats | None = None) -> None:
-        """x += matrix . attended."""
-        out = self._upload("attention", matrix, biases=[self._some(bias)])
+    def project(
+        self, layer: int, matrix: StoredMatrix, bias: Floats | None = None, norm: GpuNorm | None = None
+    ) -> None:
+        """x += norm(matrix . attended)."""
+        out = self._upload("attention", matrix, biases=[bias])
 
         def run(step: Step) -> None:
-            step.add(out(step.attended))
+            attended = out(step.attended)
+            step.add(attended if norm is None else norm(attended))
             step.attended = None
 
-        layer = self._layer
-        sums = [at for at, one in enumerate(self._wired) if (one.kind, one.layer) == (_SUM, layer)]
-        # Neurons that are wired already have what they read: their sum may wait for others, and comes behind.
-        self._add("project", layer, run, sums[0] if sums and layer in self._ffns else None)
+        self._add(layer, "project", run)
 
     def ffn(
         self,
+        layer: int,
         norm: GpuNorm | None,
         gate: StoredMatrix | None,
         up: StoredMatrix,
         down: StoredMatrix,
         biases: Sequence[Floats | None] = (None, None, None),
+        out_norm: GpuNorm | None = None,
     ) -> None:
-        """x += down . (act(gate . n) * (up . n)) with n = norm(x), or down . act(up . n) without a gate.
+        """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate.
 
         biases: of gate, up and down.
         """
-        of_gate, of_up, of_down = (self._some(bias) for bias in biases)
-        if gate is None:
-            first = self._upload("ffn", up, biases=[of_up])
-        else:
-            first = self._upload("ffn", gate, up, biases=[of_gate, of_up])
-        second = self._upload("ffn", down, biases=[of_down])
-        activation, threshold = self._config.activation, self._config.activation_threshold
-        neurons, plain = up.rows, gate is None  # the matrices themselves are not kept
+        inputs = [up] if gate is None else [gate, up]
+        first = self._upload("ffn", *inputs, biases=biases[2 - len(inputs) : 2])
+        second = self._upload("ffn", down, biases=biases[2:])
+        about, neurons, plain = self._config.layers[layer].ffn, up.rows, gate is None  # not the matrices themselves
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm))
             if plain:
-                hidden = gpu.activate(activation, product, None, threshold)
+                hidden = gpu.activate(about.activation, product, None, about.threshold)
             else:
-                hidden = gpu.activate(activation, product[:, :neurons], product[:, neurons:], threshold)
-            step.add(second(hidden))
+                halves = product[:, :neurons], product[:, neurons:]
+                hidden = gpu.activate(about.activation, *halves, about.threshold)
+            out = second(hidden)
+            step.add(out if out_norm is None else out_norm(out))
 
-        self._add("ffn", self._layer, run)
+        self._add(layer, "ffn", run)
 
-    def neurons(self, norm: GpuNorm | None, biases: Sequence[Floats | None] = (None, None, None)) -> None:
-        """x += sum over the layer's neurons, given norm(x), + bias of down. Who sums them is told later (`hang`).
-
-        biases: of gate, up and down; the first two are kept for them who sum (`ffn_biases`).
-        """
-        layer = self._layer
-        gate, up, down = (None if bias is None else np.array(bias, np.float32) for bias in biases)
-        of_down = self._some(down)
-        self._ffns[layer] = _Ffn((gate, up))
-        if self.link is None:
-            self.link = Link(self.device, self.max_tokens, self.d_model, self._config.d_ff)
-
-        def missing(step: Step) -> None:
-            raise AssertionError(f"nobody sums the neurons of layer {layer}")
-
-        # Where attention reads the same x it comes between what sends and what adds: others are at work meanwhile.
-        at = len(self._wired) - self._config.parallel
-        self._add("norm", layer, lambda step: step.let_read(norm), at)
-        self._add(_SEND, layer, missing, at + 1)
-        self._add(_SUM, layer, missing)
+    def split_ffn(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        parts: FfnParts,
+        bias: Floats | None = None,
+        out_norm: GpuNorm | None = None,
+    ) -> None:
+        """x += out_norm(sum of the parts, given norm(x), + bias of down)."""
+        own, of_down = self._layers[layer], self._some(bias)
+        after = []
         if of_down is not None:
-            self._add("bias", layer, lambda step: step.add(of_down))
+            after.append(own.operator("bias", lambda step: step.add_part(of_down)))
+        if self.buffers.totals:
+            assert out_norm is not None, "the FFNs of some layers are normalised, those of others are not"
+            after.append(own.operator("normalise", lambda step: step.add(out_norm(step.target))))
+        own.add_parts(own.operator("norm", lambda step: step.write_read(norm)), parts, after)
+        self._rewired()
 
-    def normalise(self, norm: GpuNorm) -> None:
+    def normalise(self, layer: int, norm: GpuNorm) -> None:
         """x = norm(x)."""
-
-        self._add("normalise", self._layer, lambda step: step.replace(norm(step.x)))
+        self._add(layer, "normalise", lambda step: step.set(norm(step.x)))
 
     def head(self, norm: GpuNorm | None, matrix: StoredMatrix, projection: StoredMatrix | None = None) -> None:
         """logits = matrix . projection . norm(x)."""
@@ -264,32 +247,38 @@ class GpuLayers:
             x = step.x.index_select(0, step.logit_rows)
             x = x if norm is None else norm(x)
             logits = out(x if inner is None else inner(x))
-            self._answer(len(logits)).copy_(logits, non_blocking=True)
+            self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
-        self._add("head", -1, run)
+        self._head = Operator("head", -1, run)
+        self._rewired()
 
     @property
     def has_head(self) -> bool:
         """Whether a step ends in logits."""
-        return bool(self._wired) and self._wired[-1].kind == "head"
+        return self._head is not None
 
-    @property
-    def _layer(self) -> int:
-        """The layer that is being wired."""
-        return self._wired[-1].layer
-
-    def _add(self, kind: str, layer: int, run: Callable[[Step], None], at: int | None = None) -> None:
-        self._wired.insert(len(self._wired) if at is None else at, Operator(kind, layer, run))
-        self._recordings = None
+    def _add(self, layer: int, kind: str, run: Callable[[Step], None]) -> None:
+        self._layers[layer].add(kind, run)
+        self._rewired()
 
     @property
     def operators(self) -> list[Operator]:
         """All that a step runs, in order."""
-        every: list[Operator] = []
-        for operator in self._wired:
-            hung = self._ffns[operator.layer].hung if operator.layer in self._ffns else {}
-            every += hung.get(operator.kind, [operator])
-        return every
+        if self._operators is None:
+            self._operators = [operator for layer in self._layers for operator in layer.operators()]
+            self._operators += [] if self._head is None else [self._head]
+        return self._operators
+
+    def _rewired(self) -> None:
+        self._operators = self._recordings = None
+
+    def changed(self, layer: int) -> None:
+        """The parts of a layer's FFN have other neurons, or run another way: what they launch is recorded anew."""
+        before, self._operators = self._operators, None
+        if self._recordings is not None and self.operators == before:
+            self._recordings.forget(layer)
+        else:
+            self._recordings = None
 
     @contextmanager
     def noted(self, trace: Trace) -> Iterator[None]:
@@ -299,36 +288,6 @@ class GpuLayers:
             yield
         finally:
             self.trace = None
-
-    # ---------------------------------------------------------------- neurons
-
-    @property
-    def neuron_layers(self) -> list[int]:
-        """The layers whose neurons somebody else sums."""
-        return sorted(self._ffns)
-
-    def ffn_biases(self, layer: int) -> tuple[Floats | None, Floats | None]:
-        """float32 [d_ff], those of gate and of up, of one of `neuron_layers`."""
-        return self._ffns[layer].biases
-
-    def hang(self, layer: int, send: Sequence[Operator], add: Sequence[Operator]) -> None:
-        """Sum the neurons of a layer of `neuron_layers` with these operators from now on.
-
-        `send` bring out what others need to begin, and run as early as may be: they read step.read, what gate and up
-        multiply, and step.x, which predictors read, and must not write to either. `add` add to x.
-        """
-        ffn = self._ffns[layer]
-        before, ffn.hung = ffn.hung, {_SEND: list(send), _SUM: list(add)}
-        if before != ffn.hung:
-            self._recordings = None
-        self.forget(layer)
-
-    def forget(self, layer: int | None = None) -> None:
-        """Record anew what a layer launches, or all."""
-        if layer is None:
-            self._recordings = None
-        elif self._recordings is not None:
-            self._recordings.forget(layer)
 
     # ---------------------------------------------------------------- running
 
@@ -342,7 +301,7 @@ class GpuLayers:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device):
-                step = self.begin(batch, x)
+                step = self._begin(batch, x)
                 with torch.inference_mode():
                     if self._recorder is not None and self.trace is None and len(step.x) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
@@ -350,59 +309,30 @@ class GpuLayers:
                         for operator in self.operators:
                             with span(self.trace if operator.static else None, "gpu", operator.kind, operator.layer):
                                 operator.run(step)
-                result = self.end(step)
-        if len(step.x) <= NAMED_TOKENS:
+                result = self.buffers.download(step, logits=self.has_head)
+        if len(step.x) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(step.x)
             self.few_steps += 1
         return result
+
+    def _begin(self, batch: Batch, x: Floats) -> Step:
+        """Bring a step to the device."""
+        step = self.buffers.upload(batch, x)
+        step.read = None if self.link is None else self.link.read(len(step.x))
+        if self.has_head:
+            self.buffers.logits(len(batch.logit_rows))  # if they move, they move before the step is recorded
+        return step
 
     def record(self, recorder: Recorder | None) -> None:
         """Replay steps of few tokens with what `recorder` makes of them; None: launch each anew."""
         self._recorder, self._recordings = recorder, None
 
     def _recorded(self, recorder: Recorder) -> Recordings:
-        if self._recordings is None or self._recorded_at != self._description.address:
-            self._recordings = Recordings(self.operators, recorder, self._shapes)
-            self._recorded_at = self._description.address
+        operators = self.operators
+        if self._recordings is None or self._recorded_at != self.buffers.addresses:
+            self._recordings = Recordings(operators, recorder, self._shapes)
+            self._recorded_at = self.buffers.addresses
         return self._recordings
-
-    def begin(self, batch: Batch, x: Floats) -> Step:
-        """Bring a step to the device: its description and its residual stream, one transfer each."""
-        tokens = len(batch.tokens)
-        assert 0 < tokens <= self.max_tokens and x.shape == (tokens, self.d_model)
-        if self._uploaded is not None:
-            self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
-        step = self._description.upload(batch, self._x[:tokens])
-        step.read = None if self.link is None else self.link.read(tokens)
-        np.copyto(self._host_x[:tokens].numpy(), x)
-        if self._uploaded is not None:
-            step.x.copy_(self._host_x[:tokens], non_blocking=True)
-            self._uploaded.record()
-        return step
-
-    def end(self, step: Step) -> Floats:
-        """What a step comes to, once the device is done with it."""
-        if self.has_head:
-            out = self._answer(len(step.logit_rows))
-        else:
-            out = self._host_x[: len(step.x)]
-            if self._cuda:
-                out.copy_(step.x, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
-            self._done.synchronize()
-        return _array(out)
-
-    def _answer(self, rows: int) -> Tensor:
-        """Where so many rows of logits go. Once there is room for more of them it lies elsewhere, so record anew."""
-        if rows > len(self._host_logits):
-            self._host_logits = self._host(1 << (rows - 1).bit_length())
-            self.forget()
-        return self._host_logits[:rows]
-
-    def _host(self, rows: int) -> Tensor:
-        """Room for rows of logits in memory that the device writes to."""
-        return import_torch().zeros((rows, self.vocab_size), pin_memory=self._cuda)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
@@ -412,8 +342,7 @@ class GpuLayers:
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = 0 if self.link is None else self.link.gpu_bytes
-        kept = self._x.nbytes + self._description.nbytes + link
-        parts["scratch"] = kept + self._passed + self._recorded_bytes
+        parts["scratch"] = self.buffers.nbytes + link + self._passed + self._recorded_bytes
         if self._cuda:
             cuda = import_torch().cuda
             unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
@@ -453,7 +382,7 @@ class GpuLayers:
         if each:
             self._shapes = max(1, min(MOST_SHAPES, RECORDED_BYTES // each))
             self._recorded_bytes = self._shapes * each
-            self.forget()
+            self._recordings = None
         return self._passed
 
     def _rehearse(self, tokens: int, logit_rows: int, first: int = 0) -> None:
@@ -473,67 +402,17 @@ class GpuLayers:
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
-        self._wired.clear()
-        self._ffns.clear()
+        self._layers.clear()
+        self._head = self._operators = None
         self._recorder = self._recordings = None
-        for name in ("_cache", "_x", "link", "_host_x", "_host_logits", "_description", "_frequencies"):
+        for name in ("_cache", "buffers", "link", "_rotations"):
             self.__dict__.pop(name, None)
         if self._cuda:
             import_torch().cuda.empty_cache()
 
 
-class _Description:
-    """The numbers of a batch, which go to the device in one transfer from memory that stays in place."""
-
-    def __init__(self, device: device) -> None:
-        self._device = device
-        self._make(1 << 12)
-
-    def _make(self, nbytes: int) -> None:
-        torch = import_torch()
-        cuda = self._device.type == "cuda"
-        self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda)
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device) if cuda else self._here
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return int(self._there.nbytes)
-
-    @property
-    def address(self) -> int:
-        """Where they lie."""
-        return int(self._there.data_ptr())
-
-    def upload(self, batch: Batch, x: Tensor) -> Step:
-        """The step of a batch, but for what is in x."""
-        torch = import_torch()
-        # The columns that are in use, as a power of two: shapes hardly change from step to step.
-        width = min(batch.page_table.shape[1], 1 << int(int(batch.positions.max()) // cpu.PAGE).bit_length())
-        table = batch.page_table[:, :width]
-        pages = batch.page_table[batch.rows, batch.positions // cpu.PAGE].astype(np.int64)
-        slots = pages * cpu.PAGE + batch.positions % cpu.PAGE
-        parts = [slots.view(np.int32), batch.positions, batch.rows, batch.logit_rows, table]
-        ends = np.cumsum([part.size for part in parts])
-        nbytes = 4 * int(ends[-1])
-        if nbytes > len(self._here):
-            self._make(1 << (nbytes - 1).bit_length())
-        numbers = self._here.numpy()[:nbytes].view(np.int32)
-        for part, end in zip(parts, ends, strict=True):
-            numbers[end - part.size : end] = part.reshape(-1)
-        if self._there is not self._here:
-            self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
-        on_device = self._there[:nbytes].view(torch.int32).split([part.size for part in parts])
-        wide, positions, rows, logit_rows, page_table = on_device
-        return Step(x, positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows)
-
-
-def _array(tensor: Tensor) -> Floats:
-    """A float32 tensor in the host's memory, as a view."""
-    values: Floats = tensor.numpy()
-    return values
-
-
-def _each_head(norm: GpuNorm, heads: Tensor) -> Tensor:
-    """heads float32 [T, n, head_dim], each normalised."""
-    return norm(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
+def _normalised_heads(norm: GpuNorm | None, heads: Tensor, width: bool) -> Tensor:
+    """heads float32 [T, n, head_dim], each normalised, or, with `width`, all of a token together."""
+    if norm is None:
+        return heads
+    return norm(heads.reshape(len(heads) if width else -1, norm.weight.shape[0])).view(heads.shape)

@@ -1,4 +1,4 @@
-"""An executor whose first layers lie on a GPU and whose others lie on the CPU."""
+"""An executor with its first layers on a GPU and the others on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SplitExecutor:
     """Embedding on the CPU, the layers of `gpu`, those of `cpu`, and the head on whichever has it.
 
-    The result for a token is the same on every run. How its sums are rounded may hang on how many tokens its call has.
+    The result for a token is the same on every run. Its rounding may depend on the number of tokens in the call.
     """
 
     def __init__(self, cpu: CpuExecutor, gpu: GpuLayers) -> None:
@@ -38,7 +38,7 @@ class SplitExecutor:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that one token reads on both devices."""
+        """Bytes of weights read per token, on both devices together."""
         return self.cpu.bytes_per_token + self.gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -59,9 +59,9 @@ class SplitExecutor:
 
     @contextmanager
     def traced(self) -> Iterator[Trace]:
-        """Note what takes the time of steps meanwhile. Operators that sum neurons elsewhere note it themselves.
+        """Trace the steps within this context; operators that sum neurons elsewhere add their own spans.
 
-        Operators are launched one by one, not replayed together, so a step takes longer than otherwise.
+        Operators are launched one by one instead of being replayed, so steps take longer.
         """
         self.trace = Trace(self.gpu.device)
         try:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
@@ -105,7 +105,7 @@ class Stage:
         n: Tensor,
         layout: BundleLayout,
         cold: SomeBundles,
-        config: ModelConfig,
+        ffn: FfnConfig,
         biases: Sequence[Floats | None],
         most: float,
     ) -> None:
@@ -124,7 +124,7 @@ class Stage:
                     None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
                 )
                 assert rows is not None and at is not None and shared is not None
-                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, config, group, gate_bias, up_bias)
+                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, gate_bias, up_bias)
                 gpu.unpack(layout, rows, at, shared, neurons)
                 total.add_(gpu.neuron_sum(neurons, n, None, most)[0])
                 del neurons  # the next piece's take their memory

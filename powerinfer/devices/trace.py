@@ -1,4 +1,4 @@
-"""What took the time of a step on two devices: spans by device, layer and kind, and how far both worked at a time."""
+"""Traces of steps on two devices: spans by device, layer and kind, and how far the devices overlap."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from torch import device
 
 LANES = ("GPU", "CPU", "wait")
-"""Where a span is: computing on a device, or the CPU waiting for the GPU."""
+"""Lanes of a trace: computing on a device, or the CPU waiting for the GPU."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """lane: of `LANES`; layer: -1 for what belongs to none; begin, end: seconds since the trace began."""
+    """lane: of `LANES`; layer: -1 for none; begin, end: seconds since the trace began."""
 
     lane: str
     kind: str
@@ -29,8 +29,8 @@ class Span:
 class Trace:
     """Spans of the steps that run within `step()`.
 
-    On CUDA a span of the GPU lies between two events of the stream it runs on, so it is what the GPU did and not when
-    it was told to; elsewhere the caller computes what it is told at once, and a clock is enough.
+    On CUDA a span of the GPU lies between two events of its stream, so it shows when the GPU computed, not when kernels
+    were launched; elsewhere operators are synchronous, and a clock is enough.
     """
 
     def __init__(self, device: device) -> None:
@@ -43,7 +43,7 @@ class Trace:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Of one forward call, until the GPU has done all of it."""
+        """Trace one forward call, until the GPU has finished it."""
         origin = self._synchronised()
         try:
             yield
@@ -58,7 +58,7 @@ class Trace:
             self.steps.append((origin[0], end[0]))
 
     def _synchronised(self) -> tuple[float, Any]:
-        """(now, an event of now)."""
+        """(current time, an event recorded now)."""
         if not self._cuda:
             return self._now(), None
         import torch
@@ -73,7 +73,7 @@ class Trace:
 
     @contextmanager
     def gpu(self, kind: str, layer: int) -> Iterator[None]:
-        """What the GPU is told to do meanwhile."""
+        """A span of the work launched on the GPU within this context."""
         if not self._cuda:
             with self.cpu(kind, layer, "GPU"):
                 yield
@@ -89,13 +89,13 @@ class Trace:
 
     @contextmanager
     def cpu(self, kind: str, layer: int, lane: str = "CPU") -> Iterator[None]:
-        """What the caller does meanwhile."""
+        """A span of the caller's work within this context."""
         begin = self._now()
         yield
         self.spans.append(Span(lane, kind, layer, begin, self._now()))
 
     def summary(self) -> dict[str, Any]:
-        """Seconds of the steps, mean: in all, of which both devices, one of them or none worked; by lane and kind.
+        """Mean seconds per step: in total, with both devices, one or none working; and by lane and kind.
 
         overlap: 1 - the share of a step in which neither worked.
         """
@@ -141,7 +141,7 @@ class Trace:
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that do not overlap, of the same points in time."""
+    """The union of the spans, as disjoint intervals."""
     result: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:
@@ -156,7 +156,7 @@ def _length(spans: list[tuple[float, float]]) -> float:
 
 
 def span(trace: Trace | None, device: str, kind: str, layer: int, *lane: str) -> AbstractContextManager[None]:
-    """`trace.gpu` or `trace.cpu`; without a trace nothing is noted."""
+    """`trace.gpu` or `trace.cpu`; a no-op without a trace."""
     if trace is None:
         return nullcontext()
     noted: AbstractContextManager[None] = getattr(trace, device)(kind, layer, *lane)

@@ -1,4 +1,4 @@
-"""Whether a GPU is wanted and may be there: what every start asks, so nothing that runs on one is imported here."""
+"""Whether a GPU should be used. Runs at every start, so it imports neither torch nor GPU code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DRIVER = Path("/dev/nvidiactl")
 
 
 def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
-    """(name for `choose_device`, or None for no GPU; the reason). Nothing is imported where there is no driver."""
+    """(name for `choose_device`, or None for no GPU; the reason). Imports nothing if there is no driver."""
     if engine.gpu == "none" or engine.vram == 0:
         return None, "asked for" if engine.gpu == "none" else "--vram is 0"
     if engine.gpu != "auto":

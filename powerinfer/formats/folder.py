@@ -69,7 +69,8 @@ def _names(config: ModelConfig) -> Names:
     if config.architecture == "opt":
         return _OPT
     if config.architecture == "falcon":
-        return _FALCON_TWO_NORMS if config.parallel and not config.shared_norm else _FALCON
+        layer = config.layers[0]
+        return _FALCON_TWO_NORMS if layer.parallel and not layer.shared_norm else _FALCON
     return _LLAMA
 
 

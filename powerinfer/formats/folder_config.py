@@ -6,10 +6,11 @@ there and here; anything that asks for more than this engine does is refused by 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.mapped import shown
@@ -83,31 +84,28 @@ def _llama_like(fields: Fields, architecture: str, name: str) -> ModelConfig:
     head_dim = _head_dim(fields, architecture, d_model, n_heads)
     context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT)
     attention_bias = architecture not in ("mistral", "bamboo") and fields.flag("attention_bias", False)
-    window, sliding_layers = _window(fields, architecture, layers)
-    activation, threshold = _gated_activation(fields, architecture)
     if architecture == "qwen2":
         fields.only("attention_bias", True)  # the class has biases on q, k and v, and no switch
+    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
+    ffn = FfnConfig(size, *_gated_activation(fields, architecture), bias=llama and fields.flag("mlp_bias", False))
+    attention = AttentionConfig(
+        rope=_rope(fields, head_dim, context),
+        qkv_bias=architecture == "qwen2" or attention_bias,
+        o_bias=architecture != "qwen2" and attention_bias,
+        qk_norm="head" if architecture == "qwen3" else None,
+    )
+    windows = _windows(fields, architecture, layers)
     return ModelConfig(
         architecture=architecture,
-        n_layers=layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, **kv_default),
         head_dim=head_dim,
-        d_ff=fields.integer("intermediate_size", 1, layout.MAX_WIDTH),
         vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
         context_length=context,
         norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
-        rope=_rope(fields, head_dim, context),
-        activation=activation,
-        activation_threshold=threshold,
+        layers=tuple(LayerConfig(replace(attention, window=window), ffn) for window in windows),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=architecture == "qwen2" or attention_bias,
-        o_bias=architecture != "qwen2" and attention_bias,
-        ffn_bias=llama and fields.flag("mlp_bias", False),
-        qk_norm=architecture == "qwen3",
-        sliding_window=window,
-        sliding_layers=sliding_layers,
         name=name,
     )
 
@@ -130,30 +128,28 @@ def _opt(fields: Fields, architecture: str, name: str) -> ModelConfig:
     first = fields.flag("do_layer_norm_before", True)
     bias = fields.flag("enable_bias", True)
     width = fields.integer("word_embed_proj_dim", 1, layout.MAX_WIDTH, d_model)
+    activation = _activation(fields, "activation_function", {"relu": "relu"}, "relu")
+    layer = LayerConfig(
+        AttentionConfig(qkv_bias=bias, o_bias=bias),
+        FfnConfig(fields.integer("ffn_dim", 1, layout.MAX_WIDTH), activation, gated=False, bias=bias),
+        norms="pre" if first else "post",
+    )
     return ModelConfig(
         architecture=architecture,
-        n_layers=fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_heads,
         head_dim=_head_dim(fields, architecture, d_model, n_heads),
-        d_ff=fields.integer("ffn_dim", 1, layout.MAX_WIDTH),
         vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
         context_length=fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT),
         norm_eps=1e-5,  # torch's own default; the configuration has no key for it
-        rope=RopeConfig(),
-        activation=_activation(fields, "activation_function", {"relu": "relu"}, "relu"),
-        gated=False,
+        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
         norm="layer",
-        norm_order="pre" if first else "post",
         positions="learned",
         position_offset=2,
         embed_dim=0 if width == d_model else width,
         final_norm=first and not fields.flag("_remove_final_layer_norm", False),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        qkv_bias=bias,
-        o_bias=bias,
-        ffn_bias=bias,
         name=name,
     )
 
@@ -180,27 +176,25 @@ def _falcon(fields: Fields, architecture: str, name: str) -> ModelConfig:
             raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {n_heads}")
         kv_heads = 1 if one else n_heads
     bias = _nullable(fields, "bias", False)
+    size = fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * d_model)
+    layer = LayerConfig(
+        AttentionConfig(_rope(fields, head_dim, context), qkv_bias=bias, o_bias=bias),
+        FfnConfig(size, _activation(fields, "activation", _PLAIN, "gelu"), gated=False, bias=bias),
+        parallel=parallel,
+        shared_norm=parallel and norms == 1,
+    )
     return ModelConfig(
         architecture=architecture,
-        n_layers=fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        d_ff=fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * d_model),
         vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
         context_length=context,
         norm_eps=fields.number("layer_norm_epsilon", 1e-12, 0.1, 1e-5),
-        rope=_rope(fields, head_dim, context),
-        activation=_activation(fields, "activation", _PLAIN, "gelu"),
-        gated=False,
+        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
         norm="layer",
-        parallel=parallel,
-        shared_norm=parallel and norms == 1,
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        qkv_bias=bias,
-        o_bias=bias,
-        ffn_bias=bias,
         name=name,
     )
 
@@ -211,25 +205,24 @@ def _nemotron(fields: Fields, architecture: str, name: str) -> ModelConfig:
     head_dim = _head_dim(fields, architecture, d_model, n_heads)
     context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT)
     bias = fields.flag("attention_bias", False)
+    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
+    activation = _activation(fields, "hidden_act", _PLAIN, "relu2")
+    layer = LayerConfig(
+        AttentionConfig(_rope(fields, head_dim, context, partial=0.5), qkv_bias=bias, o_bias=bias),
+        FfnConfig(size, activation, gated=False, bias=fields.flag("mlp_bias", False)),
+    )
     return ModelConfig(
         architecture=architecture,
-        n_layers=fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS),
         head_dim=head_dim,
-        d_ff=fields.integer("intermediate_size", 1, layout.MAX_WIDTH),
         vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
         context_length=context,
         norm_eps=fields.number("norm_eps", 1e-12, 0.1, 1e-5),
-        rope=_rope(fields, head_dim, context, partial=0.5),
-        activation=_activation(fields, "hidden_act", _PLAIN, "relu2"),
-        gated=False,
+        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
         norm="layer",
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=bias,
-        o_bias=bias,
-        ffn_bias=fields.flag("mlp_bias", False),
         name=name,
     )
 
@@ -271,31 +264,32 @@ def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> 
     return d_model // n_heads
 
 
-def _window(fields: Fields, architecture: str, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-    """The sliding window, and which layers use it when not all do."""
+def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]:
+    """The sliding window of each layer."""
     if architecture in ("llama", "sparsellama"):
-        return None, None  # the class has none, whatever the file says
+        return [None] * layers  # the class has none, whatever the file says
     # null means no window; only a missing key means the default of the class
     default = None if fields.stated("sliding_window") else 4096
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, default)
     if architecture in ("mistral", "bamboo"):
-        return window, None
+        return [window] * layers
     if not fields.flag("use_sliding_window", False):
         window = None
     first = fields.integer("max_window_layers", 0, layout.MAX_CONTEXT, 28)
     kinds = fields.get("layer_types", None)
     if kinds is None:
-        slides = tuple(window is not None and layer >= first for layer in range(layers))
-    else:
-        if type(kinds) is not list or len(kinds) != layers:
-            raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
-        strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-        if strange:
-            raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
-        slides = tuple(kind == "sliding_attention" for kind in kinds)
-    if window is None or not any(slides):
-        return None, None
-    return window, None if all(slides) else slides
+        return [window if layer >= first else None for layer in range(layers)]
+    return [window if slides else None for slides in _sliding(fields, kinds, layers)]
+
+
+def _sliding(fields: Fields, kinds: Any, layers: int) -> list[bool]:
+    """Which layers have a window, by `layer_types`."""
+    if type(kinds) is not list or len(kinds) != layers:
+        raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
+    strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if strange:
+        raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _rope(fields: Fields, head_dim: int, context: int, partial: float | None = None) -> RopeConfig:

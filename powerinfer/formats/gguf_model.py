@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from powerinfer.config import ACTIVATIONS, ModelConfig, RopeConfig
+from powerinfer.config import ACTIVATIONS, AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
@@ -96,7 +96,7 @@ def stored_tensors(file: GGUFFile) -> dict[str, RawTensor]:
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
     inner = _NAMES.inner | (_FUSED if _is_fused(file) else {})
-    if config.architecture == "falcon" and not config.shared_norm:
+    if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
     return replace(_NAMES, inner=inner)
 
@@ -111,13 +111,15 @@ def _is_fused(file: GGUFFile) -> bool:
 
 
 def _factors(file: GGUFFile, config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    rotated = config.positions == "rope" and "rope_freqs.weight" in file.tensors
-    return [("rope_factors", (config.rope.dim // 2,))] if rotated else []
+    if not config.ropes or "rope_freqs.weight" not in file.tensors:
+        return []
+    return [("rope_factors", (config.ropes[0].dim // 2,))]
 
 
 def _check_factors(file: GGUFFile, config: ModelConfig, tensor: RawTensor) -> None:
-    if config.rope.scaling is not None:
-        raise ModelError(f"{file.path}: has both rope_freqs.weight and RoPE scaling {config.rope.scaling!r}")
+    scaling = config.ropes[0].scaling
+    if scaling is not None:
+        raise ModelError(f"{file.path}: has both rope_freqs.weight and RoPE scaling {scaling!r}")
     file.check()
     factors = tensor.float32()
     if not (np.isfinite(factors).all() and (factors > 0).all()):
@@ -146,43 +148,53 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
     names = file.tensors
     if "token_embd.weight" not in names:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
-    window, sliding_layers = _window(fields)
-    activation, threshold = _activation(fields, family)
     learned = architecture == "opt"
     falcon = architecture == "falcon"
     config = ModelConfig(
         architecture=architecture,
-        n_layers=fields.integer("block_count", 1, layout.MAX_LAYERS),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=fields.integer("attention.head_count_kv", 1, layout.MAX_HEADS, n_heads),
         head_dim=head_dim,
-        d_ff=fields.integer("feed_forward_length", 1, layout.MAX_WIDTH),
         vocab_size=_vocabulary(file, fields),
         context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
         norm_eps=_epsilon(fields, family, architecture),
-        rope=RopeConfig() if learned else _rope(fields, _rotated(fields, architecture, head_dim), family.interleaved),
-        activation=activation,
-        activation_threshold=threshold,
-        gated=family.gated,
+        layers=_layers(file, fields, architecture, family, head_dim),
         norm=family.norm,
-        parallel=falcon,
-        shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
         positions="learned" if learned else "rope",
         position_offset=_OPT_OFFSET if learned else 0,
         tied_embeddings="output.weight" not in names,
-        # the file says by having them; one that is then missing elsewhere is an error
-        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
-        o_bias="blk.0.attn_output.bias" in names,
-        ffn_bias="blk.0.ffn_up.bias" in names,
-        qk_norm=architecture == "qwen3",
         name=printable(general.get("general.name", "")),
-        sliding_window=window,
-        sliding_layers=sliding_layers,
     )
     _refuse_others(fields, falcon)
     layout.check(config, where)
     return config
+
+
+def _layers(
+    file: GGUFFile, fields: Fields, architecture: str, family: _Family, head_dim: int
+) -> tuple[LayerConfig, ...]:
+    """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
+    names, falcon = file.tensors, architecture == "falcon"
+    n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
+    attention = AttentionConfig(
+        rope=None if architecture == "opt" else _rope(fields, _rotated(fields, architecture, head_dim), family),
+        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
+        o_bias="blk.0.attn_output.bias" in names,
+        qk_norm="head" if architecture == "qwen3" else None,
+    )
+    activation, threshold = _activation(fields, family)
+    bias = "blk.0.ffn_up.bias" in names
+    shared_norm = falcon and "blk.0.attn_norm_2.weight" not in names
+    return tuple(
+        LayerConfig(
+            replace(attention, window=window),
+            FfnConfig(size, activation, threshold, family.gated, bias),
+            parallel=falcon,
+            shared_norm=shared_norm,
+        )
+        for size, window in zip(_ffn_sizes(fields, n_layers), _windows(fields, n_layers), strict=True)
+    )
 
 
 def _architecture(general: Fields, published: Collection[str] | None) -> str:
@@ -245,7 +257,8 @@ def _vocabulary(file: GGUFFile, fields: Fields) -> int:
     return shape[0]
 
 
-def _rope(fields: Fields, dim: int, interleaved: bool) -> RopeConfig:
+def _rope(fields: Fields, dim: int, family: _Family) -> RopeConfig:
+    interleaved = family.interleaved
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
     kind = fields.text("rope.scaling.type", "linear")
@@ -282,18 +295,25 @@ def _rope(fields: Fields, dim: int, interleaved: bool) -> RopeConfig:
     return RopeConfig(theta=theta, dim=dim, interleaved=interleaved, scaling="linear", factor=factor)
 
 
-def _window(fields: Fields) -> tuple[int | None, tuple[bool, ...] | None]:
-    """The sliding window, and which layers use it when not all do."""
+def _ffn_sizes(fields: Fields, n_layers: int) -> list[int]:
+    """Neurons of each layer: one number for all, or one for each."""
+    sizes = fields.get("feed_forward_length", None)
+    if type(sizes) is not list:
+        return [fields.integer("feed_forward_length", 1, layout.MAX_WIDTH)] * n_layers
+    if len(sizes) != n_layers or not all(type(size) is int and 0 < size <= layout.MAX_WIDTH for size in sizes):
+        raise fields.bad("feed_forward_length", f"is {shown(sizes)}, not a size for every layer")
+    return sizes
+
+
+def _windows(fields: Fields, n_layers: int) -> list[int | None]:
+    """The sliding window of each layer."""
     window = fields.integer("attention.sliding_window", 0, layout.MAX_CONTEXT, 0)
     pattern = fields.get("attention.sliding_window_pattern", None)
-    if not window:
-        return None, None
-    if pattern is None:
-        return window, None
-    layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
-    if type(pattern) is not list or len(pattern) != layers or not all(type(slides) is bool for slides in pattern):
+    if not window or pattern is None:
+        return [window or None] * n_layers
+    if type(pattern) is not list or len(pattern) != n_layers or not all(type(slides) is bool for slides in pattern):
         raise fields.bad("attention.sliding_window_pattern", f"is {shown(pattern)}, not a truth value for every layer")
-    return window, tuple(pattern)
+    return [window if slides else None for slides in pattern]
 
 
 def _refuse_others(fields: Fields, parallel: bool) -> None:

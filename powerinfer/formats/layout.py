@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from powerinfer.config import ACTIVATIONS, ModelConfig
+from powerinfer.config import ACTIVATIONS, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 
 # Beyond every model there is; they keep the arithmetic of absurd files small.
@@ -17,22 +17,22 @@ MAX_CONTEXT = 1 << 24
 MAX_THETA = 1e15
 MAX_SCALE = 1e6
 
-# inner name -> (out, in) as keys of `_sizes`; matrices are [out_features, in_features]
+# inner name -> (out, in) as keys of the sizes in `_layer_shapes`; matrices are [out_features, in_features]
 _MATRICES = {
     "q": ("q_dim", "d_model"),
     "k": ("kv_dim", "d_model"),
     "v": ("kv_dim", "d_model"),
     "o": ("d_model", "q_dim"),
-    "gate": ("d_ff", "d_model"),
-    "up": ("d_ff", "d_model"),
-    "down": ("d_model", "d_ff"),
+    "gate": ("neurons", "d_model"),
+    "up": ("neurons", "d_model"),
+    "down": ("d_model", "neurons"),
 }
 
 
 def matrix_names(config: ModelConfig) -> Iterator[str]:
     """Canonical names of the matrices: those of the layers, and around them what is a tensor of its own."""
     for layer in range(config.n_layers):
-        yield from (f"layers.{layer}.{name}" for name in _layer_matrices(config))
+        yield from (f"layers.{layer}.{name}" for name in ("q", "k", "v", "o", *config.layers[layer].ffn.matrices))
     if config.embed_dim:
         yield from ("project_in", "project_out")
     if not config.tied_embeddings:
@@ -49,16 +49,12 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "project_in", (config.d_model, width)
         yield "project_out", (width, config.d_model)
     for layer in range(config.n_layers):
-        for name, shape in _layer_shapes(config):
+        for name, shape in _layer_shapes(config, config.layers[layer]):
             yield f"layers.{layer}.{name}", shape
     if config.final_norm:
         yield from _norm(config, "final_norm")
     if not config.tied_embeddings:
         yield "head", (config.vocab_size, width)
-
-
-def _layer_matrices(config: ModelConfig) -> list[str]:
-    return [name for name in _MATRICES if config.gated or name != "gate"]
 
 
 def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -67,31 +63,29 @@ def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]
         yield f"{name}_bias", (config.d_model,)
 
 
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {
+def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    attention, ffn = layer.attention, layer.ffn
+    sizes = {
         "d_model": config.d_model,
-        "d_ff": config.d_ff,
+        "neurons": ffn.size,
         "q_dim": config.n_heads * config.head_dim,
         "kv_dim": config.n_kv_heads * config.head_dim,
     }
-
-
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    sizes = _sizes(config)
     biases = set()
-    if config.qkv_bias:
+    if attention.qkv_bias:
         biases |= {"q", "k", "v"}
-    if config.o_bias:
+    if attention.o_bias:
         biases |= {"o"}
-    if config.ffn_bias:
+    if ffn.bias:
         biases |= {"gate", "up", "down"}
     yield from _norm(config, "attn_norm")
-    if not config.shared_norm:
+    if not layer.shared_norm:
         yield from _norm(config, "ffn_norm")
-    if config.qk_norm:
-        yield "q_norm", (config.head_dim,)
-        yield "k_norm", (config.head_dim,)
-    for name in _layer_matrices(config):
+    if attention.qk_norm is not None:
+        width = attention.qk_norm == "width"
+        yield "q_norm", (sizes["q_dim"] if width else config.head_dim,)
+        yield "k_norm", (sizes["kv_dim"] if width else config.head_dim,)
+    for name in ("q", "k", "v", "o", *ffn.matrices):
         rows, cols = _MATRICES[name]
         yield name, (sizes[rows], sizes[cols])
         if name in biases:
@@ -107,22 +101,29 @@ def check(config: ModelConfig, where: str) -> None:
         raise ModelError(f"{where}: {config.n_heads} heads cannot share {config.n_kv_heads} key-value heads evenly")
     if config.head_dim % 2:
         raise ModelError(f"{where}: heads of {config.head_dim} dimensions cannot be cut into pairs")
-    _check_positions(config, where)
-    _check_ffn(config, where)
-    if config.norm not in ("rms", "layer") or config.norm_order not in ("pre", "post"):
-        raise ModelError(f"{where}: norm {config.norm!r} in order {config.norm_order!r} is unknown")
-    if config.norm_order == "post" and (config.parallel or config.final_norm):
+    if config.positions not in ("rope", "learned") or (config.position_offset and config.positions == "rope"):
+        raise ModelError(f"{where}: positions {config.positions!r}, offset {config.position_offset}, are unknown")
+    if config.norm not in ("rms", "layer"):
+        raise ModelError(f"{where}: norm {config.norm!r} is unknown")
+    if len({layer.ffn.gated for layer in config.layers}) > 1:
+        raise ModelError(f"{where}: FFNs with and without a gate in one model are not supported")
+    for layer in set(config.layers):
+        _check_norms(config, layer, where)
+        _check_ffn(layer.ffn, where)
+    for rope in config.ropes:
+        _check_rope(config, rope, where)
+
+
+def _check_norms(config: ModelConfig, layer: LayerConfig, where: str) -> None:
+    if layer.norms not in ("pre", "post"):
+        raise ModelError(f"{where}: norms in order {layer.norms!r} are unknown")
+    if layer.norms == "post" and (layer.parallel or config.final_norm):
         raise ModelError(f"{where}: norms behind attention and FFN go with neither a final norm nor a parallel FFN")
-    if config.shared_norm and not config.parallel:
+    if layer.shared_norm and not layer.parallel:
         raise ModelError(f"{where}: one norm for attention and FFN needs them to be parallel")
 
 
-def _check_positions(config: ModelConfig, where: str) -> None:
-    rope = config.rope
-    if config.positions == "learned":
-        return
-    if config.positions != "rope" or config.position_offset:
-        raise ModelError(f"{where}: positions {config.positions!r}, offset {config.position_offset}, are unknown")
+def _check_rope(config: ModelConfig, rope: RopeConfig, where: str) -> None:
     if rope.dim % 2 or not 2 <= rope.dim <= config.head_dim:
         raise ModelError(f"{where}: {rope.dim} of a head's {config.head_dim} dimensions cannot be rotated in pairs")
     if rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
@@ -131,10 +132,10 @@ def _check_positions(config: ModelConfig, where: str) -> None:
         raise ModelError(f"{where}: RoPE's beta_fast is not above its beta_slow")
 
 
-def _check_ffn(config: ModelConfig, where: str) -> None:
-    if config.activation not in ACTIVATIONS:
-        raise ModelError(f"{where}: activation {config.activation!r} is unknown (only {', '.join(ACTIVATIONS)})")
-    if config.activation == "drelu" and not config.gated:
+def _check_ffn(ffn: FfnConfig, where: str) -> None:
+    if ffn.activation not in ACTIVATIONS:
+        raise ModelError(f"{where}: activation {ffn.activation!r} is unknown (only {', '.join(ACTIVATIONS)})")
+    if ffn.activation == "drelu" and not ffn.gated:
         raise ModelError(f"{where}: activation drelu needs a gated FFN")
-    if config.activation_threshold < 0 or (config.activation_threshold and config.activation != "fatrelu"):
-        raise ModelError(f"{where}: activation {config.activation} with threshold {config.activation_threshold:g}")
+    if ffn.threshold < 0 or (ffn.threshold and ffn.activation != "fatrelu"):
+        raise ModelError(f"{where}: activation {ffn.activation} with threshold {ffn.threshold:g}")

@@ -71,7 +71,7 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
-    for name, size in (("d_model", config.d_model), ("d_ff", config.d_ff)):
+    for name, size in (("d_model", config.d_model), ("d_ff", config.widest_ffn)):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     type_name = str(description.get("type"))
@@ -83,11 +83,11 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = []
     for layer, one in enumerate(described):
-        predictor = _described(one, block, config.d_ff)
+        predictor = _described(one, block, config.widest_ffn)
         if predictor is None:
             raise place.bad(f"does not describe layer {layer} by a rank, a threshold and a floor")
         weights = []
-        for name, shape in _shapes(layer, predictor.rank, config.d_model, config.d_ff):
+        for name, shape in _shapes(layer, predictor.rank, config.d_model, config.widest_ffn):
             tensor = tensors.pop(name, None)
             if tensor is None or (tensor.type, tensor.shape) != _stored(type_name, shape):
                 raise place.bad(f"does not hold {name} as {list(shape)} of type {type_name}")
@@ -120,12 +120,12 @@ def write_predictor(
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
     description = {
         "d_model": config.d_model,
-        "d_ff": config.d_ff,
+        "d_ff": config.widest_ffn,
         "type": type_name,
         "layers": [{**asdict(one), "threshold": float(one.threshold)} for one in layers],
         **({} if training is None else {"training": dict(training)}),
     }
-    names = [list(_shapes(n, one.rank, config.d_model, config.d_ff)) for n, one in enumerate(layers)]
+    names = [list(_shapes(n, one.rank, config.d_model, config.widest_ffn)) for n, one in enumerate(layers)]
     tensors = [(name, *_stored(type_name, shape)) for pair in names for name, shape in pair]
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     with place.write(description, tensors) as write:

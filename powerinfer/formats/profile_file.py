@@ -50,7 +50,7 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
     """The same with its path and what was said about it."""
     place = PreparedFile(PROFILE, checkpoint, prepared)
     description, tensors, file = place.read()
-    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.d_ff
+    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.widest_ffn
     for name, size in (("d_ff", d_ff), ("n_layers", layers)):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
@@ -91,10 +91,10 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
     about: how it was made, values of JSON. PowerInferError if it cannot be written.
     """
     config = checkpoint.config
-    assert (profile.n_layers, profile.d_ff) == (config.n_layers, config.d_ff) and profile.corpora
+    assert (profile.n_layers, profile.d_ff) == (config.n_layers, config.widest_ffn) and profile.corpora
     description = {
         "n_layers": config.n_layers,
-        "d_ff": config.d_ff,
+        "d_ff": config.widest_ffn,
         "corpora": [
             {"name": name, "tokens": tokens}
             for name, tokens in zip(profile.corpora, profile.corpus_tokens, strict=True)

@@ -46,7 +46,7 @@ def open_published(file: GGUFFile) -> Source:
     metadata = file.metadata
     if config.architecture in _PRE_TOKENIZERS:
         metadata = {"tokenizer.ggml.pre": _PRE_TOKENIZERS[config.architecture]} | metadata
-    notes = [f"a file of PowerInfer's: activation {config.activation}, predictors with threshold {threshold:g}"]
+    notes = [f"a file of PowerInfer's: activation {config.activations}, predictors with threshold {threshold:g}"]
     return Source("gguf", file.path, config, metadata, tensors, file.files, notes, threshold)
 
 
@@ -67,7 +67,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def read_activation_counts(folder: Path) -> list[NDArray[np.int64]]:
-    """How often each neuron fired, int64 [d_ff] for every layer, from the files `activation_N.pt` of a folder.
+    """How often each neuron fired, int64 [neurons] for every layer, from the files `activation_N.pt` of a folder.
 
     Layers are in the order of the numbers. The files are pickles; torch reads them without running what they name.
     RequestError if torch is missing, ModelError if a file is missing or does not hold counts.

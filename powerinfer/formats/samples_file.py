@@ -49,7 +49,7 @@ class SamplesFile:
 def row_bytes(checkpoint: Checkpoint) -> int:
     """Bytes that one row takes, of all layers together."""
     config = checkpoint.config
-    return config.n_layers * (2 * config.d_model + -(-config.d_ff // 8))
+    return config.n_layers * (2 * config.d_model + -(-config.widest_ffn // 8))
 
 
 def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> SamplesFile:
@@ -136,5 +136,5 @@ def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, 
     config = checkpoint.config
     return [
         (f"layers.{layer}.x", "F16", (rows, config.d_model)),
-        (f"layers.{layer}.active", "U8", (rows, -(-config.d_ff // 8))),
+        (f"layers.{layer}.active", "U8", (rows, -(-config.widest_ffn // 8))),
     ]

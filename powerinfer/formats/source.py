@@ -84,7 +84,7 @@ def predictor_shapes(
         first = stored.get(spelled(f"layers.{layer}.predictor_in"))
         rank = max(1, first.shape[0]) if first is not None else 1
         yield f"layers.{layer}.predictor_in", (rank, config.d_model)
-        yield f"layers.{layer}.predictor_out", (config.d_ff, rank)
+        yield f"layers.{layer}.predictor_out", (config.layers[layer].ffn.size, rank)
 
 
 def collect(
@@ -100,7 +100,7 @@ def collect(
 
     stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: set where the
     file has Q, K and V in one tensor, whose name is then that of each; down_rows: whether the file keeps `down`
-    neuron by neuron, as `down_rows` [d_ff, d_model].
+    neuron by neuron, as `down_rows` [neurons, d_model].
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import (
+    AttentionConfig,
+    EngineConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    uniform,
+)
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
@@ -254,8 +262,10 @@ class _Work:
             )
             for layer in range(layers):
                 executor.attention(layer, self._norm(executor), [executor.matrix(square) for _ in range(3)])
-                executor.project(executor.matrix(square))
-                executor.ffn(self._norm(executor), executor.matrix(up), executor.matrix(up), executor.matrix(down))
+                executor.project(layer, executor.matrix(square))
+                executor.ffn(
+                    layer, self._norm(executor), executor.matrix(up), executor.matrix(up), executor.matrix(down)
+                )
             executor.head(self._norm(executor), executor.matrix(self._matrix(type_name, vocab, d_model)))
             seconds, beside = self._operators(executor, logits=True)
             layer_s = sum(seconds[name] for name in _OPERATORS) / layers
@@ -273,9 +283,9 @@ class _Work:
             out, square = (self._matrix("F16", d_model, cols) for cols in (heads * _HEAD_DIM, d_model))
             for layer in range(layers):
                 executor.attention(layer, self._norm(executor), [executor.matrix(part) for part in (q, kv, kv)])
-                executor.project(executor.matrix(out))
+                executor.project(layer, executor.matrix(out))
                 gate, up, down = (executor.matrix(square) for _ in range(3))
-                executor.ffn(self._norm(executor), gate, up, down)
+                executor.ffn(layer, self._norm(executor), gate, up, down)
             self._fill(executor, tokens)
             seconds = self._operators(executor, tokens)[0]["attention"] / layers
         return _rate(tokens * each, seconds, op_us)
@@ -321,8 +331,8 @@ class _Work:
             up, down_matrix = executor.matrix(gate), executor.matrix(down)  # never used: shared by all layers
             for layer in range(layers):
                 executor.attention(layer, self._norm(executor), [executor.matrix(tiny[0]) for _ in range(3)])
-                executor.project(executor.matrix(tiny[1]))
-                executor.ffn(self._norm(executor), executor.matrix(gate), up, down_matrix)
+                executor.project(layer, executor.matrix(tiny[1]))
+                executor.ffn(layer, self._norm(executor), executor.matrix(gate), up, down_matrix)
                 # Gates are normal, of variance 1: the quantile is the threshold that lets the fraction pass. The
                 # predictor's guesses are about normal, of variance 1/2.
                 quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
@@ -362,19 +372,17 @@ class _Work:
         self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, vocab: int = _FEW
     ) -> Iterator[CpuExecutor]:
         """An executor with an embedding; the caller wires the rest."""
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=_HEAD_DIM)), FfnConfig(d_ff, "relu"))
         config = ModelConfig(
             architecture="sample",
-            n_layers=layers,
             d_model=d_model,
             n_heads=heads,
             n_kv_heads=kv_heads,
             head_dim=_HEAD_DIM,
-            d_ff=d_ff,
             vocab_size=vocab,
             context_length=self._effort.context,
             norm_eps=1e-5,
-            rope=RopeConfig(dim=_HEAD_DIM),
-            activation="relu",
+            layers=uniform(layers, layer),
         )
         executor = CpuExecutor(config, self._engine, np.ones(_HEAD_DIM // 2, np.float32), 1.0)
         try:

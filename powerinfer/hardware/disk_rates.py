@@ -1,4 +1,4 @@
-"""How fast the disk gives what is read at random from it, past the system's cache."""
+"""Speed of random disk reads that bypass the system's cache."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from powerinfer.formats.checkpoint import Progress
 from powerinfer.hardware.description import READERS, Disk
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-"""Bytes of the reads that are timed."""
+"""Sizes in bytes of the timed reads."""
 
-_LEAST = 4 * SIZES[-1]  # bytes of a file below which nothing is said about a disk
+_LEAST = 4 * SIZES[-1]  # minimum size of the file for a meaningful result
 _WRITE_SECONDS = 2.0
 _SLAB = 1 << 20
 
 
 def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress | None = None) -> Disk | None:
-    """Random reads of a file in `folder` of up to `nbytes`, for `seconds` each size; the file is gone afterwards.
+    """Random reads of a file in `folder` of up to `nbytes`, for `seconds` each size; the file is temporary.
 
-    None where that cannot be measured: the folder cannot be written, the disk has no room or is too slow to write the
-    file in a few seconds, or the system has no way past its cache.
+    None if it cannot be measured: the folder cannot be written, the disk is full or too slow to write the file in a few
+    seconds, or the system cannot bypass its cache.
     """
     try:
         with _scratch_file(folder, nbytes) as (fd, size, direct):
@@ -43,7 +43,7 @@ def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress | N
 
 @contextmanager
 def _scratch_file(folder: Path, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-    """(descriptor, bytes, whether reads go past the cache by themselves) of a file that no name leads to any more."""
+    """(descriptor, bytes, whether it was opened with O_DIRECT) of an unlinked file."""
     folder.mkdir(parents=True, exist_ok=True)
     space = os.statvfs(folder)
     if space.f_bavail * space.f_frsize < 4 * nbytes:
@@ -67,12 +67,12 @@ def _open_past_cache(name: str) -> tuple[int, bool]:
         with suppress(OSError):
             return os.open(name, os.O_RDONLY | os.O_DIRECT), True
     if not hasattr(os, "posix_fadvise"):
-        raise OSError("this system reads through its cache only")
+        raise OSError("this system cannot bypass its cache")
     return os.open(name, os.O_RDONLY), False
 
 
 def _fill(fd: int, nbytes: int) -> int:
-    """Write random bytes, as many as a few seconds allow; returns how many."""
+    """Write random bytes for at most a few seconds; returns their number."""
     slab = random.Random(1).randbytes(_SLAB)
     end, written = time.monotonic() + _WRITE_SECONDS, 0
     while written < nbytes and time.monotonic() < end:
@@ -87,7 +87,7 @@ def _fill(fd: int, nbytes: int) -> int:
 
 
 def _random_reads(fd: int, size: int, each: int, seconds: float, direct: bool) -> float:
-    """GB/s of reads of `each` bytes at random places, READERS at a time; every place is read once at most."""
+    """GB/s of reads of `each` bytes at random offsets, READERS at a time; each offset is read at most once."""
     if not direct:
         os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -98,7 +98,7 @@ def _random_reads(fd: int, size: int, each: int, seconds: float, direct: bool) -
 
     def reader(number: int) -> int:
         done = 0
-        with mmap.mmap(-1, each) as buffer:  # a page's alignment, which reads past the cache want
+        with mmap.mmap(-1, each) as buffer:  # page alignment, as O_DIRECT requires
             for place in places[number::READERS]:
                 if time.perf_counter() > end:
                     break

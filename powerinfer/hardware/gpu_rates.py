@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
+from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
@@ -273,8 +274,8 @@ class _Work:
         square, up, down = (self._matrix(kind, *part) for part in parts)
         for layer in range(layers):
             made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-            made.project(made.matrix(square))
-            made.ffn(self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
+            made.project(layer, made.matrix(square))
+            made.ffn(layer, self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
         return made
 
     def head(self, kind: str) -> float:
@@ -298,7 +299,7 @@ class _Work:
         out = self._matrix("F16", d_model, heads * _HEAD_DIM)
         for layer in range(layers):
             made.attention(layer, self._norm(made), [made.matrix(part) for part in (q, kv, kv)])
-            made.project(made.matrix(out))
+            made.project(layer, made.matrix(out))
         near = self._step_seconds(made, cpu.PAGE - 1, close=False)
         whole = self._step_seconds(made, far - 1)
         return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
@@ -355,7 +356,7 @@ class _Work:
         ):
             cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
         every = np.arange(n, dtype=np.int32)
-        return layout, gpu.resident(layout, bundles, every, self._device, self._config(shape, 1))
+        return layout, gpu.resident(layout, bundles, every, self._device, self._config(shape, 1).layers[0].ffn)
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
         """(sparse_us, sync_us): what a layer takes longer for a sparse FFN, and for an exchange with an idle CPU."""
@@ -366,12 +367,11 @@ class _Work:
         square = self._matrix("F16", shape[0], shape[0])
         times = []
         for exchange in (False, True):
-            made = self._layers(shape, layers)
+            made = self._layers(shape, layers, split=True)
             for layer in range(layers):
                 made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-                made.project(made.matrix(square))
-                made.neurons(self._norm(made))
-                made.hang(layer, *_operators(made, layer, neurons, most, exchange))
+                made.project(layer, made.matrix(square))
+                made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, most, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and what fires of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -392,35 +392,41 @@ class _Work:
     # ------------------------------------------------------------ samples
 
     def _config(self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0) -> ModelConfig:
-        d_model, d_ff = shape
+        d_model, neurons = shape
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=_HEAD_DIM)), FfnConfig(neurons, "relu"))
         return ModelConfig(
             architecture="sample",
-            n_layers=layers,
             d_model=d_model,
             n_heads=heads or d_model // _HEAD_DIM,
             n_kv_heads=kv_heads or d_model // _HEAD_DIM,
             head_dim=_HEAD_DIM,
-            d_ff=d_ff,
             vocab_size=_HEAD_DIM,
             context_length=self._effort.context,
             norm_eps=1e-5,
-            rope=RopeConfig(dim=_HEAD_DIM),
-            activation="relu",
+            layers=uniform(layers, layer),
         )
 
     def _layers(
-        self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0, context: int = cpu.PAGE
+        self,
+        shape: tuple[int, int],
+        layers: int,
+        heads: int = 0,
+        kv_heads: int = 0,
+        context: int = cpu.PAGE,
+        *,
+        split: bool = False,
     ) -> GpuLayers:
         """Layers without operators, with room for one request."""
+        config = self._config(shape, layers, heads, kv_heads)
         return GpuLayers(
-            self._config(shape, layers, heads, kv_heads),
+            config,
             self._device,
             layers=layers,
             pages=context // cpu.PAGE,
             kv_type="f16",
             max_tokens=1,
-            frequencies=np.ones(_HEAD_DIM // 2, np.float32),
-            rope_factor=1.0,
+            rotations={rope: (np.ones(_HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
+            split=split,
         )
 
     def _norm(self, layers: GpuLayers) -> GpuNorm:
@@ -517,21 +523,38 @@ def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
     return replace(neurons, **own, shared=None if neurons.shared is None else neurons.shared.clone())
 
 
-def _operators(
-    layers: GpuLayers, layer: int, neurons: gpu.Neurons, most: float, exchange: bool
-) -> tuple[list[Operator], list[Operator]]:
-    """What sums a layer's neurons: alone, or beside a CPU that has nothing to do."""
-    link = layers.link
-    assert link is not None
+@dataclass(frozen=True)
+class _Sample:
+    """An FFN of one part, on the GPU; exchange: beside a CPU that has nothing to do."""
 
-    def add(step: Step) -> None:
+    layers: GpuLayers
+    layer: int
+    neurons: gpu.Neurons
+    threshold: float
+    exchange: bool
+
+    def begin(self) -> list[Operator]:
+        """Send the input, where there is an exchange."""
+        if not self.exchange:
+            return []
+        link = self._link
+        send = Operator("copy out", self.layer, lambda step: link.send(len(step.x), 0))
+        return [send, Operator("mark", self.layer, lambda _: link.mark(), static=False)]
+
+    def finish(self) -> list[Operator]:
+        """Add the neurons' sum, and the CPU's, where there is an exchange."""
+        hot = Operator("hot neurons", self.layer, self._add)
+        if not self.exchange:
+            return [hot]
+        link = self._link
+        wait = Operator("wait", self.layer, lambda _: link.wait(), static=False)
+        return [hot, wait, Operator("add", self.layer, lambda step: link.add_back(step.target))]
+
+    @property
+    def _link(self) -> Link:
+        assert self.layers.link is not None
+        return self.layers.link
+
+    def _add(self, step: Step) -> None:
         assert step.read is not None
-        step.add(gpu.neuron_sum(neurons, step.read, None, most)[0])
-
-    hot = Operator("hot neurons", layer, add)
-    if not exchange:
-        return [], [hot]
-    send = Operator("copy out", layer, lambda step: link.send(len(step.x), 0))
-    mark = Operator("mark", layer, lambda _: link.mark(), static=False)
-    wait = Operator("wait", layer, lambda _: link.wait(), static=False)
-    return [send, mark], [hot, wait, Operator("add", layer, lambda step: link.add_back(step.x))]
+        step.add_part(gpu.neuron_sum(self.neurons, step.read, None, self.threshold)[0])

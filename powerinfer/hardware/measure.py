@@ -1,8 +1,8 @@
-"""This machine as a `Hardware`: its CPU measured through the engine's own operators, its disk by reading from it.
+"""Measuring this machine as a `Hardware`: its CPU and GPU with the engine's own operators, its disk by reading from it.
 
-What was measured is kept in the user's cache folder, one file for each CPU, instruction set and number of threads, and
-taken again as long as nothing has changed that it hangs on. A GPU is measured when somebody asks for it by a name that
-`choose_device` takes, and kept in a file of its own, with the CPU that it was measured beside.
+Results are saved in the user's cache folder, one file for each CPU, instruction set and number of threads, and reused
+as long as nothing they depend on changes. A GPU is measured on request, by a name for `choose_device`, and saved in a
+separate file, together with its CPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from powerinfer.system import available_memory, cpu_name, total_memory
 Say = Callable[[str], None]
 
 METHOD = 2
-"""Goes up when the measuring changes so that earlier figures should not be taken any more."""
+"""Incremented when the measuring changes so much that saved figures must not be reused."""
 
 GPU_METHOD = 1
-"""The same of a GPU."""
+"""The same for GPUs."""
 
-SOURCE = "measured through the engine's operators, on random weights larger than the caches"
+SOURCE = "measured with the engine's operators, on random weights larger than the caches"
 
 
 def measured(
@@ -40,9 +40,9 @@ def measured(
     say: Say | None = None,
     gpu: str | None = None,
 ) -> Hardware:
-    """This machine: what was kept of it, else it is measured, and kept. engine: its `threads` and `isa` count.
+    """This machine: the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of engine.
 
-    gpu: the name of one that works beside the CPU, None: without. PowerInferError for one that cannot be used.
+    gpu: its name, None: without. PowerInferError if it cannot be used.
     """
     engine = engine or EngineConfig()
     return known(engine, gpu) or measure_and_keep(engine, progress, say, gpu=gpu)
@@ -51,7 +51,7 @@ def measured(
 def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
     """The name of the GPU that an engine with these options would use, for `measured`; None for none.
 
-    One that was not asked for and cannot be used costs a remark. PowerInferError for one that was asked for.
+    If a GPU cannot be used: PowerInferError if it was requested, otherwise a message and None.
     """
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.devices.wanted import wanted_gpu
@@ -63,15 +63,15 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
         except PowerInferError as error:
             if engine.gpu != "auto":
                 raise
-            say(f"the GPU is left out: {error}")
+            say(f"the GPU is not used: {error}")
             return None
     return name
 
 
 def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
-    """What was kept of this machine; None where there is nothing, or nothing that still holds.
+    """The saved result for this machine; None if there is none, or it is outdated.
 
-    What memory a GPU has is asked anew: others may have taken some.
+    The free memory of a GPU is queried again: other programs may use some.
     """
     key = machine_key(engine, gpu)
     path = kept_at(key)
@@ -98,9 +98,9 @@ def measure_and_keep(
     gpu: str | None = None,
     again: bool = False,
 ) -> Hardware:
-    """Measure anew; with a GPU what was kept of the CPU is taken, unless `again`.
+    """Measure; with a GPU the saved result for the CPU is reused, unless `again`.
 
-    Where the figures cannot be kept, `say` gets why.
+    If the result cannot be saved, `say` is called with the reason.
     """
     hardware = None if gpu is None or again else known(engine)
     if hardware is None:
@@ -117,7 +117,7 @@ def _keep(hardware: Hardware, say: Say | None) -> None:
         save(hardware, kept_at(hardware.key))
     except PowerInferError as error:
         if say is not None:
-            say(f"what was measured cannot be kept: {error}")
+            say(f"the result cannot be saved: {error}")
 
 
 def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress | None) -> Hardware:
@@ -135,7 +135,7 @@ def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Prog
 
 
 def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
-    """All that the figures hang on."""
+    """Everything that the figures depend on."""
     facts: dict[str, object] = {
         "method": METHOD,
         "version": __version__,
@@ -153,13 +153,13 @@ def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
 
 
 def kept_at(key: Mapping[str, str]) -> Path:
-    """The file of a machine with this key; those that differ in the engine alone share one."""
+    """The file of a machine with this key; keys that differ only in the engine share one."""
     name = "\n".join(key[part] for part in ("cpu", "isa", "threads", "gpu") if part in key)
     return cache_folder() / f"hardware-{hashlib.sha256(name.encode()).hexdigest()[:12]}.json"
 
 
 def measure(engine: EngineConfig, progress: Progress | None = None, effort: Effort = FULL) -> Hardware:
-    """Measure this machine without a GPU; about fifteen seconds. PowerInferError where too little memory is free."""
+    """Measure this machine without a GPU; about fifteen seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
     memory, free = total_memory(), available_memory()
     rates = cpu_rates(engine, effort, progress)

@@ -1,4 +1,4 @@
-"""Which neurons trade places while a model serves: what has become hot for what has cooled (pure functions)."""
+"""Which neurons to swap while a model serves: those that have become hot for those that have cooled. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 from powerinfer.neurons import Indices
 
 NOISE = 3.0
-"""Standard deviations by which a cold neuron must have fired more often than the hot one that it takes the place of."""
+"""Standard deviations by which a cold neuron must have fired more often than the hot one that it replaces."""
 
 MOST = 512
-"""Neurons of a layer that trade places at a time, on either side."""
+"""Maximum number of neurons of a layer swapped at a time."""
 
 
 def trades(fired: NDArray[np.float64], hot: Indices, cold: Indices, most: int = MOST) -> tuple[Indices, Indices]:
-    """(those of `hot` that leave, those of `cold` that come), as many, the clearest first.
+    """(neurons of `hot` to move to the CPU, the same number of `cold` to move to the GPU), largest difference first.
 
-    fired: float64 [d_ff], tokens that each neuron fired for lately. The coldest of the hot is set against the hottest
-    of the cold, and so on. Counts scatter by their roots, so a difference below `NOISE` roots of their sum is none:
-    what is equally hot does not change places again and again.
+    fired: float64 [d_ff], tokens for which each neuron fired recently. The coldest hot neuron is compared with the
+    hottest cold one, and so on. The standard deviation of a count is its square root, so a difference below `NOISE`
+    roots of the sum is ignored: equally hot neurons are not swapped back and forth.
     """
     leave = hot[np.argsort(fired[hot], kind="stable")][:most]
     come = cold[np.argsort(-fired[cold], kind="stable")][:most]

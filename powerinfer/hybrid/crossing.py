@@ -17,7 +17,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.prepared import prepared_folder
@@ -130,17 +130,17 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], s
 
     with current(device), torch.inference_mode():
         inputs = _inputs(executor, ffn, sample)
-        send, add = ffn.operators()
+        operators = [*ffn.begin(), *ffn.finish()]
 
         def seconds(tokens: int, streamed: bool) -> float:
             stage.least = 0 if streamed else None
             assert executor.gpu.link is not None
             read, x = executor.gpu.link.read(tokens), torch.zeros((tokens, executor.gpu.d_model), device=device)
             read.copy_(inputs[torch.arange(tokens, device=device) % len(inputs)])
-            step = Step(x, read, read, read, read, read, read)  # the numbers of a step are not looked at
+            step = Step(x, read, read, read, read, read, read)  # only x and read are used
 
             def run() -> None:
-                for operator in (*send, *add):
+                for operator in operators:
                     operator.run(step)
 
             run()
@@ -157,23 +157,17 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], s
 
 
 def _inputs(executor: SplitExecutor, ffn: HybridFfn, sample: Sequence[int]) -> Tensor:
-    """What the layer's neurons read in a step of a text, float32 [tokens, d_model]."""
+    """The input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
     seen: list[Tensor] = []
-
-    def look(step: Step) -> None:
-        assert step.read is not None
-        seen.append(step.read.clone())
-
-    send, add = ffn.operators()
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)
     places = np.arange(count, dtype=np.int32)
     pages = np.arange(-(-count // executor.page_size), dtype=np.int32)[None]
     tokens = np.resize(np.asarray(sample or [0], np.int32), count)
-    executor.gpu.hang(ffn.layer, [Operator("look", ffn.layer, look, static=False), *send], add)
+    ffn.on_input = lambda read: seen.append(read.clone())
     try:
         executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
     finally:
-        executor.gpu.hang(ffn.layer, send, add)
+        ffn.on_input = None
     return seen[0]
 
 

@@ -1,17 +1,17 @@
-"""Hot on the GPU, cold on the CPU, together: the FFNs of layers whose neurons are split between the two.
+"""Hot neurons on the GPU, cold ones on the CPU, at the same time: FFNs that are split between the two.
 
 For each layer of a step:
 
-    GPU   attention ... n | x and names out | sum of the hot neurons              | + sum of the cold ones ...
-    CPU                     wait            | sum of the cold neurons | back
+    GPU   attention ... n | x and selection out | sum of the hot neurons            | + sum of the cold ones ...
+    CPU                     wait                | sum of the cold neurons | back
 
-The selector runs once, on the GPU. The CPU is told to begin by one transfer (n, and for a predictor the names of its
-neurons) and gives back one vector a token, which is added to the GPU's own. Where no cold neuron is named there is no
-job and nothing comes back; where a layer has no cold neurons nothing goes out either.
+The selector runs once, on the GPU. One transfer tells the CPU to begin (n, and with a predictor which of its neurons
+are selected); the CPU returns one vector a token, which is added to the GPU's own. Where no cold neuron is selected
+there is no job and nothing is returned; where a layer has no cold neurons nothing is sent either.
 
 For a long prompt the GPU computes the cold neurons too, and the CPU none: see devices/stage.py.
 
-An FFN is a sum over its neurons, so where they rest changes nothing but how the sum is rounded.
+An FFN is a sum over its neurons, so where they are placed changes only how the sum is rounded.
 """
 
 from __future__ import annotations
@@ -19,52 +19,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor, Weights
-from powerinfer.devices.link import NAMED_TOKENS
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.formats.bundle_file import BundleFile
-from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
 from powerinfer.hybrid.adjust import trades
+from powerinfer.hybrid.parts import Biases, CpuPart, GpuPart
 from powerinfer.kernels import gpu
+from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.formats.checkpoint import Progress
-
-Floats = NDArray[np.float32]
 
 ENOUGH = 128
-"""Tokens that a layer must have seen lately before its neurons trade places."""
+"""Tokens that a layer must have computed recently before its neurons trade places."""
 
 
 @dataclass
-class _Guess:
-    """A layer's predictor on the GPU."""
+class _GpuPredictor:
+    """A layer's predictor on the GPU. columns: int64, the hot neurons and the cold ones, once they are placed."""
 
     about: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
+    columns: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(*self.columns)
 
 
 class HybridFfn:
-    """The FFN of one layer of `GpuLayers`, which runs its operators.
+    """The FFN of one layer of `GpuLayers`: hot neurons on the GPU, cold ones on the CPU.
 
-    hot, cold: int32, the neurons on the GPU and on the CPU, ascending. neurons: the hot ones, None where there are
-    none. cold_bytes: of the cold ones' bundles.
+    hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
+    cold with the input of gate and up, float32 [T, d_model] on the GPU.
     """
 
     def __init__(
@@ -75,164 +77,173 @@ class HybridFfn:
         bundles: BundleFile,
         hot: Indices,
         *,
-        most: float = 0.0,
+        biases: Biases = (None, None, None),
+        threshold: float = 0.0,
         weights: Weights | None = None,
         stage: Stage | None = None,
     ) -> None:
-        """PowerInferError when a device has no memory left."""
+        """biases: of gate, up and down; the last is not this FFN's to add. threshold: activations up to this magnitude
+        count as zero; weights: of a predictor; stage: through which cold neurons come to the GPU for long prompts.
+
+        PowerInferError when a device has no memory left.
+        """
         assert layers.link is not None
         self.layer = layer
-        self._predicts = True
-        self._cpu = cpu
+        self.stage = stage
+        self.on_input: Callable[[Tensor], None] | None = None
+        self._config = cpu.config.layers[layer].ffn
         self._layers = layers
         self._link = layers.link
         self._bundles = bundles
-        self._biases = layers.ffn_biases(layer)
-        self._most = most
-        self.stage = stage
-        self._kept: SomeBundles | None = None
-        self._cold: _native.NeuronSum | None = None  # the CPU's part
-        self._memory: NDArray[np.uint8] | None = None
-        self._guess: _Guess | None = None
+        self._biases = biases
+        self._threshold = threshold
+        self._gpu_part: GpuPart | None = None
+        self._cpu_part = CpuPart(cpu, layer, bundles.layout, biases, threshold)
+        self._predicts = True
+        self._predictor: _GpuPredictor | None = None
         if weights is not None:
             with self._failures():
                 inner, outer = (gpu.upload(part, layers.device) for part in weights[1:])
-                self._guess = _Guess(weights[0], inner, outer)
+                self._predictor = _GpuPredictor(weights[0], inner, outer)
         self.place(hot)
         self.clear()
 
     def place(self, hot: Indices) -> None:
         """Put these neurons on the GPU, and only there; all others on the CPU.
 
-        As many as before take their places: their bundles are read from the file, in the order of their index, into the
-        memory of those that were there. Where this is broken off, nothing may run before it was done again.
+        Neurons that come are read from the bundles' file, in the order of their index, into the memory of those that
+        leave. If this fails, it must be done again before a step runs.
         """
         import torch
 
-        from powerinfer.devices.torch_device import current
-
         layout, to = self._bundles.layout, self._layers.device
         self._bundles.file.check()
-        rows = self._bundles.layers[self.layer]
+        groups = self._bundles.layers[self.layer]
         self.hot = hot
-        self.cold = np.setdiff1d(np.arange(self._cpu.config.d_ff, dtype=np.int32), hot)
-        self.neurons: gpu.Neurons | None = None  # before others take their place
-        self._fired: Tensor | None = None
+        self.cold = np.setdiff1d(np.arange(self._config.size, dtype=np.int32), hot)
+        self._gpu_part = None  # its memory is free before others need it
         with self._failures(), current(to):
             if len(hot):
-                self.neurons = gpu.resident(layout, rows, hot, to, self._cpu.config, self._biases)
-                self._fired = torch.zeros(len(hot), dtype=torch.int64, device=to)
-            parts = () if self._guess is None else (hot, self.cold)  # columns of what the predictor says
-            self._columns = [torch.from_numpy(part.astype(np.int64)).to(to) for part in parts]
-        self.cold_bytes, self._kept, self._cold = 0, None, None
-        if len(self.cold):
-            most = len(self.cold) * layout.pitch + min(len(self.cold), len(rows)) * layout.shared_bytes
-            if self._memory is None or len(self._memory) < most:
-                self._memory = own_pages(most)
-            kept = self._kept = gather(layout, rows, self.cold, self._memory)
-            self.cold_bytes = kept.rows.nbytes
-            self._cold = self._cpu.neuron_sum(layout, kept, self._biases, most=self._most, count_fired=True)
-        self._layers.hang(self.layer, *self.operators())
-        self._bundles.file.release(rows)
+                own = self._config, self._biases, self._threshold
+                self._gpu_part = GpuPart(layout, groups, hot, to, *own)
+            if self._predictor is not None:
+                columns = (torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold))
+                self._predictor.columns = tuple(columns)
+        self._cpu_part.place(groups, self.cold)
+        self._layers.changed(self.layer)
+        self._bundles.file.release(groups)
 
     def _failures(self) -> AbstractContextManager[None]:
-        from powerinfer.devices.torch_device import gpu_failures
-
         return gpu_failures(f"loading the neurons of layer {self.layer}", "give less --vram")
+
+    @property
+    def neurons(self) -> gpu.Neurons | None:
+        """The hot neurons; None where there are none."""
+        return None if self._gpu_part is None else self._gpu_part.neurons
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of the cold neurons' bundles in RAM."""
+        return self._cpu_part.nbytes
 
     def memory(self) -> dict[str, int]:
         """Bytes on the GPU by part: ffn (the hot neurons, with their counters) and predictor."""
-        ffn = (0 if self.neurons is None else self.neurons.nbytes) + _nbytes(self._fired)
-        if self._guess is None:
-            return {"ffn": ffn}
-        weights = self._guess.inner.nbytes + self._guess.outer.nbytes
-        return {"ffn": ffn, "predictor": weights + sum(map(_nbytes, self._columns))}
+        parts = {"ffn": 0 if self._gpu_part is None else self._gpu_part.nbytes}
+        return parts if self._predictor is None else parts | {"predictor": self._predictor.nbytes}
 
     # ---------------------------------------------------------------- a step
 
-    def operators(self) -> tuple[list[Operator], list[Operator]]:
-        """(those that send, those that add), see `GpuLayers.hang`.
+    def begin(self) -> list[Operator]:
+        """Send the CPU its input and its selection, see `FfnParts`.
 
-        All that the GPU does is static, for it launches the same for every step of a shape. Between that the host acts
+        All that the GPU does is static, for it launches the same for every step of a shape. In between the host acts
         twice where there are cold neurons: it marks what was sent, and sums them while the GPU sums the hot ones. In a
         long step it does neither, but brings them to the GPU.
         """
-        send, add = [], []
-        if self._guess is not None:
-            send.append(self._operator("predictor", self._name))
+        operators = []
+        if self._predictor is not None:
+            operators.append(self._operator("predictor", self._select))
         if len(self.cold):
-            send.append(self._operator("copy out", self._send))
-            send.append(self._operator("mark", self._mark, static=False))
+            operators.append(self._operator("copy out", self._send))
+            operators.append(self._operator("mark", self._mark, static=False))
+        return operators
+
+    def finish(self) -> list[Operator]:
+        """Add the sums of both parts, see `FfnParts`."""
+        operators = []
         if len(self.hot):
-            add.append(self._operator("hot neurons", self._add_hot))
+            operators.append(self._operator("hot neurons", self._add_hot))
         if len(self.cold):
-            add.append(self._operator("cold neurons", self._sum_cold, static=False))
-            add.append(self._operator("add", self._add_cold))
-        return send, add
+            operators.append(self._operator("cold neurons", self._sum_cold, static=False))
+            operators.append(self._operator("add", self._add_cold))
+        return operators
 
     def _operator(self, kind: str, run: Callable[[Step], None], *, static: bool = True) -> Operator:
         return Operator(kind, self.layer, run, static)
 
-    def _named(self, tokens: int) -> bool:
-        """Whether the predictor is asked in a step of so many tokens."""
-        return self._guess is not None and self._predicts and tokens <= NAMED_TOKENS
-
-    def _name(self, step: Step) -> None:
-        import torch
-
-        tokens, guess = len(step.x), self._guess
-        if guess is None or not self._named(tokens):
-            return
-        named = gpu.predict(guess.inner, guess.outer, step.x, guess.about.threshold, guess.about.floor)
-        places = self._link.names(tokens, len(self.hot), len(self.cold))
-        for columns, place in zip(self._columns, places, strict=True):
-            if len(columns):
-                torch.index_select(named, 1, columns, out=place)
+    def _selects(self, tokens: int) -> bool:
+        """Whether the predictor selects neurons in a step of so many tokens."""
+        return self._predictor is not None and self._predicts and tokens <= NEURON_TOKENS
 
     def _streams(self, step: Step) -> bool:
         """Whether the GPU computes the cold neurons too."""
-        return self.stage is not None and self.stage.takes(step.x.shape[0])
+        return self.stage is not None and self.stage.takes(len(step.x))
+
+    def _select(self, step: Step) -> None:
+        import torch
+
+        tokens, predictor = len(step.x), self._predictor
+        if predictor is None or not self._selects(tokens):
+            return
+        about = predictor.about
+        selected = gpu.predict(predictor.inner, predictor.outer, step.x, about.threshold, about.floor)
+        places = self._link.selected(tokens, len(self.hot), len(self.cold))
+        for columns, place in zip(predictor.columns, places, strict=True):
+            if len(columns):
+                torch.index_select(selected, 1, columns, out=place)
 
     def _send(self, step: Step) -> None:
         if not self._streams(step):
-            self._link.send(len(step.x), self._cold_names(len(step.x)))
+            self._link.send(len(step.x), self._sent_columns(len(step.x)))
 
-    def _cold_names(self, tokens: int) -> int:
-        """How many names of cold neurons go out for each token."""
-        return len(self.cold) if self._named(tokens) else 0
+    def _sent_columns(self, tokens: int) -> int:
+        """Cold neurons of which the selection is sent, for each token."""
+        return len(self.cold) if self._selects(tokens) else 0
 
     def _mark(self, step: Step) -> None:
+        if self.on_input is not None:
+            assert step.read is not None
+            self.on_input(step.read)
         if not self._streams(step):
             self._link.mark()
 
     def _add_hot(self, step: Step) -> None:
-        assert self.neurons is not None and self._fired is not None and step.read is not None
-        tokens = step.x.shape[0]
-        names = self._link.names(tokens, len(self.hot), 0)[0] if self._named(tokens) else None
-        total, fired = gpu.neuron_sum(self.neurons, step.read, names, self._most)
-        step.add(total)
-        if tokens <= NAMED_TOKENS:
-            self._fired += fired
+        assert self._gpu_part is not None and step.read is not None
+        tokens = len(step.x)
+        selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
+        step.add_part(self._gpu_part.sum(step.read, selected, count=tokens <= NEURON_TOKENS))
 
     def _sum_cold(self, step: Step) -> None:
-        """The CPU's part into the link's buffer; zeros where no cold neuron is named."""
-        assert self._cold is not None and self._kept is not None and step.read is not None
-        tokens = step.x.shape[0]
-        if self.stage is not None and self.stage.takes(tokens):
-            own = self._bundles.layout, self._kept, self._cpu.config, self._biases, self._most
+        """The CPU's part into the link's buffer; zeros where no cold neuron is selected."""
+        tokens = len(step.x)
+        if self._streams(step):
             with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
-                self.stage.add_sum(step.x, step.read, *own)
+                self._stream_cold(step)
             return
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
         with span(self._layers.trace, "cpu", "cold neurons", self.layer):
-            x, names, out = self._link.views(tokens, self._cold_names(tokens))
-            job = self._cold.sum(x, out, names)
-        self._jobs += job and tokens <= NAMED_TOKENS
+            job = self._cpu_part.sum(*self._link.views(tokens, self._sent_columns(tokens)))
+        self._jobs += job and tokens <= NEURON_TOKENS
+
+    def _stream_cold(self, step: Step) -> None:
+        assert self.stage is not None and self._cpu_part.bundles is not None and step.read is not None
+        own = self._bundles.layout, self._cpu_part.bundles, self._config, self._biases, self._threshold
+        self.stage.add_sum(step.target, step.read, *own)
 
     def _add_cold(self, step: Step) -> None:
         if not self._streams(step):
-            self._link.add_back(step.x)
+            self._link.add_back(step.target)
         step.normed = None
 
     # ---------------------------------------------------------------- what was done
@@ -242,78 +253,76 @@ class HybridFfn:
         self._sums: Counter[str] = Counter()
         self._jobs = 0
         self._since = self._layers.few_tokens, self._layers.few_steps
-        self.recent = np.zeros(self._cpu.config.d_ff)
+        self.recent = np.zeros(self._config.size)
         self.recent_tokens = 0.0
-        if self._fired is not None:
-            self._fired.zero_()
-        if self._cold is not None:
-            self._cold.clear()
+        self._take_counts()
+        self.recent[:] = 0
 
     def predict(self, on: bool) -> None:
-        """Whether a predictor is asked from now on."""
+        """Whether a predictor selects neurons from now on."""
         self._predicts = on
-        self._layers.forget(self.layer)
+        self._layers.changed(self.layer)
 
     def forget_half(self) -> None:
-        """Of what is recent."""
+        """Of the recent counts."""
         self.recent /= 2
         self.recent_tokens /= 2
 
     def collect(self) -> Mapping[str, int]:
-        """Of the tokens that were counted, in steps of up to `NAMED_TOKENS`: tokens, steps, jobs (steps in which the
+        """Of the tokens that were counted, in steps of up to `NEURON_TOKENS`: tokens, steps, jobs (steps in which the
         CPU had one), and summed over the tokens the neurons that fired on the GPU (hot) and on the CPU (cold).
 
-        `recent`, float64 [d_ff], has then for each neuron the tokens that it fired for.
+        `recent`, float64 [neurons], has then for each neuron the tokens that it fired for.
         """
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent_tokens += tokens
         self._sums.update(tokens=tokens, steps=steps, jobs=self._jobs)
         self._jobs = 0
-        if self._fired is not None:
-            counts = self._fired.to("cpu", copy=True).numpy()
-            self._fired.zero_()
-            self.recent[self.hot] += counts
-            self._sums["hot"] += int(counts.sum())
-        if self._cold is not None:
-            counts = np.empty(len(self.cold), np.int64)
-            self._cold.fired(counts)
-            self._cold.clear()
-            self.recent[self.cold] += counts
-            self._sums["cold"] += int(counts.sum())
+        self._sums.update(self._take_counts())
         return self._sums
 
+    def _take_counts(self) -> dict[str, int]:
+        """Bring what fired since the last call into `recent`. Returns the sums of the parts that there are."""
+        sums = {}
+        for name, index, part in (("hot", self.hot, self._gpu_part), ("cold", self.cold, self._cpu_part)):
+            if part is not None and len(index):
+                counts = part.take_counts()
+                self.recent[index] += counts
+                sums[name] = int(counts.sum())
+        return sums
 
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else int(tensor.nbytes)
 
+@dataclass
+class NeuronSplit:
+    """How the neurons of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
 
-def hang_neurons(
-    cpu: CpuExecutor,
-    layers: GpuLayers,
-    bundles: BundleFile,
-    placement: Placement,
-    *,
-    most: Callable[[int], float] = lambda layer: 0.0,
-    predictors: Callable[[int], Weights] | None = None,
-    stage: Stage | None = None,
-    progress: Progress | None = None,
-) -> list[HybridFfn]:
-    """Give the GPU's layers their neurons: hot ones there and only there, the others copied into the CPU's memory.
-
-    Neurons on disk are taken as cold. most: of a layer, up to which magnitude activations count as zero. stage:
-    through which cold neurons come to the GPU for long prompts. The pages of the bundles' file are given back as the
-    layers are done. PowerInferError when a device has no memory left.
+    placement: hot neurons are those of `Tier.GPU`; all others, on disk too, are cold. threshold: of a layer, up to
+    which magnitude activations count as zero; predictors, stage: as for `HybridFfn`. ffns: those made so far.
     """
-    ffns = []
-    for layer in layers.neuron_layers:
-        weights = None if predictors is None else predictors(layer)
-        hot = placement.parts(layer)[Tier.GPU]
-        own = cpu, layers, bundles, hot
-        ffns.append(HybridFfn(layer, *own, most=most(layer), weights=weights, stage=stage))
-        if progress is not None:
-            progress("loading neurons", len(ffns), len(layers.neuron_layers))
-    return ffns
+
+    bundles: BundleFile
+    placement: Placement
+    threshold: Callable[[int], float] = lambda layer: 0.0
+    predictors: Callable[[int], Weights] | None = None
+    stage: Stage | None = None
+    ffns: list[HybridFfn] = field(default_factory=list)
+
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, biases: Biases) -> HybridFfn:
+        """PowerInferError when a device has no memory left."""
+        ffn = HybridFfn(
+            layer,
+            cpu,
+            layers,
+            self.bundles,
+            self.placement.parts(layer)[Tier.GPU],
+            biases=biases,
+            threshold=self.threshold(layer),
+            weights=None if self.predictors is None else self.predictors(layer),
+            stage=self.stage,
+        )
+        self.ffns.append(ffn)
+        return ffn
 
 
 class HybridSparsity(Sparsity):
@@ -322,6 +331,7 @@ class HybridSparsity(Sparsity):
     def __init__(
         self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
     ) -> None:
+        """ffns: of the executor's split layers; stage: theirs."""
         self.selector = selector
         self.stage = stage
         self.ffns = ffns
@@ -330,7 +340,7 @@ class HybridSparsity(Sparsity):
         self._turn = 0
 
     def report(self) -> dict[str, Any]:
-        """Per layer and in all, of tokens computed in steps of up to `NAMED_TOKENS`.
+        """Per layer and in all, of tokens computed in steps of up to `NEURON_TOKENS`.
 
         hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
         those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do; traded:
@@ -338,20 +348,22 @@ class HybridSparsity(Sparsity):
         the cold ones too, None: it never does. The layers that the CPU has as a whole count, too.
         """
         cpu = self._executor.cpu
-        d_ff = cpu.config.d_ff
+        sizes = cpu.config.ffn_sizes
         layers: list[dict[str, Any]] = []
         totals: Counter[str] = Counter()
+
+        def add(layer: int, hot: int, sums: Mapping[str, int]) -> None:
+            own = Counter({**sums, "neurons": sums["tokens"] * sizes[layer]})
+            totals.update(own)
+            layers.append({"layer": layer, "hot": hot, "cold": sizes[layer] - hot, **_shares(own)})
+
         for ffn in self.ffns:
-            sums = ffn.collect()
-            totals.update(sums)
-            layers.append({"layer": ffn.layer, "hot": len(ffn.hot), "cold": len(ffn.cold), **_shares(sums, d_ff)})
+            add(ffn.layer, len(ffn.hot), ffn.collect())
         for layer in cpu.bundled_layers:
             counts = cpu.bundled_counts(layer)
-            steps = counts["steps"]
-            sums = {"tokens": counts["tokens"], "steps": steps, "jobs": steps, "hot": 0, "cold": counts["active"]}
-            totals.update(sums)
-            layers.append({"layer": layer, "hot": 0, "cold": d_ff, **_shares(sums, d_ff)})
-        whole = _shares(totals, d_ff) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
+            own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
+            add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
+        whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
         streams = None if self.stage is None else self.stage.least
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
@@ -404,11 +416,11 @@ class HybridSparsity(Sparsity):
         """Not known: what the GPU skips is not counted."""
 
 
-def _shares(sums: Mapping[str, int], d_ff: int) -> dict[str, Any]:
+def _shares(sums: Mapping[str, int]) -> dict[str, Any]:
     active, tokens = sums["hot"] + sums["cold"], sums["tokens"]
     return {
         "tokens": tokens,
-        "active_fraction": active / (tokens * d_ff) if tokens else None,
+        "active_fraction": active / sums["neurons"] if tokens else None,
         "gpu_share": sums["hot"] / active if active else None,
         "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
     }

@@ -12,6 +12,8 @@ from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.hybrid.ffn import NeuronSplit
+    from powerinfer.models.blocks import SplitFfns
 
 Sample = Callable[[], Sequence[int]]
 """Gives the token ids of a text, to try the model's speed on."""
@@ -33,11 +35,11 @@ def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None 
     return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
 
 
-def load_split(resolved: Resolved, progress: Progress | None = None, *, bundled: bool | None = None) -> SplitExecutor:
-    """The executor of a model whose first layers are on a GPU, at least one; their bundled neurons are yet to be added.
+def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress | None = None) -> SplitExecutor:
+    """The executor of a model whose first layers are on a GPU, at least one.
 
-    bundled: the neurons of the GPU's layers come from elsewhere (`GpuLayers.hang`), the checkpoint's matrices are not
-    read; None: where bundles are selected. Raises as `load_resolved` does.
+    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. Raises as
+    `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.gpu import GpuLayers
@@ -51,6 +53,7 @@ def load_split(resolved: Resolved, progress: Progress | None = None, *, bundled:
     assert resolved.gpu is not None and (not resolved.gpu_head or resolved.gpu_layers == config.n_layers)
     device = choose_device(resolved.gpu)
     frequencies, factor = rotation(checkpoint)
+    gpu = None
     cpu = CpuExecutor(config, engine, frequencies, factor, first_layer=resolved.gpu_layers, pages=resolved.pages)
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
@@ -61,14 +64,15 @@ def load_split(resolved: Resolved, progress: Progress | None = None, *, bundled:
                 pages=cpu.n_pages,
                 kv_type=engine.kv_type,
                 max_tokens=cpu.max_tokens,
-                frequencies=frequencies,
-                rope_factor=factor,
+                rotations=dict.fromkeys(config.ropes, (frequencies, factor)),
+                split=split is not None,
             )
             thresholds = [selection.threshold(layer) for layer in range(config.n_layers)]
             own = selection.bundles, thresholds, selection.predictors
-            bundled = selection.bundles is not None if bundled is None else bundled
-            wire(cpu, checkpoint, progress, gpu, *own, bundled=bundled, head=resolved.gpu_head)
+            wire(cpu, checkpoint, progress, gpu, *own, split=split, head=resolved.gpu_head)
     except BaseException:
+        if gpu is not None:
+            gpu.close()
         cpu.close()
         raise
     checkpoint.finish()
@@ -77,44 +81,46 @@ def load_split(resolved: Resolved, progress: Progress | None = None, *, bundled:
 
 
 def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
-    executor = load_split(resolved, progress)
+    split = None if resolved.plan is None else _planned_split(resolved)
+    executor = load_split(resolved, split, progress)
     executor.choices["gpu"] += f", {resolved.why}"
     try:
-        sparsity = Sparsity() if resolved.plan is None else _add_neurons(executor, resolved, sample, progress)
+        sparsity = Sparsity() if split is None else _settled(executor, resolved, split, sample, progress)
         if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
             executor.gpu.rehearse(resolved.engine.max_batch)
         sparsity.clear()  # of what was tried
     except BaseException:
         executor.close()
         raise
-    how = "layers as a whole" if resolved.plan is None else "neurons on both devices"
+    how = "layers as a whole" if split is None else "neurons on both devices"
     executor.choices["selector"] = f"{sparsity.selector} ({how})"
     return executor, sparsity
 
 
-def _add_neurons(executor: SplitExecutor, resolved: Resolved, sample: Sample, progress: Progress | None) -> Sparsity:
+def _planned_split(resolved: Resolved) -> NeuronSplit:
     """The neurons of the GPU's layers, where the plan places them."""
     from powerinfer.devices.stage import Stage
-    from powerinfer.devices.torch_device import gpu_failures
-    from powerinfer.hybrid.crossing import settle
-    from powerinfer.hybrid.ffn import HybridSparsity, hang_neurons
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
+    from powerinfer.hybrid.ffn import NeuronSplit
 
     plan, selection = resolved.plan, resolved.selection
-    assert plan is not None and selection.bundles is not None
+    assert plan is not None and selection.bundles is not None and resolved.gpu is not None
     stage = None
     if plan.staging:
         with gpu_failures("making room for prompts", "give less --vram"):
-            stage = Stage(executor.gpu.device, plan.staging)
-    ffns = hang_neurons(
-        executor.cpu,
-        executor.gpu,
-        selection.bundles,
-        plan.placement(plan.request.profile),
-        most=selection.threshold,
-        predictors=selection.predictors,
-        stage=stage,
-        progress=progress,
-    )
+            stage = Stage(choose_device(resolved.gpu), plan.staging)
+    placement = plan.placement(plan.request.profile)
+    return NeuronSplit(selection.bundles, placement, selection.threshold, selection.predictors, stage)
+
+
+def _settled(
+    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress | None
+) -> Sparsity:
+    """How the split layers decode, once it is known from how many tokens on cold neurons stream to the GPU."""
+    from powerinfer.hybrid.crossing import settle
+    from powerinfer.hybrid.ffn import HybridSparsity
+
+    ffns, stage, selection = split.ffns, split.stage, resolved.selection
     if stage is not None:
         settle(stage, executor, ffns, resolved.checkpoint, resolved.engine, selection, sample, progress)
     elif any(len(ffn.cold) for ffn in ffns):

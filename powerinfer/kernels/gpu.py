@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type
@@ -456,7 +456,7 @@ def resident(
     groups: Bytes,
     index: NDArray[np.int32],
     device: Any,
-    config: ModelConfig,
+    ffn: FfnConfig,
     biases: Sequence[Floats | None] = (None, None, None),
 ) -> Neurons:
     """Some neurons of a layer on a torch device, from their bundles.
@@ -475,7 +475,7 @@ def resident(
     present = counts[counts > 0]
     group = own(np.repeat(np.arange(len(present), dtype=np.int32), present)) if layout.shared_bytes else None
     of_index = [None if values is None else own(values[index].astype(np.float32)) for values in biases[:2]]
-    neurons = empty_neurons(layout, len(index), len(present), device, config, group, *of_index)
+    neurons = empty_neurons(layout, len(index), len(present), device, ffn, group, *of_index)
     memory = np.empty(min(some_bytes(layout, index), max(_LOADED, layout.group_bytes)), np.uint8)
     row = first = 0
     for begin, end in cuts(layout, counts, _LOADED):
@@ -492,7 +492,7 @@ def empty_neurons(
     n: int,
     groups: int,
     device: Any,
-    config: ModelConfig,
+    ffn: FfnConfig,
     group: Tensor | None,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
@@ -505,7 +505,7 @@ def empty_neurons(
     shared = None
     if layout.shared_bytes:
         shared = torch.empty((groups, layout.d_model), dtype=torch.float16, device=device)
-    return Neurons(gate, up, down, shared, group, gate_bias, up_bias, config.activation, config.activation_threshold)
+    return Neurons(gate, up, down, shared, group, gate_bias, up_bias, ffn.activation, ffn.threshold)
 
 
 def unpack(

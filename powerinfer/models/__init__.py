@@ -33,7 +33,8 @@ def load(
 
 def rotation(checkpoint: Checkpoint) -> tuple[NDArray[np.float32], float]:
     """(frequencies, factor) of the rotary embedding; without one, nothing is rotated."""
-    if checkpoint.config.positions != "rope":
+    ropes = checkpoint.config.ropes
+    if not ropes:
         return np.empty(0, np.float32), 1.0
     factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
-    return rope_frequencies(checkpoint.config.rope, factors)
+    return rope_frequencies(ropes[0], factors)

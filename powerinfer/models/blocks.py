@@ -15,6 +15,8 @@ from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 if TYPE_CHECKING:
     from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.gpu_layer import FfnParts
+    from powerinfer.devices.gpu_weights import GpuNorm
     from powerinfer.formats.bundle_file import BundleFile
 
 Vector = NDArray[np.float32] | None
@@ -23,6 +25,10 @@ Norm = TypeVar("Norm")
 
 OwnFfn = Callable[[Norm | None, Sequence[Vector]], None]
 """Wires an FFN whose matrices are not the checkpoint's: called with its norm and the biases of gate, up and down."""
+
+SplitFfns = Callable[["CpuExecutor", "GpuLayers", int, Sequence[Vector]], "FfnParts"]
+"""Makes the FFN of a layer on a GPU as a sum of parts, given the biases of gate, up and down; that of down is added by
+the layer."""
 
 
 class Builder(Protocol[Matrix, Norm]):
@@ -40,13 +46,18 @@ class Builder(Protocol[Matrix, Norm]):
         biases: Sequence[Vector] = ...,
         q_norm: Vector = None,
         k_norm: Vector = None,
-        window: int | None = None,
     ) -> None: ...
-    def project(self, matrix: Matrix, bias: Vector = None) -> None: ...
+    def project(self, layer: int, matrix: Matrix, bias: Vector = None) -> None: ...
     def ffn(
-        self, norm: Norm | None, gate: Matrix | None, up: Matrix, down: Matrix, biases: Sequence[Vector] = ...
+        self,
+        layer: int,
+        norm: Norm | None,
+        gate: Matrix | None,
+        up: Matrix,
+        down: Matrix,
+        biases: Sequence[Vector] = ...,
     ) -> None: ...
-    def normalise(self, norm: Norm) -> None: ...
+    def normalise(self, layer: int, norm: Norm) -> None: ...
     def head(self, norm: Norm | None, matrix: Matrix, projection: Matrix | None = None) -> None: ...
 
 
@@ -59,56 +70,63 @@ def wire(
     most: Sequence[float] | None = None,
     predictors: Callable[[int], Weights] | None = None,
     *,
-    bundled: bool = False,
+    split: SplitFfns | None = None,
     head: bool = False,
 ) -> None:
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
-    first: takes the layers before the executor's, without the matrices of their FFNs if `bundled`, and with `head` the
-    head too; bundles, most, predictors: of the executor's layers, see `GpuShare`.
+    first: takes the layers before the executor's, with FFNs made by `split` if given, and with `head` the head too;
+    bundles, most, predictors: of the executor's layers, see `GpuShare`.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
     positions = checkpoint.take("positions") if config.positions == "learned" else None
     executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"))
-    for layer in range(config.n_layers):
-        if first is not None and layer < first.layers:
-            _layer(first, checkpoint, layer, first.neurons if bundled else None)
-        else:
-            own: OwnFfn[_native.Norm] | None = None
-            if bundles is not None:
-                weights = None if predictors is None else predictors(layer)
-                own = partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0, weights)
-            _layer(executor, checkpoint, layer, own)
+    begin = 0 if first is None else first.layers
+
+    def done(layers: int) -> None:
         checkpoint.release()  # packed: the file's pages need not stay in memory
         if progress is not None:
-            progress("loading weights", layer + 1, config.n_layers)
-    if first is not None and head:
-        _head(first, checkpoint, embedding)
-    else:
+            progress("loading weights", layers, config.n_layers)
+
+    for layer in range(begin, config.n_layers):
+        own: OwnFfn[_native.Norm] | None = None
+        if bundles is not None:
+            weights = None if predictors is None else predictors(layer)
+            own = partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0, weights)
+        _layer(executor, checkpoint, layer, own)
+        done(layer + 1 - begin)
+    if not head:
         _head(executor, checkpoint, embedding)
+    if first is None:
+        return
+    for layer in range(begin):  # last, as the neurons that the executor sums for them are operators behind its own
+        _layer(first, checkpoint, layer, None if split is None else partial(_split, executor, first, layer, split))
+        done(config.n_layers - begin + layer + 1)
+    if head:
+        _head(first, checkpoint, embedding)
 
 
 def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
-    """x += attention(norm(x)); x += ffn(norm(x)), with what `parallel` and `norm_order` change of it."""
-    config = checkpoint.config
+    """x += attention(norm(x)); x += ffn(norm(x)), with what `parallel` and `norms` change of it."""
+    config = checkpoint.config.layers[layer]
     name = f"layers.{layer}."
     attn_norm = _norm(builder, checkpoint, name + "attn_norm")
     ffn_norm = attn_norm if config.shared_norm else _norm(builder, checkpoint, name + "ffn_norm")
-    if config.norm_order == "post":
+    if config.norms == "post":
         _attention(builder, checkpoint, layer, None)
-        _project(builder, checkpoint, name)
-        builder.normalise(attn_norm)
-        _ffn(builder, checkpoint, name, None, own)
-        builder.normalise(ffn_norm)
+        _project(builder, checkpoint, layer)
+        builder.normalise(layer, attn_norm)
+        _ffn(builder, checkpoint, layer, None, own)
+        builder.normalise(layer, ffn_norm)
         return
     _attention(builder, checkpoint, layer, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
-        _ffn(builder, checkpoint, name, ffn_norm, own)
-        _project(builder, checkpoint, name)
+        _ffn(builder, checkpoint, layer, ffn_norm, own)
+        _project(builder, checkpoint, layer)
     else:
-        _project(builder, checkpoint, name)
-        _ffn(builder, checkpoint, name, ffn_norm, own)
+        _project(builder, checkpoint, layer)
+        _ffn(builder, checkpoint, layer, ffn_norm, own)
 
 
 def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
@@ -116,7 +134,9 @@ def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: in
     name = f"layers.{layer}."
     heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
     # Values are not rotated: their rows may be padded, but are never reordered.
-    maps = {part: builder.head_rows(n, config.rope.interleaved and part != "v") for part, n in heads.items()}
+    rope = config.layers[layer].attention.rope
+    interleaved = rope is not None and rope.interleaved
+    maps = {part: builder.head_rows(n, interleaved and part != "v") for part, n in heads.items()}
     builder.attention(
         layer,
         norm,
@@ -124,18 +144,18 @@ def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: in
         biases=[_reordered(_vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
         q_norm=_vector(checkpoint, name + "q_norm"),
         k_norm=_vector(checkpoint, name + "k_norm"),
-        window=config.window(layer),
     )
 
 
-def _project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> None:
-    builder.project(builder.matrix(checkpoint.take(name + "o")), _vector(checkpoint, name + "o_bias"))
+def _project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int) -> None:
+    name = f"layers.{layer}.o"
+    builder.project(layer, builder.matrix(checkpoint.take(name)), _vector(checkpoint, name + "_bias"))
 
 
 def _ffn(
-    builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str, norm: Norm | None, own: OwnFfn[Norm] | None
+    builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None, own: OwnFfn[Norm] | None
 ) -> None:
-    parts = ("gate", "up", "down") if checkpoint.config.gated else ("up", "down")
+    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].ffn.matrices
     biases = [_vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
     if own is not None:
         for part in parts:
@@ -143,7 +163,18 @@ def _ffn(
         own(norm, biases)
         return
     *gate, up, down = (builder.matrix(checkpoint.take(name + part)) for part in parts)
-    builder.ffn(norm, gate[0] if gate else None, up, down, biases)
+    builder.ffn(layer, norm, gate[0] if gate else None, up, down, biases)
+
+
+def _split(
+    executor: CpuExecutor,
+    first: GpuLayers,
+    layer: int,
+    split: SplitFfns,
+    norm: GpuNorm | None,
+    biases: Sequence[Vector],
+) -> None:
+    first.split_ffn(layer, norm, split(executor, first, layer, biases), biases[2])
 
 
 def _bundled(
@@ -157,7 +188,7 @@ def _bundled(
 ) -> None:
     bundles.file.check()
     rows = bundles.copied(layer)
-    executor.bundled_ffn(bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
+    executor.bundled_ffn(layer, bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:

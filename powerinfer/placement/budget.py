@@ -93,7 +93,6 @@ def claim(request: PlanRequest) -> Claims:
     """What the dense parts take. RequestError, with the minimum, where RAM and VRAM together do not hold them."""
     vram, ram = budgets(request.hardware, request.vram, request.ram)
     model, config = request.model, request.model.config
-    layers = config.n_layers
     gpu_layers, gpu_head, gpu = _on_gpu(request, vram)
     kv = model.kv_bytes(request.kv_type, request.context, request.batch)
     host = request.hardware.host_bytes if gpu_layers else 0
@@ -111,7 +110,7 @@ def claim(request: PlanRequest) -> Claims:
             f"{gib(needed - sum(cpu[part] for part in ('attention', 'kv', 'embedding', 'head')))})"
         )
     panels = sum(_panels(layer) for layer in model.ffn)
-    bundles = model.bundles.stride * config.d_ff * layers
+    bundles = model.bundles.stride * config.n_neurons
     if request.selector == "all":
         keep, packed = not gpu_layers and panels <= left, bool(gpu_layers) or panels > left
     else:
@@ -131,12 +130,12 @@ def claim(request: PlanRequest) -> Claims:
 
 def _staging(request: PlanRequest, gpu_layers: int, gpu_left: int, left: int) -> int:
     """Bytes of a buffer: the most that leaves all neurons a place. 0 where no prompt needs any."""
-    model, groups = request.model, -(-request.model.config.d_ff // GROUP)
+    model, groups = request.model, -(-request.model.config.widest_ffn // GROUP)
     on_gpu, in_ram = GROUP * model.gpu_neuron, GROUP * model.bundles.pitch
     if request.selector == "all" or request.chunk <= kernels.FEW or gpu_left // on_gpu >= gpu_layers * groups:
         return 0
     most = gpu_left // (STAGED * staged_on_gpu(1))
-    while size := buffer_bytes(model.bundles, model.config.d_ff, most):
+    while size := buffer_bytes(model.bundles, model.config.widest_ffn, most):
         room = (gpu_left - staged_on_gpu(size)) // on_gpu + max(0, left - staged_in_ram(size)) // in_ram
         if room >= model.config.n_layers * groups:
             return size
@@ -157,7 +156,7 @@ def staged_in_ram(staging: int) -> int:
 def with_staging(model: Model, room: int) -> int:
     """Bytes on the GPU that leave that many for neurons."""
     return room + staged_on_gpu(
-        buffer_bytes(model.bundles, model.config.d_ff, room // ((STAGED - 1) * staged_on_gpu(1)))
+        buffer_bytes(model.bundles, model.config.widest_ffn, room // ((STAGED - 1) * staged_on_gpu(1)))
     )
 
 
@@ -166,8 +165,8 @@ def _in_ram(
 ) -> Bytes:
     """What RAM holds beside norms, predictors and FFNs. host_bytes: of a GPU's libraries; kv: of one layer."""
     config, tokens = model.config, max(chunk, requests)
-    between = link_bytes(tokens, config.d_model, config.d_ff) + 4 * tokens * config.d_model  # and x in and out
-    between += gpu_layers * 2 * 8 * config.d_ff  # counters of neurons
+    between = link_bytes(tokens, config.d_model, config.widest_ffn) + 4 * tokens * config.d_model  # and x in and out
+    between += gpu_layers * 2 * 8 * config.widest_ffn  # counters of neurons
     return {
         "runtime": RUNTIME_BYTES + host_bytes,
         "scratch": model.scratch_bytes(chunk, requests) + (between if gpu_layers else 0),
@@ -182,12 +181,12 @@ def _in_ram(
 
 def shared_on_gpu(model: Model, layers: int) -> int:
     """Bytes on the GPU of what the groups of bundles of so many layers share, if each has neurons there."""
-    return layers * n_groups(model.config.d_ff) * model.gpu_shared
+    return layers * n_groups(model.config.widest_ffn) * model.gpu_shared
 
 
 def shared_in_ram(model: Model, gpu_layers: int) -> int:
     """The same in RAM; without layers on a GPU it is part of the neurons' own bytes."""
-    return model.config.n_layers * n_groups(model.config.d_ff) * model.bundles.shared_bytes if gpu_layers else 0
+    return model.config.n_layers * n_groups(model.config.widest_ffn) * model.bundles.shared_bytes if gpu_layers else 0
 
 
 def _fixed_on_gpu(request: PlanRequest) -> Bytes:
@@ -195,7 +194,7 @@ def _fixed_on_gpu(request: PlanRequest) -> Bytes:
     tokens, requests = max(request.chunk, request.together), request.together
     fixed = _fixed(request.model, request.hardware, tokens, requests, request.context)
     config = request.model.config
-    fixed["scratch"] += link_gpu_bytes(tokens, config.d_model, config.d_ff)
+    fixed["scratch"] += link_gpu_bytes(tokens, config.d_model, config.widest_ffn)
     return fixed
 
 
@@ -318,7 +317,7 @@ def ram_alone(model: Model, kv_type: str, context: int, chunk: int, requests: in
     held = _in_ram(model, 0, 0, False, model.kv_bytes(kv_type, context, 1), max(chunk, requests), requests)
     total = sum(held.values()) + model.vectors + sum(map(_panels, model.ffn))
     if selector != "all":
-        total += model.config.n_layers * n_groups(model.config.d_ff) * model.bundles.group_bytes
+        total += model.config.n_layers * n_groups(model.config.widest_ffn) * model.bundles.group_bytes
     return total + (sum(map(_panels, model.predictors)) if selector == "predicted" else 0)
 
 

@@ -95,7 +95,7 @@ def expected(
     for layer in range(profile.n_layers):
         p = profile.fraction(layer)[order[layer]]
         active = _any(p, batch)
-        fired = _any(np.sqrt(p), batch) if config.activation == "drelu" else active
+        fired = _any(np.sqrt(p), batch) if config.layers[layer].ffn.activation == "drelu" else active
         guessed = _any(np.minimum(1.0, named[layer] * p), batch)
         shared = _groups_read(_any(profile.fraction(layer), batch))[order[layer]]
         for kind, values in enumerate((np.ones_like(p), guessed, fired, active, shared)):
@@ -110,7 +110,7 @@ def _any(p: Floats, batch: int) -> Floats:
 
 
 def _groups_read(active: Floats) -> Floats:
-    """[d_ff]: how many groups of bundles have an active neuron, shared out to their neurons by the chance of each."""
+    """[neurons]: how many groups of bundles have an active neuron, divided among their neurons by each one's chance."""
     starts = np.arange(0, len(active), BUNDLE_GROUP)
     some = -np.expm1(np.add.reduceat(np.log1p(-np.minimum(active, 1 - 1e-15)), starts))
     expected = np.add.reduceat(active, starts)
@@ -119,7 +119,7 @@ def _groups_read(active: Floats) -> Floats:
 
 
 def neuron_seconds(
-    device: Device, bundles: BundleLayout, way: str, panels: tuple[Matrix, ...] = (), d_ff: int = 1
+    device: Device, bundles: BundleLayout, way: str, panels: tuple[Matrix, ...] = (), neurons: int = 1
 ) -> Floats:
     """[EACH, NAMED, FIRED, ACTIVE, SHARED]: seconds that a device spends on one of each.
 
@@ -130,14 +130,14 @@ def neuron_seconds(
     first = device.rows_seconds(bundles.gate_type, 1, bundles.gate_bytes)
     if way == "all":
         if panels:
-            seconds[EACH] = sum(device.dense_seconds(one.type, one.panels) for one in panels) / d_ff
+            seconds[EACH] = sum(device.dense_seconds(one.type, one.panels) for one in panels) / neurons
         else:
             seconds[EACH] = device.dense_seconds(bundles.gate_type, bundles.stride)
         return seconds
     if way == "predicted":
         seconds[NAMED] = first
     else:
-        seconds[EACH] = device.dense_seconds(panels[0].type, panels[0].panels) / d_ff if panels else first
+        seconds[EACH] = device.dense_seconds(panels[0].type, panels[0].panels) / neurons if panels else first
     if bundles.gated:
         seconds[FIRED] = first  # up has the size and the type of gate
     seconds[ACTIVE] = device.rows_seconds(bundles.gate_type, 1, bundles.down_bytes)
@@ -161,10 +161,11 @@ def attention_seconds(
     device: Device, model: Model, layer: int, kv_type: str, past: int, batch: int, panels: bool
 ) -> float:
     """A layer's attention, `past` tokens of each of `batch` requests in the cache: input, attention, projection."""
-    window = model.config.window(layer)
+    config = model.config.layers[layer]
+    window = config.attention.window
     seen = past if window is None else min(past, window)
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch)
-    norms = 2 if model.config.norm_order == "post" else 0  # those that stand alone
+    norms = 2 if config.norms == "post" else 0  # those that stand alone
     fixed = 1e-6 * (3 + norms) * device.op_us
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
 
@@ -212,7 +213,8 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     """FFNs on the CPU alone, from the dense matrices where `panels`, else from bundles; infinite for any k but 0."""
     layers, nothing = model.config.n_layers, np.zeros(expected.sums.shape[:2])
     kept = model.ffn if panels else ((),) * layers
-    each = [neuron_seconds(cpu, model.bundles, way, kept[layer], model.config.d_ff) for layer in range(layers)]
+    sizes = model.config.ffn_sizes
+    each = [neuron_seconds(cpu, model.bundles, way, kept[layer], sizes[layer]) for layer in range(layers)]
     seconds = np.full_like(nothing, np.inf)
     seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
     return FfnTime(nothing, seconds, nothing.copy())

@@ -104,7 +104,7 @@ class PlanRequest:
         """RequestError for what does not go together."""
         config = self.model.config
         assert self.selector in cost.WAYS and self.policy in POLICIES
-        assert (self.profile.n_layers, self.profile.d_ff) == (config.n_layers, config.d_ff)
+        assert (self.profile.n_layers, self.profile.d_ff) == (config.n_layers, config.widest_ffn)
         if not 0 < self.context <= config.context_length:
             limit = f"{self.model.name} takes 1 to {config.context_length}"
             raise RequestError(f"--context {self.context}: {limit} tokens")
@@ -231,7 +231,7 @@ class Plan:
                 held[Tier.GPU] = claims.gpu_neuron * first + model.gpu_shared * here
                 held[Tier.CPU] = claims.cpu_neuron * neurons[Tier.CPU] + bundles.shared_bytes * there
             elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
-                held[Tier.CPU] = n_groups(model.config.d_ff) * bundles.group_bytes
+                held[Tier.CPU] = n_groups(model.config.widest_ffn) * bundles.group_bytes
             result.append(held)
         return result
 
@@ -390,7 +390,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
                 mine[:first] = its[:first]
-            if config.parallel:  # the CPU's neurons do not wait for attention
+            if config.layers[0].parallel:  # the CPU's neurons do not wait for attention
                 ffn.gpu[:first] += attention[:first, None]
         other = np.zeros(layers)
         if way == "predicted":
@@ -405,7 +405,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         return np.asarray(np.take_along_axis(np.array(arrays), best[None], axis=0)[0])
 
     parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
-    apart = np.where(np.arange(layers) < (first if config.parallel else 0), 0.0, attention)
+    apart = np.where(np.arange(layers) < (first if config.layers[0].parallel else 0), 0.0, attention)
     parts["other"] = of_best([other for _, other in ways]) + apart[:, None]
     disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
     mass = np.zeros((layers, groups + 1))
@@ -446,7 +446,7 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
     model, hardware = request.model, request.hardware
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
     room = claims.gpu_left // (GROUP * claims.gpu_neuron) if claims.bundles else 0
-    everything = claims.cpu_neuron * model.config.d_ff * layers
+    everything = claims.cpu_neuron * model.config.n_neurons
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
     ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
     if ram is not None and hardware.disk is None and room + ram < layers * groups:
@@ -553,7 +553,7 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
     groups = tables.costs.shape[1] - 1
     missing = groups * config.n_layers - sum(choice.kept)
     if claims.bundles and missing:
-        on_disk = sum(max(0, config.d_ff - kept * GROUP) for kept in choice.kept) * request.model.bundles.stride
+        on_disk = sum(max(0, config.widest_ffn - kept * GROUP) for kept in choice.kept) * request.model.bundles.stride
         reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
         in_ram = (groups * config.n_layers - sum(choice.gpu)) * GROUP * claims.cpu_neuron
         dense_in_ram = sum(claims.cpu.values()) + shared_in_ram(request.model, claims.gpu_layers)
@@ -635,7 +635,7 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
             raise ValueError(f"layer {layer} does not have such groups")
         if document.layers[layer].seconds.keys() != set(SECONDS):
             raise ValueError(f"other times of layer {layer}")
-    everything = claims.cpu_neuron * config.d_ff * layers
+    everything = claims.cpu_neuron * config.n_neurons
     on_gpu, in_ram = sum(gpu) * GROUP * claims.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
     if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")

@@ -1,9 +1,9 @@
-"""How often neurons fire where nobody has counted: a power law over the ranks of a layer's neurons.
+"""Assumed firing frequencies for models without a profile: a power law over the ranks of a layer's neurons.
 
     p(q) = min(TOP, a * q ** -skew),  q = (i + 0.5) / n for the neuron of rank i of n
 
-with `a` such that the mean is the fraction of neurons that fire for a token. Layers differ in their mean, which grows
-geometrically from the first to the last. `FAMILIES` holds what the papers report of whole models.
+with `a` such that the mean is the fraction of neurons that fire for a token. The means of the layers grow
+geometrically from the first to the last. `FAMILIES` has the figures that papers report for whole models.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from powerinfer.neurons import Profile
 Floats = NDArray[np.float64]
 
 TOP = 0.9999
-"""The largest probability that is asked for."""
+"""The largest probability."""
 HOT = 0.8
-"""Hot neurons are the fewest that carry this share of the activations, as in the paper (arXiv 2312.12456, 3.1)."""
+"""Hot neurons: the fewest that carry this share of the activations, as in the paper (arXiv 2312.12456, 3.1)."""
 
-_TOKENS = 1_000_000  # of a profile made here: as many as the paper's, fine enough for any neuron that matters
+_TOKENS = 1_000_000  # of a synthetic profile: as many as the paper's, fine enough for any neuron that matters
 _MOST_SKEW = 20.0
-_FIT = 2048  # ranks that a skew is fitted on
+_FIT = 2048  # ranks used to fit a skew
 
 
 @dataclass(frozen=True)
 class Law:
     """active: fraction of the neurons that fire for a token, mean over the layers; hot: share of a layer's neurons that
-    carry HOT of its activations, mean over the layers; ratio: mean fraction of the last layer by that of the first."""
+    carry HOT of its activations, mean over the layers; ratio: mean fraction of the last layer relative to the first."""
 
     active: float
     hot: float
@@ -65,7 +65,7 @@ def power_law(mean: float, skew: float, n: int) -> Floats:
         return np.full(n, TOP)
     ranks = np.arange(n)
     shape = (2.0 * ranks + 1) ** -skew  # largest first, from 1
-    # Where the first t are cut to TOP, `a` follows from the mean; t is the first for which no other exceeds TOP.
+    # If the first t are clipped to TOP, `a` follows from the mean; t is the smallest for which no other exceeds TOP.
     rest = np.cumsum(shape[::-1])[::-1]
     a = (mean * n - TOP * ranks) / rest
     cut = int(np.argmax(a * shape <= TOP))
@@ -75,12 +75,14 @@ def power_law(mean: float, skew: float, n: int) -> Floats:
 def layer_means(mean: float, ratio: float, n_layers: int) -> list[float]:
     """Mean fraction of every layer: growing geometrically, the last `ratio` times the first, `mean` on average.
 
-    ValueError if a layer would have to fire more than always.
+    ValueError if a layer's fraction would exceed 1.
     """
     growth = ratio ** (np.arange(n_layers) / max(1, n_layers - 1))
     means = mean * growth / growth.mean()
     if means.max() > 1:
-        raise ValueError(f"a mean of {mean} with a ratio of {ratio} between layers asks for {means.max():.2f} in one")
+        raise ValueError(
+            f"a mean of {mean} with a ratio of {ratio} between layers means {means.max():.2f} in one layer"
+        )
     return [float(one) for one in means]
 
 
@@ -92,7 +94,7 @@ def hot_share(activations: NDArray[np.floating] | NDArray[np.integer]) -> float:
 
 
 def fit_skew(law: Law, n_layers: int) -> float:
-    """The skew for which the layers' mean `hot_share` is `law.hot`. RequestError where no skew gives it."""
+    """The skew for which the layers' mean `hot_share` is `law.hot`. RequestError if there is none."""
     try:
         means = layer_means(law.active, law.ratio, n_layers)
     except ValueError as error:
@@ -118,7 +120,7 @@ def fit_skew(law: Law, n_layers: int) -> float:
 
 
 def assumed_profile(law: Law, n_layers: int, d_ff: int) -> Profile:
-    """A profile of that skew which no text was read for: neuron i is the i-th most frequent of its layer."""
+    """A synthetic profile with that skew: neuron i is the i-th most frequent of its layer."""
     skew = fit_skew(law, n_layers)
     means = layer_means(law.active, law.ratio, n_layers)
     counts = tuple(np.rint(_TOKENS * power_law(mean, skew, d_ff)).astype(np.int64) for mean in means)

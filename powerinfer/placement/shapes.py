@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import ModelConfig, RopeConfig
-from powerinfer.devices.step import RECORDED_BYTES
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layout
 from powerinfer.formats.layout import check, shapes
@@ -107,8 +107,7 @@ class Model:
     @property
     def rotation_bytes(self) -> int:
         """The frequencies of the rotary embedding, on a GPU."""
-        config = self.config
-        return 4 * (config.rope.dim // 2) if config.positions == "rope" else 0
+        return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
     def layer_vectors(self, dense: bool) -> int:
         """Norms and biases of one layer; without `dense` those of gate and up are left out, which rest with neurons."""
@@ -132,7 +131,7 @@ class Model:
         across = bundles.down_type == ACROSS
         down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
         rows = 2 if bundles.gated else 1
-        return rows * (first + (4 if config.ffn_bias else 0)) + down + 8
+        return rows * (first + (4 if config.layers[0].ffn.bias else 0)) + down + 8
 
     @property
     def gpu_shared(self) -> int:
@@ -141,7 +140,7 @@ class Model:
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
         """Bytes of a layer's predictor on a GPU, with the numbers of the neurons that rest here and there."""
-        return sum(one.stored for one in pair) + 8 * self.config.d_ff
+        return sum(one.stored for one in pair) + 8 * self.config.widest_ffn
 
     def gpu_rounding(self, layer: int, kv: int, predicted: bool, dense: bool) -> int:
         """What the allocator adds to a layer's tensors on a GPU. kv: bytes of its cache.
@@ -153,7 +152,7 @@ class Model:
         tensors = [*_tensors(q, k, v), *_tensors(o), kv // 2, kv // 2]
         if predicted:
             inner, outer = self.predictors[layer]
-            tensors += [*_tensors(inner), *_tensors(outer), 4 * config.d_ff, 4 * config.d_ff]
+            tensors += [*_tensors(inner), *_tensors(outer), 4 * config.widest_ffn, 4 * config.widest_ffn]
         if dense:
             *first, last = self.ffn[layer]
             tensors += [*_tensors(*first), *_tensors(last)]
@@ -163,7 +162,7 @@ class Model:
             return total
         down = "Q4_0" if bundles.down_type == ACROSS else bundles.down_type  # which has as many bytes of scales
         types = [bundles.gate_type] * (2 if bundles.gated else 1) + [down]
-        rows = [n for one in types for n in _split(one, config.d_ff * gpu.weight_bytes(one, 1, config.d_model))]
+        rows = [n for one in types for n in _split(one, config.widest_ffn * gpu.weight_bytes(one, 1, config.d_model))]
         return total + sum(gpu.SEGMENT // 2 if n >= gpu.LARGE else 512 for n in rows) + 3 * 512
 
     @property
@@ -188,7 +187,7 @@ class Model:
         """
         config = self.config
         qkv, attended = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_heads * config.head_dim
-        largest = max(2 * config.d_ff, config.d_model, qkv)  # gate and up are one matrix
+        largest = max(2 * config.widest_ffn, config.d_model, qkv)  # gate and up are one matrix
         if requests > gpu.FEW:
             largest = max(largest, config.vocab_size)
         piece = min(_PIECE, largest * config.d_model)
@@ -199,7 +198,7 @@ class Model:
         if plain is not None:
             of_piece = _PLAIN_PIECE
             spread = plain * (2 * tokens * config.n_heads + 2 * config.n_kv_heads * config.head_dim)
-        hidden = 9 * config.d_ff // 2 if config.gated else 7 * config.d_ff // 2
+        hidden = 9 * config.widest_ffn // 2 if config.gated else 7 * config.widest_ffn // 2
         passed = 2 * config.d_model + max(qkv + 5 * attended // 2, hidden) + 2 * (piece // config.d_model)
         logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
         recorded = 0
@@ -216,9 +215,11 @@ class Model:
         config = self.config
         pad = cpu.round_up(config.head_dim, cpu.LANES)
         wide = max(config.d_model, config.n_heads * config.head_dim, config.embed_dim)
-        hidden = max(config.d_ff, config.d_model, config.embed_dim)
-        floats = config.d_model + (config.n_heads + 2 * config.n_kv_heads) * pad + wide + 2 * hidden + config.rope.dim
-        forms = (wide + config.d_ff) * (4 + 2 + 1) + (wide + config.d_ff) * 12 // 32  # F32, BF16, Q8: scales and sums
+        hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
+        floats = config.d_model + (config.n_heads + 2 * config.n_kv_heads) * pad + wide + 2 * hidden
+        floats += sum(rope.dim for rope in config.ropes)
+        rows = wide + config.widest_ffn
+        forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         per_token = 4 * floats + forms
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
@@ -296,13 +297,13 @@ def described_model(
 
     gate = wanted if config.d_model % block_type(wanted).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
-    if gate == "Q4_0" and config.d_ff % BUNDLE_GROUP == 0:
+    if gate == "Q4_0" and config.widest_ffn % BUNDLE_GROUP == 0:
         down = ACROSS
     layout = bundle_layout(config, gate, down, cpu.part_bytes)
     bare = _model(config, name or config.name, type_of, layout, (), (named,) * config.n_layers)
     total = sum(matrix.stored for layer in (*bare.attention, *bare.ffn) for matrix in layer) + bare.tables
-    bytes_of_rank = config.n_layers * (config.d_model + config.d_ff) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
-    wanted_rank = share * bare.parameters / (config.n_layers * (config.d_model + config.d_ff))
+    bytes_of_rank = config.n_layers * (config.d_model + config.widest_ffn) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
+    wanted_rank = share * bare.parameters / (config.n_layers * (config.d_model + config.widest_ffn))
     rank = int(min(wanted_rank, MOST_PREDICTOR * total / bytes_of_rank)) // 32 * 32
     if not rank or config.d_model % 32:
         return bare
@@ -311,7 +312,7 @@ def described_model(
 
 
 def _predictor(config: ModelConfig, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
-    return _matrix(rank, config.d_model, inner), _matrix(config.d_ff, rank, outer)
+    return _matrix(rank, config.d_model, inner), _matrix(config.widest_ffn, rank, outer)
 
 
 def _named(training: dict[str, Any] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
@@ -342,14 +343,16 @@ def _model(
         return _matrix(rows, cols, type_of(tensor), heads.get(tensor.rpartition(".")[2]))
 
     layers = [f"layers.{layer}." for layer in range(config.n_layers)]
-    parts = ("gate", "up", "down") if config.gated else ("up", "down")
     tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
     return Model(
         name=name,
         config=config,
         bundles=layout,
         attention=tuple(tuple(matrix(layer + part) for part in ("q", "k", "v", "o")) for layer in layers),
-        ffn=tuple(tuple(matrix(layer + part) for part in parts) for layer in layers),
+        ffn=tuple(
+            tuple(matrix(layer + part) for part in one.ffn.matrices)
+            for layer, one in zip(layers, config.layers, strict=True)
+        ),
         vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
         predictors=predictors,
         named=named,
@@ -370,9 +373,9 @@ def _row_bytes(type_name: str, cols: int) -> int:
 
 
 def _check_size(config: ModelConfig) -> None:
-    if config.n_layers * config.d_ff > MOST_NEURONS:
+    if config.n_neurons > MOST_NEURONS:
         raise RequestError(
-            f"{config.n_layers} layers of {config.d_ff} neurons are more than can be planned for ({MOST_NEURONS})"
+            f"{config.n_layers} layers of {config.widest_ffn} neurons are more than can be planned for ({MOST_NEURONS})"
         )
 
 
@@ -380,27 +383,29 @@ def _check_size(config: ModelConfig) -> None:
 
 
 def _opt(layers: int, width: int, heads: int) -> ModelConfig:
+    attention = AttentionConfig(qkv_bias=True, o_bias=True)
+    layer = LayerConfig(attention, FfnConfig(4 * width, "relu", gated=False, bias=True))
     return ModelConfig(
-        "opt", layers, width, heads, heads, width // heads, 4 * width, 50272, 2048, 1e-5, RopeConfig(),
-        activation="relu", gated=False, norm="layer", positions="learned", position_offset=2, tied_embeddings=True,
-        qkv_bias=True, o_bias=True, ffn_bias=True,
+        "opt", width, heads, heads, width // heads, 50272, 2048, 1e-5, uniform(layers, layer),
+        norm="layer", positions="learned", position_offset=2, tied_embeddings=True,
     )  # fmt: skip
 
 
 def _falcon(layers: int, width: int, heads: int, kv_heads: int) -> ModelConfig:
+    ffn = FfnConfig(4 * width, "relu", gated=False)
+    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), ffn, parallel=True, shared_norm=kv_heads == 1)
     return ModelConfig(
-        "falcon", layers, width, heads, kv_heads, 64, 4 * width, 65024, 2048, 1e-5, RopeConfig(dim=64),
-        activation="relu", gated=False, norm="layer", parallel=True, shared_norm=kv_heads == 1, tied_embeddings=True,
+        "falcon", width, heads, kv_heads, 64, 65024, 2048, 1e-5, uniform(layers, layer),
+        norm="layer", tied_embeddings=True,
     )  # fmt: skip
 
 
 def _llama(
-    layers: int, width: int, heads: int, kv_heads: int, d_ff: int, activation: str = "relu", context: int = 4096
+    layers: int, width: int, heads: int, kv_heads: int, neurons: int, activation: str = "relu", context: int = 4096
 ) -> ModelConfig:
-    return ModelConfig(
-        "llama", layers, width, heads, kv_heads, width // heads, d_ff, 32000, context, 1e-5,
-        RopeConfig(dim=width // heads), activation=activation,
-    )  # fmt: skip
+    head_dim = width // heads
+    layer = LayerConfig(AttentionConfig(RopeConfig(dim=head_dim)), FfnConfig(neurons, activation))
+    return ModelConfig("llama", width, heads, kv_heads, head_dim, 32000, context, 1e-5, uniform(layers, layer))
 
 
 @dataclass(frozen=True)
@@ -464,6 +469,6 @@ def find_shape(name: str) -> Shape:
 def law_of(config: ModelConfig) -> Law:
     if not config.gated:
         return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
-    if config.activation == "drelu":
+    if config.activations == "drelu":
         return FAMILIES["drelu"]
-    return FAMILIES["swiglu" if config.activation == "silu" else "reglu-7b"]
+    return FAMILIES["reglu-7b" if config.rectified else "swiglu"]

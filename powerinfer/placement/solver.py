@@ -1,4 +1,4 @@
-"""Which groups of neurons rest on the GPU, which in RAM, which on disk: exact, by HiGHS, for any cost per layer.
+"""Placing groups of neurons on the GPU, in RAM and on disk: the optimum, for any cost function per layer.
 
 The programs
 ------------
@@ -16,18 +16,18 @@ Ours has the same variables and capacities, a third device, the disk, and minimi
 
 The reformulation
 -----------------
-Groups take equal bytes, so capacities count groups. Let a layer's groups be sorted by impact.
+Groups have equal bytes, so capacities are numbers of groups. Let a layer's groups be sorted by impact, v_e.
 
 *Prefixes.* Take a feasible answer of the paper's program that has group e of a layer on the GPU and a hotter one e' of
 the same layer not. Swapping them changes neither the number of the layer's groups on the GPU nor any capacity, so all
-constraints hold, and the objective grows by v_e' - v_e >= 0. Repeating this, some optimum takes from every layer its
-first k_l groups: 73,728 binaries of OPT-175B become 96 whole numbers k_l, each 0 or from C_l on (the binary y_l is
+constraints hold, and the objective grows by v_e' - v_e >= 0. Repeating this, some optimum selects the first k_l groups
+of every layer: 73,728 binaries of OPT-175B become 96 whole numbers k_l, each 0 or at least C_l (the binary y_l is
 whether k_l > 0), with the value F_l(k_l), the sum of the first k_l impacts. For time, a placement is by definition a
-first part of the order on the GPU, the next in RAM and the rest on disk: k_l <= j_l. (T_cpu and T_disk fall with what
-is taken from them, so no other set of that size is faster, unless the GPU is what a layer waits for.)
+prefix of the order on the GPU, the next groups in RAM and the rest on disk: k_l <= j_l. (T_cpu and T_disk decrease with
+what is removed from them, so no other set of that size is faster, unless the layer waits for the GPU.)
 
 Both programs are then one: with A_l(k) = -F_l(k), infinite from 1 to C_l - 1, or A_l(k) the time of layer l with k
-groups on the GPU, and B_l(j) what reading the groups from j on takes,
+groups on the GPU, and B_l(j) the time of reading the groups from j on,
 
     minimise sum of A_l(k_l) + B_l(j_l)   with   k_l <= j_l,   sum of k_l <= G,   sum of j_l - k_l <= R
 
@@ -38,13 +38,13 @@ for capacities of G and R groups. A and B may be any functions.
     m_l = min over k <= j of A_l(k) + B_l(j) + x k + y (j - k)
 
 less x G + y R is a lower bound L of the optimum (Lagrange). The best prices are the optimum of a linear program in two
-unknowns, which HiGHS solves with one constraint for each answer met, one more at a time. If an answer of cost U is
-known, then in every better one a layer costs at most U - L more than m_l: all numbers k and j beyond that can be left
-out, exactly. Often U = L, and nothing is left to try. Otherwise what stays is tried out: with one capacity that counts,
-no disk, by dynamic programming over it, which takes no longer for being difficult; with both, as binaries of an integer
-program that HiGHS solves to proven optimality, or to the end of its time.
+unknowns, which HiGHS solves by cutting planes, with one constraint for each answer found. If an answer of cost U is
+known, then in every better one a layer costs at most U - L more than m_l: all numbers k and j beyond that can be
+excluded, exactly. Often U = L, and nothing remains. Otherwise the remaining numbers are searched: with one capacity (no
+disk) by dynamic programming, whose time does not depend on the instance; with two as binaries of an integer program
+that HiGHS solves to proven optimality, or until its time limit.
 
-`greedy` and `random_groups` need no program.
+`greedy` and `random_groups` need no solver.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 GROUP = 64
-"""Neurons of a group."""
+"""Neurons per placement group."""
 
 TIME_LIMIT = 10.0
-"""Seconds of computing after which the best answer so far is taken."""
+"""Default limit in seconds of CPU time; then the best answer so far is used."""
 
-_ROUNDS = 200  # of the search for prices
-_TABLES = 12  # for as many prices of RAM
-_CLOSE = 1e-6  # relative: nearer to the bound no further price is tried
-_FEW = 4000  # binaries that HiGHS is given
+_ROUNDS = 200  # maximum iterations of the search for prices
+_TABLES = 12  # maximum number of RAM prices tried
+_CLOSE = 1e-6  # relative gap to the bound at which the search for prices stops
+_FEW = 4000  # maximum number of binaries for HiGHS
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """gpu: for each layer how many of its groups are on the GPU, kept: how many are there or in RAM; int64 [layers].
+    """gpu: number of groups on the GPU, kept: on the GPU or in RAM; int64 [layers].
 
-    cost: the objective; bound: no answer costs less; optimal: whether this one is proven to be best, within rounding.
-    seconds: that solving took; considered: numbers k and j that prices left to be tried, 0 where they alone proved
-    the answer.
+    cost: the objective; bound: a lower bound of any answer; optimal: whether this one is proven optimal, within
+    rounding. seconds: solving time; considered: numbers k and j that the prices could not exclude, 0 if they proved the
+    answer.
     """
 
     gpu: Numbers
@@ -95,13 +95,13 @@ class Answer:
 
 
 class Infeasible(Exception):
-    """No answer keeps within the capacities, or none was found in time."""
+    """No answer fits the capacities, or none was found in time."""
 
 
 def least_groups(gpu_s: float, cpu_s: float, sync_s: float, group: int = GROUP) -> int | None:
-    """C_l in whole groups: the fewest for which n T_gpu + T_sync <= n T_cpu (Ineq. 4), seconds per neuron; None: none.
+    """C_l in groups, at least one: the smallest n with n T_gpu + T_sync <= n T_cpu (Ineq. 4); None: there is none.
 
-    At least one group.
+    Times are in seconds per neuron.
     """
     if gpu_s >= cpu_s:
         return None
@@ -128,12 +128,12 @@ def solve(
     """The best k_l and j_l (see above).
 
     gpu_costs: A [layers, groups + 1], finite at 0, infinite where a number is forbidden; disk_costs: B of the same
-    shape, None where there is no disk, then all j_l are `groups`. gpu_groups, ram_groups: the capacities; None: RAM has
-    room for all. starts: answers (k, j) that are known to fit; none of them is better than what comes back. Infeasible
-    where nothing fits. Deterministic, but for what `time_limit` (seconds) cuts off.
+    shape, None without a disk, then all j_l are `groups`. gpu_groups, ram_groups: the capacities; None: RAM has room
+    for all. starts: feasible answers (k, j); none of them is better than the result. Infeasible if nothing fits.
+    Deterministic, unless `time_limit` (seconds) expires.
     """
     begin = time.perf_counter()
-    until = time.process_time() + time_limit  # our own time, so that a busy machine changes no answer
+    until = time.process_time() + time_limit  # CPU time, so that the answer does not depend on other programs
     program = _Program(gpu_costs, disk_costs, gpu_groups, ram_groups)
     priced = program.priced(starts)
     best, bound, considered = priced.found, priced.bound, 0
@@ -156,10 +156,10 @@ class _Found:
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """The best prices found: x and y; the bound they give; the best feasible answer met on the way.
+    """The best prices found, x and y; their bound; the best feasible answer found on the way.
 
-    gpu_slack, kept_slack: [layers, groups + 1], how much more than the bound an answer with this k or this j costs at
-    least. a, b: the costs of k and of j apart, prices included, against those of the layer's best pair.
+    gpu_slack, kept_slack: [layers, groups + 1], minimum cost above the bound of an answer with this k or this j. a, b:
+    the separate costs of k and j, prices included, relative to those of the layer's best pair.
     """
 
     x: float
@@ -172,7 +172,7 @@ class _Priced:
     b: Floats
 
     def tried(self, slack: Floats, rounding: float) -> list[Numbers]:
-        """For each layer the numbers that a better answer than the one found can have."""
+        """For each layer the numbers k and j that a better answer could have."""
         gap = np.inf if self.found is None else self.found.cost - self.bound
         return [np.flatnonzero(row <= min(gap + rounding, 1e300)) for row in slack]
 
@@ -195,7 +195,7 @@ class _Program:
         return _Found(gpu, kept, math.fsum(self.a[rows, gpu]) + math.fsum(self.b[rows, kept]))
 
     def nothing_on_the_gpu(self) -> _Found | None:
-        """An answer that is always there where there is a disk; None where it does not fit."""
+        """An answer that always exists if there is a disk; None if it does not fit."""
         gpu = np.zeros(len(self.a), np.int64)
         kept = np.isfinite(self.b).argmax(axis=1)
         return self.answer(gpu, kept) if self.fits(gpu, kept) else None
@@ -204,7 +204,7 @@ class _Program:
         return int(gpu.sum()) <= self.capacity[0] and int((kept - gpu).sum()) <= self.capacity[1]
 
     def at(self, x: float, y: float) -> tuple[float, Numbers, Numbers]:
-        """The bound that the prices give, and the k and j that it is found at."""
+        """The bound for the prices, and the k and j where it is attained."""
         a, b = self._with_prices(x, y)
         later = _suffix_min(b)
         whole = a + later
@@ -218,8 +218,8 @@ class _Program:
         return self.a + (x - y) * numbers, self.b + y * numbers
 
     def priced(self, starts: Sequence[tuple[Numbers, Numbers]]) -> _Priced:
-        """Prices by cutting planes: every answer met bounds, for all prices, what they can give (Kelley)."""
-        scale = self.ranges / self.a.size or 1.0  # costs of a group, about
+        """Prices by cutting planes (Kelley): every answer found bounds the dual function for all prices."""
+        scale = self.ranges / self.a.size or 1.0  # approximate cost of a group
         master = _Master(most=1e3 * self.ranges / scale)
         best, found, beyond = (-np.inf, 0.0, 0.0), self.nothing_on_the_gpu(), None
         x = y = 0.0
@@ -249,7 +249,7 @@ class _Program:
         return _Priced(x, y, bound, found, a + later - a0 - b0, b + earlier - a0 - b0, a - a0, b - b0)
 
     def between(self, found: _Found, beyond: _Found) -> _Found:
-        """An answer that fits, with as many layers as possible, from the first, as in one that does not."""
+        """A feasible answer with the numbers of `beyond` for as many layers as fit, from the first, else of `found`."""
         gpu, kept = found.gpu.copy(), found.kept.copy()
         for layer in range(len(gpu)):
             before = gpu[layer], kept[layer]
@@ -260,7 +260,7 @@ class _Program:
         return mixed if mixed.cost < found.cost else found
 
     def polished(self, found: _Found) -> _Found:
-        """The same with what room is left given to one layer after another, to whom it is worth most."""
+        """The same with the remaining room given to the layers that gain most, one after another."""
         gpu, kept = found.gpu.copy(), found.kept.copy()
         rows, numbers = np.arange(len(gpu)), np.arange(self.a.shape[1])
         for _ in range(len(gpu)):
@@ -279,10 +279,10 @@ class _Program:
         return better if better.cost < found.cost else found
 
     def by_table(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
-        """Without a disk: (the best answer, a bound, how many numbers k there were to try)."""
+        """Without a disk: (the best answer, a bound, number of k searched)."""
         layers, width = self.a.shape
         tried = priced.tried(priced.gpu_slack, self.rounding)
-        least = max(0, layers * (width - 1) - self.capacity[1])  # what RAM does not hold
+        least = max(0, layers * (width - 1) - self.capacity[1])  # what does not fit into RAM
         gpu = _table(self.a, tried, self.capacity[0], least, until)
         considered = sum(map(len, tried))
         if gpu is None:
@@ -291,9 +291,9 @@ class _Program:
         return found, found.cost, considered
 
     def by_tables_and_highs(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
-        """With a disk, the same: RAM has a price y, and the GPU's groups are dealt out exactly, by a table, for each y.
+        """The same with a disk: for each price y of RAM, the GPU's groups are distributed exactly, by a table.
 
-        Each is a bound of its own. The last gap is left to HiGHS where there is little to try.
+        Each gives a bound. HiGHS closes the last gap if few numbers remain.
         """
         best, bound = priced.found, priced.bound
         tried = priced.tried(priced.gpu_slack, self.rounding)
@@ -305,7 +305,7 @@ class _Program:
             if gpu is None:
                 break
             kept = np.where(numbers >= gpu[:, None], later, np.inf).argmin(axis=1)
-            # A better answer than the best is among what is tried, or there is none.
+            # Any better answer is among the numbers searched.
             total = math.fsum(costs[np.arange(len(gpu)), gpu]) - y * self.capacity[1]
             bound = max(bound, min(total, np.inf if best is None else best.cost))
             for one in (kept, fill(gpu, self.b, self.capacity[1], int(numbers[-1]))):
@@ -328,14 +328,14 @@ class _Program:
         return best, bound, considered + kept_tried
 
     def by_highs(self, priced: _Priced, gap: float, until: float) -> tuple[_Found | None, bool]:
-        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS was done."""
+        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS finished."""
         import highspy
 
         reach = gap + self.rounding
         gpu_layer, gpu_number = np.nonzero(priced.gpu_slack <= reach)
         kept_layer, kept_number = np.nonzero(priced.kept_slack <= reach)
         m, n, layers = len(gpu_layer), len(kept_layer), len(self.a)
-        # Columns: a binary for each number, and what is left of either capacity, at its price.
+        # Columns: a binary for each number, and the unused part of either capacity, at its price.
         prices = [priced.x, priced.y]
         cost = np.concatenate([priced.a[gpu_layer, gpu_number], priced.b[kept_layer, kept_number], prices])
         left = np.array([2 * layers, 2 * layers + 1])
@@ -354,7 +354,7 @@ class _Program:
         equal = np.concatenate([np.ones(2 * layers), self.capacity])
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = m + n + 2, 3 * layers + 2
-        lp.col_cost_ = cost / (gap or max(prices) or 1.0)  # then a difference that matters is not small
+        lp.col_cost_ = cost / (gap or max(prices) or 1.0)  # so that relevant differences are not small
         lp.col_lower_ = np.zeros(m + n + 2)
         lp.col_upper_ = np.concatenate([np.ones(m + n), [highspy.kHighsInf] * 2])
         lp.row_lower_ = np.concatenate([equal, np.zeros(layers)])
@@ -374,7 +374,7 @@ class _Program:
         gpu, kept = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
         np.add.at(gpu, gpu_layer, gpu_number * (chosen[:m] > 0.5))
         np.add.at(kept, kept_layer, kept_number * (chosen[m : m + n] > 0.5))
-        assert self.fits(gpu, kept) and (gpu <= kept).all(), "HiGHS left the capacities"
+        assert self.fits(gpu, kept) and (gpu <= kept).all(), "HiGHS exceeded the capacities"
         return self.answer(gpu, kept), solved
 
 
@@ -390,7 +390,7 @@ class _Master:
             self._highs.addCol(cost, low, high, 0, np.array([], np.int32), np.array([]))
 
     def add(self, cost: float, over: tuple[int, int]) -> tuple[float, float, float]:
-        """Take an answer in; (t, x, y)."""
+        """Add the constraint of an answer; (t, x, y)."""
         values = np.array([1.0, -over[0], -over[1]])
         self._highs.addRow(-self._infinity, cost, 3, np.arange(3, dtype=np.int32), values)
         self._highs.run()
@@ -409,9 +409,10 @@ def _highs(**options: Any) -> highspy.Highs:
 
 
 def _table(costs: Floats, tried: Sequence[Numbers], room: int, least: int, until: float) -> Numbers | None:
-    """The best number of groups of each layer, of those to be tried, `least` to `room` in all, by dynamic programming.
+    """The best number of groups of each layer, of those to be searched, `least` to `room` in total.
 
-    Layer by layer, for each number of groups used so far the least cost. None: there is none, or time was up.
+    Dynamic programming: layer by layer, the least cost for each number of groups used so far. None: there is none, or
+    the time limit expired.
     """
     layers, width = costs.shape
     room = min(room, layers * (width - 1))
@@ -443,13 +444,13 @@ def _suffix_min(values: Floats) -> Floats:
     return np.asarray(np.minimum.accumulate(values[:, ::-1], axis=1)[:, ::-1])
 
 
-# ---------------------------------------------------------------- without a program
+# ---------------------------------------------------------------- without a solver
 
 
 def greedy(impact: Floats, least: Sequence[int | None], gpu_groups: int) -> Numbers:
-    """The groups of largest impact, whatever their layer, as far as they go; int64 [layers].
+    """The groups of largest impact, whatever their layer, up to the capacity; int64 [layers].
 
-    Layers that would get fewer than `least` are given up, the worst first, and the rest is dealt out again.
+    Layers that would get fewer than `least` are excluded, the worst first, and the rest is distributed again.
     impact: [layers, groups], descending.
     """
     layers, groups = impact.shape
@@ -464,22 +465,22 @@ def greedy(impact: Floats, least: Sequence[int | None], gpu_groups: int) -> Numb
 
 
 def random_groups(layers: int, groups: int, gpu_groups: int, allowed: NDArray[np.bool_], seed: int) -> Numbers:
-    """How many groups of each layer a random choice of `gpu_groups` of all allowed layers' takes; int64 [layers]."""
+    """Number of groups per layer in a random choice of `gpu_groups` groups of the allowed layers; int64 [layers]."""
     which = np.flatnonzero(allowed)
     chosen = np.random.default_rng(seed).permutation(len(which) * groups)[:gpu_groups]
     return np.bincount(which[chosen // groups] if len(chosen) else chosen, minlength=layers).astype(np.int64)
 
 
 def fill(gpu: Numbers, disk_costs: Floats | None, ram_groups: int | None, groups: int) -> Numbers:
-    """The j_l for given k_l: what costs most to read from disk is in RAM, as far as that goes; int64 [layers].
+    """The j_l for given k_l: RAM holds the groups that cost most to read from disk; int64 [layers].
 
-    Best where the costs are convex, as they are of groups in the order of impact.
+    Optimal if the costs are convex, as for groups sorted by impact.
     """
     if disk_costs is None or ram_groups is None:
         return np.full(len(gpu), groups)
     gain = -np.diff(disk_costs, axis=1)
     gain = np.where(np.arange(groups) < gpu[:, None], np.inf, gain)
-    gain = np.minimum.accumulate(gain, axis=1)  # a group comes after those before it
+    gain = np.minimum.accumulate(gain, axis=1)  # a group is placed only after those before it
     gain = np.where(np.arange(groups) < gpu[:, None], -np.inf, gain)
     most = min(ram_groups, groups * len(gpu) - int(gpu.sum()))
     order = np.argsort(-gain, axis=None, kind="stable")[:most]
@@ -487,7 +488,7 @@ def fill(gpu: Numbers, disk_costs: Floats | None, ram_groups: int | None, groups
 
 
 def top_up(gpu: Numbers, kept: Numbers, ram_groups: int, groups: int) -> Numbers:
-    """RAM that is left over, since nothing that is needed would go there, goes to the first layers that lack some."""
+    """Give RAM that no needed group uses to the first layers that have groups on disk."""
     kept, left = kept.copy(), ram_groups - int((kept - gpu).sum())
     for layer in range(len(kept)):
         more = min(left, groups - int(kept[layer]))

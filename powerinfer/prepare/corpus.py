@@ -1,7 +1,7 @@
-"""Texts to profile a model with: files and folders, read piece by piece, as windows of token ids.
+"""Texts to profile a model with: files and folders, read in pieces, as windows of token ids.
 
-A corpus is what one --corpus names: a text file, a JSONL file, or a folder with any number of both. However much it
-holds, a piece of text at a time is in memory; the token ids lie in a temporary file.
+A corpus is the argument of one --corpus: a text file, a JSONL file, or a folder of both. Only a piece of text is in
+memory at a time; the token ids are in a temporary file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SAMPLE_SOURCE = (
 )
 JSONL = (".jsonl", ".ndjson")
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".raw", *JSONL)
-"""Files of a folder that are read, by the ends of their names."""
+"""Suffixes of the files of a folder that are read."""
 
-PIECE = 1 << 16  # characters that are encoded at once
-LINE = 1 << 26  # most bytes of a line of JSON
+PIECE = 1 << 16  # characters encoded at once
+LINE = 1 << 26  # maximum bytes of a line of JSON
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Corpus:
     paths: tuple[Path, ...]
 
     def pieces(self) -> Iterator[str]:
-        """The text in pieces that end where a line does, as far as they can. RequestError names what cannot be read."""
+        """The text in pieces that end at line breaks if possible. RequestError if a file cannot be read."""
         if not self.paths:
             yield files("powerinfer.prepare").joinpath("sample.txt").read_text(encoding="utf-8")
         for path in self.paths:
@@ -58,9 +58,9 @@ class Corpus:
 
 
 def open_corpora(named: Sequence[str]) -> list[Corpus]:
-    """The corpora of --corpus options, the built-in sample where there are none; their contents are not read yet.
+    """The corpora of --corpus options, by default the built-in sample; their contents are not read yet.
 
-    RequestError for what is not there or holds no texts, and for a corpus that is named twice.
+    RequestError for a path that does not exist or has no texts, and for duplicates.
     """
     if not named:
         return [Corpus(SAMPLE, ())]
@@ -69,7 +69,7 @@ def open_corpora(named: Sequence[str]) -> list[Corpus]:
         if "\0" in str(path):
             raise RequestError(f"corpus {shown(path)} cannot be the name of a file")
     if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise RequestError("a corpus is named twice: give each of them once")
+        raise RequestError("a corpus is given twice")
     short = [path.name or str(path) for path in paths]
     return [
         Corpus(name if short.count(name) == 1 else str(path), _files(path))
@@ -102,14 +102,14 @@ def _raise(error: OSError) -> None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file; RequestError unless it is a regular one that can be read: a pipe or a device may never end."""
+    """The open file; RequestError unless it is a regular file: a pipe or a device may never end."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     except OSError as error:
         raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise RequestError(f"corpus {path} is no regular file")
+        raise RequestError(f"corpus {path} is not a regular file")
     return file
 
 
@@ -118,11 +118,11 @@ def _pieces(file: BinaryIO, path: Path) -> Iterator[str]:
     rest, at = "", 0
     while True:
         raw = _read(file, path)
-        held = len(decoder.getstate()[0])  # bytes of a character that is not complete
+        held = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             rest += decoder.decode(raw, final=not raw)
         except UnicodeDecodeError as error:
-            raise RequestError(f"corpus {path} is not UTF-8 text: byte {at - held + error.start} cannot be") from None
+            raise RequestError(f"corpus {path} is not UTF-8 text: byte {at - held + error.start} is invalid") from None
         if "\0" in rest:
             raise RequestError(f"corpus {path} is not text: it holds a zero byte")
         at += len(raw)
@@ -144,7 +144,7 @@ def _read(file: BinaryIO, path: Path) -> bytes:
 
 
 def _line_end(text: str) -> int:
-    """Where to cut: behind the last line break that no white space follows, else the last space, else at the end."""
+    """Where to cut: after the last line break not followed by white space, else at the last space, else at the end."""
     cut = len(text)
     while (cut := text.rfind("\n", 0, cut) + 1) > 0:
         if cut < len(text) and not text[cut].isspace():
@@ -175,7 +175,7 @@ def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
             reason = str(error).split(": line 1 ")[0]
             raise RequestError(f"{where}: not JSON ({reason})") from None
         if text is None:
-            raise RequestError(f'{where}: neither "text" nor "messages" nor "conversations" with something to read')
+            raise RequestError(f'{where}: neither "text" nor "messages" nor "conversations" with text in it')
         for at in range(0, len(text), PIECE):
             yield text[at : at + PIECE]
         if text:
@@ -183,7 +183,7 @@ def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
 
 
 def _document(value: Any) -> str | None:
-    """The text of a line, None where it has none. A conversation is rendered plainly: `role: content`, line by line."""
+    """The text of a line, None if it has none. A conversation becomes lines `role: content`."""
     if type(value) is not dict:
         return None
     if type(value.get("text")) is str:
@@ -199,7 +199,7 @@ def _said(turn: Any, role: str, content: str) -> str | None:
     if type(turn) is not dict:
         return None
     who, what = turn.get(role), turn.get(content)
-    if type(what) is list:  # parts, of which the texts count
+    if type(what) is list:  # parts: only text is used
         what = "".join(part["text"] for part in what if type(part) is dict and type(part.get("text")) is str)
     if type(what) is not str:
         return None
@@ -241,10 +241,9 @@ def read_windows(
 ) -> Windows:
     """The corpora as windows of `size` tokens that do not overlap, as `evaluate.perplexity` cuts them.
 
-    What does not fill a window is left out. Where the model puts a BOS token before a text, the first token of every
-    window is replaced by it. limit: of all tokens; each corpus gets its share of what those before it left.
-    RequestError for a corpus that cannot be read or fills no window. progress: called with ("reading the corpus",
-    tokens, limit).
+    An incomplete last window is dropped. If the model starts texts with a BOS token, it replaces the first token of
+    every window. limit: of all tokens; each corpus gets an equal share of what is left. RequestError for a corpus that
+    cannot be read or does not fill a window. progress: called with ("reading the corpus", tokens, limit).
     """
     assert size > 0
     bos = tokenizer.bos_id if tokenizer.add_bos else None
@@ -268,7 +267,7 @@ def read_windows(
         if progress is not None:
             progress("reading the corpus", limit, limit)
         spool.flush()
-        ids = np.memmap(spool, np.int32, "r", shape=(sum(number), size))  # stays when the file is closed
+        ids = np.memmap(spool, np.int32, "r", shape=(sum(number), size))  # remains valid when the file is closed
     return Windows(ids, tuple(corpus.name for corpus in corpora), tuple(number), digest.hexdigest())
 
 

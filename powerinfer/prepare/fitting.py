@@ -128,18 +128,18 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
 
     The norm before the FFN is folded in, its weight, bias and subtraction of the mean.
     """
-    config, name = checkpoint.config, f"layers.{layer}."
-    parts = ["gate", "up"] if config.activation == "drelu" and config.gated else ["gate" if config.gated else "up"]
+    config, own, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
+    parts = ["gate", "up"] if own.ffn.activation == "drelu" else ["gate" if own.ffn.gated else "up"]
     result = []
     for part in parts:
         weights = np.array(checkpoint.take(name + part).float32(), np.float32)
         offset = np.zeros(len(weights), np.float32)
         if checkpoint.has(f"{name}{part}_bias"):
             offset += checkpoint.take(f"{name}{part}_bias").float32()
-        if config.activation == "fatrelu":
-            offset -= np.float32(config.activation_threshold)
-        if config.norm_order != "post":
-            norm = name + ("attn_norm" if config.shared_norm else "ffn_norm")
+        if own.ffn.activation == "fatrelu":
+            offset -= np.float32(own.ffn.threshold)
+        if own.norms in ("pre", "both"):
+            norm = name + ("attn_norm" if own.shared_norm else "ffn_norm")
             if checkpoint.has(norm + "_bias"):
                 offset += weights @ checkpoint.take(norm + "_bias").float32()
             weights *= checkpoint.take(norm).float32()
@@ -149,10 +149,10 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     return tuple(result)
 
 
-def _scale(torch: Any, checkpoint: Checkpoint, x: Tensor) -> Tensor:
+def _scale(torch: Any, checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
     """What the norm before the FFN divides by, [n, 1]."""
     config = checkpoint.config
-    if config.norm_order == "post":
+    if config.layers[layer].norms not in ("pre", "both"):  # the FFN reads x itself
         return torch.ones_like(x[:, :1])
     if config.norm == "layer":
         x = x - x.mean(1, keepdim=True)
@@ -189,7 +189,7 @@ class LayerFit:
         self._layer = layer
         self._x, self._active, self._rows = x, active, rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
-        self._d_ff = checkpoint.config.d_ff
+        self._d_ff = checkpoint.config.widest_ffn
         self._at_once = max(1, min(_BATCH, _CELLS // self._d_ff))
         self.frequency = self._counted() / len(rows.train)
         """Share of the rows for training that each neuron fires for, float64 [d_ff]."""
@@ -364,7 +364,7 @@ class LayerFit:
         mean = torch.zeros(d_model, dtype=torch.float64, device=self._device)
         second = torch.zeros((d_model, d_model), dtype=torch.float64, device=self._device)
         for x, _ in self._batches(rows):
-            unit = x / _scale(torch, self._checkpoint, x)
+            unit = x / _scale(torch, self._checkpoint, self._layer, x)
             mean += unit.sum(0)
             second += unit.T @ unit
         return mean / len(rows), second / len(rows)
@@ -401,7 +401,7 @@ class LayerFit:
                 group["lr"] = rate * from_rate * (end - step) / (end - begin)
             rows = np.sort(random.integers(0, len(self._rows.train), config.batch))
             x, fires = self._batch(self._rows.train[rows])
-            z = self._through(x / _scale(torch, self._checkpoint, x), inner, outer)
+            z = self._through(x / _scale(torch, self._checkpoint, self._layer, x), inner, outer)
             with torch.no_grad():
                 found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
                 log_weight += _RISE * (config.recall - found) / (1 - config.recall)
@@ -460,7 +460,7 @@ class LayerFit:
     def _some(self) -> tuple[Tensor, Tensor]:
         """(r / scale(r), fires) of a few rows for training, spread evenly."""
         x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
-        return x / _scale(self._torch, self._checkpoint, x), fires
+        return x / _scale(self._torch, self._checkpoint, self._layer, x), fires
 
     def _balanced(self, x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """The same predictor with hidden units of root mean square 1.

@@ -85,13 +85,13 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     parts.append(_Part("down", types.down, "add", layout.down_at))
     squares = {part.name: np.zeros(2) for part in parts}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
-    space = np.zeros((n_groups(min(step, config.d_ff)), layout.group_bytes), np.uint8)
+    space = np.zeros((n_groups(min(step, config.widest_ffn)), layout.group_bytes), np.uint8)
     cores = min(8, usable_cores()[0])
     done = 0
     with write_bundles(checkpoint, prepared, layout) as write, ThreadPoolExecutor(cores) as threads:
         for layer in range(config.n_layers):
             sources = [_Source(checkpoint, part, layer) for part in parts]
-            for slab in _slabs(sources, config.d_ff, step, threads, cores):
+            for slab in _slabs(sources, config.widest_ffn, step, threads, cores):
                 count = len(slab[0][0])
                 groups = space[: n_groups(count)]
                 for part, (data, error) in zip(parts, slab, strict=True):
@@ -100,7 +100,7 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
                 write(layer, groups)
                 done += count
                 if progress is not None:
-                    progress("packing neurons", done, config.n_layers * config.d_ff)
+                    progress("packing neurons", done, config.n_neurons)
             checkpoint.release()
     errors = {name: float(np.sqrt(wrong / whole)) if wrong else 0.0 for name, (wrong, whole) in squares.items()}
     return Packed(open_bundles(checkpoint, prepared, cpu.part_bytes), errors, time.perf_counter() - begin)

@@ -77,15 +77,13 @@ class Work:
     @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero."""
-        from powerinfer.sparsity.selectors import RECTIFIED
-
-        return self.checkpoint.config.activation in RECTIFIED
+        return self.checkpoint.config.rectified
 
     @property
     def why_no_training(self) -> str | None:
         """Why no predictors are trained; None when they are."""
         if not self.rectified:
-            return f"with {self.checkpoint.config.activation} no neuron is ever exactly silent"
+            return f"with {self.checkpoint.config.activations} no neuron is ever exactly silent"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
@@ -331,7 +329,7 @@ def needed_bytes(work: Work) -> int:
     from powerinfer.prepare.training import model_bytes
 
     config, prepared = work.checkpoint.config, work.engine.prepared
-    neurons = config.n_layers * config.d_ff
+    neurons = config.n_neurons
     total = SPARE
     if work.force or current_profile(work.checkpoint, prepared, work.task) is None:
         total += 8 * neurons * len(work.task.windows.corpora) + work.task.rows * row_bytes(work.checkpoint)

@@ -91,7 +91,7 @@ class State:
     def __init__(self, config: ModelConfig, corpora: int) -> None:
         layers = config.n_layers
         self.windows = 0
-        self.counts = np.zeros((layers, corpora, config.d_ff), np.int64)
+        self.counts = np.zeros((layers, corpora, config.widest_ffn), np.int64)
         self.active = np.zeros((layers, BINS), np.int64)
         self.pairs = np.zeros((layers, 2), np.int64)
         self.magnitudes = np.zeros((layers, 0), np.int64)
@@ -183,11 +183,11 @@ class Tally:
     """The observer that fills a `State`, and puts samples where there is a writer for them."""
 
     def __init__(self, config: ModelConfig, task: Task, state: State, samples: SamplesWriter | None) -> None:
-        self._d_ff = config.d_ff
+        self._d_ff = config.widest_ffn
         self._task = task
         self._state = state
         self._samples = samples
-        self._before = np.zeros((config.n_layers, -(-config.d_ff // 8)), np.uint8)  # of the last token of a call
+        self._before = np.zeros((config.n_layers, -(-config.widest_ffn // 8)), np.uint8)  # of the last token of a call
         self._x: NDArray[np.float32] | None = None
 
     def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
@@ -359,7 +359,7 @@ def _profile(config: ModelConfig, task: Task, state: State, thresholds: Sequence
     counts: tuple[Counts, ...] = tuple(state.counts[layer].sum(axis=0) for layer in layers)
     return Profile(
         windows.tokens,
-        config.d_ff,
+        config.widest_ffn,
         counts,
         windows.corpora,
         tuple(number * windows.size for number in windows.number),

@@ -58,7 +58,6 @@ def read(
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora, read_windows
     from powerinfer.prepare.profile import Task
-    from powerinfer.sparsity.selectors import RECTIFIED
 
     config = checkpoint.config
     if options.window > config.context_length:
@@ -69,7 +68,7 @@ def read(
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
-    return Task(windows, rows, None if config.activation in RECTIFIED else options.perplexity_cost)
+    return Task(windows, rows, None if config.rectified else options.perplexity_cost)
 
 
 def make(

@@ -33,7 +33,6 @@ from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.neurons import Predictor
 from powerinfer.prepare.fitting import Figures, Fitted, LayerFit, split_rows
-from powerinfer.sparsity.selectors import RECTIFIED
 
 MIN_ROWS = 512
 """Samples below which nothing can be learnt, and nothing measured."""
@@ -87,11 +86,10 @@ def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -
 
 def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
     """RequestError if the model cannot have predictors, or an option is out of its range."""
-    activation = checkpoint.config.activation
-    if activation not in RECTIFIED:
+    if not checkpoint.config.rectified:
         raise RequestError(
-            f"no neuron of a model with {activation} is ever exactly silent, so there is nothing to predict: "
-            "use --selector threshold, which needs no predictor"
+            f"no neuron of a model with {checkpoint.config.activations} is ever exactly silent, so there is nothing to "
+            "predict: use --selector threshold, which needs no predictor"
         )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
         value = getattr(config, name)
@@ -335,14 +333,14 @@ class _Work:
 
     def _shapes(self, rank: int) -> set[tuple[int, ...]]:
         kind, config = block_type(self._type), self._checkpoint.config
-        return {(rank * kind.row_bytes(config.d_model),), (config.d_ff * kind.row_bytes(rank),)}
+        return {(rank * kind.row_bytes(config.d_model),), (config.widest_ffn * kind.row_bytes(rank),)}
 
     def _weights(self, layer: int, rank: int) -> tuple[Floats, Floats]:
         """in and out; written in the same type, they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
         config = self._checkpoint.config
-        shapes = {"in": (rank, config.d_model), "out": (config.d_ff, rank)}
+        shapes = {"in": (rank, config.d_model), "out": (config.widest_ffn, rank)}
         inner, outer = (_floats(tensors[name].data, self._type, shape) for name, shape in shapes.items())
         return inner, outer
 
@@ -423,7 +421,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
 def _bytes(checkpoint: Checkpoint, type_name: str, rank: int) -> int:
     """Of the predictor of a layer."""
     kind, config = block_type(type_name), checkpoint.config
-    return rank * kind.row_bytes(config.d_model) + config.d_ff * kind.row_bytes(rank)
+    return rank * kind.row_bytes(config.d_model) + config.widest_ffn * kind.row_bytes(rank)
 
 
 def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:

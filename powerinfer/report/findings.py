@@ -1,4 +1,4 @@
-"""What was found out about a model so far: the prepared files that are there, and what is wrong with the others."""
+"""The prepared files of a model: which exist, and which cannot be used, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
 from powerinfer.hardware.description import ready_made
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
-from powerinfer.sparsity.selectors import RECTIFIED
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
@@ -27,10 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """One kind of prepared file: `value` is what it holds, None if there is none that can be used.
+    """One kind of prepared file: `value` is its content, None if it is missing or cannot be used.
 
-    path: where it lies, None if there is none at all; stale: why it cannot be used; command: what makes it (anew).
-    wanted: whether the model has a use for it.
+    path: None if it is missing; stale: why it cannot be used; command: makes it (again). wanted: the model can use it.
     """
 
     noun: str
@@ -46,9 +44,9 @@ _NONE: Found[Any] = Found("", None, None, None, "", wanted=False)
 
 @dataclass(frozen=True)
 class Findings:
-    """All that is prepared for a model. model: its name; about: what it is, in a line.
+    """The prepared files of a model. model: its name; about: a line that describes it.
 
-    Of a model that is only described there is a plan, and nothing else is wanted.
+    A model that is only described has a plan; nothing else is wanted.
     """
 
     model: str
@@ -63,12 +61,12 @@ class Findings:
 
     @property
     def lacking(self) -> list[Found[Any]]:
-        """What the model has a use for and is not there, or cannot be used."""
+        """What the model can use, but is missing or stale."""
         return [one for one in self if one.value is None and one.wanted]
 
 
 def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
-    """What lies in the folder `prepared` (None: beside the model). Never fails for what it finds there."""
+    """The files in the folder `prepared` (None: beside the model). Invalid files are stale, not errors."""
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.profile_file import open_profile
@@ -79,7 +77,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
-        f"{config.n_layers} layers of {config.d_ff} neurons, {config.activation}",
+        f"{config.n_layers} layers of {config.widest_ffn} neurons, {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
         _found(
@@ -87,25 +85,25 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             checkpoint,
             prepared,
             lambda: open_predictor(checkpoint, prepared),
-            config.activation in RECTIFIED and checkpoint.predictor_threshold is None,
+            config.rectified and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, part_bytes)),
     )
 
 
 def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Checkpoint) -> Findings:
-    """The same with the plan that lies at `path`. RequestError if it is for a model of other sizes."""
+    """The same with the plan of the file `path`. RequestError if it is for a model of other sizes."""
     config = checkpoint.config
-    if plan.sizes != (config.n_layers, config.d_ff):
+    if plan.sizes != (config.n_layers, config.widest_ffn):
         raise RequestError(
-            f"{path} is a plan for {plan.sizes[0]} layers of {plan.sizes[1]} neurons, and {found.model} has "
-            f"{config.n_layers} of {config.d_ff}"
+            f"{path} is a plan for {plan.sizes[0]} layers of {plan.sizes[1]} neurons, but {found.model} has "
+            f"{config.n_layers} of {config.widest_ffn}"
         )
     return replace(found, plan=Found("plan", plan, path, None, ""))
 
 
 def of_plan(plan: PlanDocument, path: Path) -> Findings:
-    """A plan alone, for a model that need not be there."""
+    """A plan alone, for a model that is not available."""
     layers, d_ff = plan.sizes
     return Findings(
         (plan.model or path.name)[:200], f"{layers} layers of {d_ff} neurons", Found("plan", plan, path, None, "")
@@ -125,7 +123,7 @@ def _found(
 
 
 def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanDocument]:
-    """The plan that was kept last; of budgets, context and machine there may be several."""
+    """The newest plan; there is one for each combination of budgets, context and machine."""
     place = PreparedFile(Kind("plan", "plan", "plan"), checkpoint, prepared)
     with suppress(OSError):
         kept = [(os.stat(path).st_mtime_ns, path) for path in place.path.parent.glob("plan-*.json")]
@@ -143,13 +141,13 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
             elif profile is not None and plan.profile != profile.digest:
                 stale = f"{path} was made from another profile"
             command = place.command + _options(plan)
-            stale = stale and f"{stale}; `{command}` makes it anew"
+            stale = stale and f"{stale}; `{command}` makes it again"
             return Found("plan", None if stale else plan, path, stale, command)
     return Found("plan", None, None, None, place.command)
 
 
 def _options(plan: PlanDocument) -> str:
-    """Of the command that makes such a plan again."""
+    """Options of the command that makes such a plan again."""
     options = {
         "vram": plan.budgets.vram, "ram": plan.budgets.ram, "context": plan.context, "batch": plan.batch,
         "selector": plan.selector, "policy": plan.policy,

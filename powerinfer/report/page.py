@@ -1,6 +1,6 @@
-"""A page that needs nothing but itself: no scripts, no links, images within the text, for a phone or a wide screen.
+"""A self-contained HTML page: no scripts, no links, inline images, for phones and wide screens.
 
-Everything that is put into it as text is escaped here, in `text`; nothing else writes a name or a figure into the page.
+All text is escaped here, by `text`; nothing else writes a name or a figure into the page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Image:
-    """A plot: PNG bytes for light and for dark screens; alt: what it shows, for those who cannot see it."""
+    """A plot: PNG bytes for light and for dark screens; alt: a description for screen readers."""
 
     light: bytes
     dark: bytes
@@ -22,7 +22,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells as text; the first of a row is its name. fold: shown on demand."""
+    """Rows of cells as text; the first of a row is its name. fold: initially collapsed."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -36,19 +36,19 @@ class Section:
 
     title: str
     paragraphs: list[str] = field(default_factory=list)
-    steps: list[tuple[str, str]] = field(default_factory=list)  # (what it makes or mends, command)
+    steps: list[tuple[str, str]] = field(default_factory=list)  # (what it makes, command)
     images: list[tuple[Image, str]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
 
 def text(raw: str) -> str:
-    """Raw text as HTML; characters that are not shown are spelled out."""
+    """Raw text as HTML; non-printable characters are escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in raw)
     return html.escape(shown.encode("utf-8", "replace").decode())
 
 
 def page(title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], mark: str) -> str:
-    """The whole page. tiles: (figure, what it is) at the top; mark: a note to programs, which `mark_of` reads."""
+    """The whole page. tiles: (figure, what it is) at the top; mark: metadata for `mark_of`."""
     figures = "".join(f"<div><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in tiles)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

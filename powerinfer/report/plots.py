@@ -1,8 +1,8 @@
 """The plots of a report, as PNG images. matplotlib is imported when the first one is drawn.
 
-Each `draw_...` function takes a figure and what it shows. Colours are those of Okabe and Ito, which most colour-blind
-people tell apart, and cividis where a colour is a quantity; a tier or a part has the same colour in every plot. Text in
-a plot is this package's own: names from files would be read as markup there.
+Each `draw_...` function takes a figure and what it shows. Colours are the colour-blind safe ones of Okabe and Ito, and
+cividis for quantities; a tier or a category has the same colour in every plot. Text in a plot never comes from files,
+because matplotlib would interpret it as markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from powerinfer.neurons import Profile
 from powerinfer.placement.plan_document import LayerPlan
 
 MASS = 0.8
-"""The share of activations at which a profile's skew is read off, as in the PowerInfer paper (figure 5)."""
+"""The share of activations by which a profile's skew is measured, as in the PowerInfer paper (figure 5)."""
 
 TIER_COLOURS = {"gpu": "#d55e00", "cpu": "#0072b2", "disk": "#8a8a8a"}
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
@@ -49,15 +49,15 @@ Draw = Callable[[Figure], None]
 
 
 def need_matplotlib() -> None:
-    """RequestError, naming the command that installs it, where matplotlib is missing."""
+    """RequestError with the command that installs matplotlib, if it is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` brings it") from None
+        raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` installs it") from None
 
 
 def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> bytes:
-    """The image that `draw` makes on a figure, in the colours of `look`. Nothing global stays changed."""
+    """The image that `draw` makes on a figure, in the colours of `look`. Global settings are restored."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MplFigure
     from PIL import Image
@@ -68,7 +68,7 @@ def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> by
         draw(figure)
         drawn = BytesIO()
         figure.savefig(drawn, format="png")
-    # A palette is enough for a plot and takes a third of the bytes.
+    # A palette is enough for a plot and needs a third of the bytes.
     image = BytesIO()
     with Image.open(drawn) as full:
         full.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(image, "png")
@@ -77,7 +77,7 @@ def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> by
 
 @contextmanager
 def _style(look: Look) -> Iterator[None]:
-    """matplotlib's own defaults with our colours, whatever the user's matplotlibrc says."""
+    """matplotlib's defaults with our colours, ignoring the user's matplotlibrc."""
     from matplotlib import rc_context, rcParamsDefault
 
     own = {
@@ -119,7 +119,7 @@ def _percent(axis: Any) -> None:
 
 
 def _layer_axis(axes: Any, layers: int) -> None:
-    """Whole numbers below, whatever their number."""
+    """An x axis of layer numbers, with integer ticks."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(-0.6, layers - 0.4)
@@ -129,7 +129,7 @@ def _layer_axis(axes: Any, layers: int) -> None:
 
 
 def _bar_width(layers: Sized) -> float:
-    """Of a layer; gaps between many bars would only be stripes."""
+    """Width of a layer's bar; without gaps if there are many."""
     return 0.85 if len(layers) <= 40 else 1.0
 
 
@@ -150,7 +150,9 @@ def draw_cumulative(figure: Figure, profile: Profile) -> None:
 
     axes, ink = figure.add_subplot(), _ink()
     depth = Normalize(0, max(1, profile.n_layers - 1))
-    colours = ListedColormap(colormaps["cividis"](np.linspace(0.15, 0.85, 256)))  # the ends vanish on their paper
+    colours = ListedColormap(
+        colormaps["cividis"](np.linspace(0.15, 0.85, 256))
+    )  # the ends are invisible on light or dark paper
     at = 100 * np.linspace(0, 1, _POINTS)
     for layer, counts in enumerate(profile.counts):
         share = cumulative(counts)
@@ -184,12 +186,12 @@ def _whole_numbers() -> Any:
 
 
 def _sampled(share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A curve over 0 ... n at `_POINTS` even places."""
+    """A curve over 0 ... n, sampled at `_POINTS` equidistant points."""
     return np.interp(np.linspace(0, len(share) - 1, _POINTS), np.arange(len(share)), share)
 
 
 def heat(profile: Profile) -> NDArray[np.float64]:
-    """How often neurons fire, in per cent, [layers, bins]: of each layer the most frequent first, averaged in bins."""
+    """How often neurons fire, in per cent, [layers, bins]: each layer's most frequent first, averaged in bins."""
     bins = min(_POINTS, profile.d_ff)
     edges = np.linspace(0, profile.d_ff, bins + 1).astype(np.int64)
     rows = [np.add.reduceat(np.sort(profile.fraction(n))[::-1], edges[:-1]) for n in range(profile.n_layers)]
@@ -202,7 +204,7 @@ def draw_heat_map(figure: Figure, profile: Profile) -> None:
 
     axes, values = figure.add_subplot(), heat(profile)
     extent = (0, 100, profile.n_layers - 0.5, -0.5)
-    norm = PowerNorm(0.5, 0, max(float(values.max()), 1e-9))  # the root: most neurons fire seldom
+    norm = PowerNorm(0.5, 0, max(float(values.max()), 1e-9))  # square root: most neurons fire rarely
     image = axes.imshow(values, aspect="auto", cmap="cividis", norm=norm, extent=extent, interpolation="nearest")
     axes.set(xlabel="neurons of a layer, most frequent first", ylabel="layer")
     axes.yaxis.set_major_locator(_whole_numbers())
@@ -215,7 +217,7 @@ def draw_heat_map(figure: Figure, profile: Profile) -> None:
 
 
 def spread(histogram: NDArray[np.int64], share: float) -> float:
-    """The active fraction, in per cent, that `share` of the tokens do not exceed; of a histogram by whole per cent."""
+    """The active fraction, in per cent, that `share` of the tokens do not exceed; histogram: by integer per cent."""
     total = np.cumsum(histogram)
     return float(np.searchsorted(total, share * total[-1])) if total[-1] else 0.0
 
@@ -246,13 +248,13 @@ def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Sequenc
 
 
 def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
-    """By layer: recall, precision, candidates, and the neurons that really fire; of tokens kept from training."""
+    """By layer: recall, precision, candidates, and the neurons that fire; on held-out tokens."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     styles = {
-        "recall": ("recall: named, of those that fire", _GREEN, "o", "-"),
-        "precision": ("precision: firing, of those named", _PURPLE, "s", "-"),
-        "candidate_fraction": ("named, of all neurons", _ORANGE, "^", "-"),
+        "recall": ("recall: selected, of those that fire", _GREEN, "o", "-"),
+        "precision": ("precision: firing, of those selected", _PURPLE, "s", "-"),
+        "candidate_fraction": ("selected, of all neurons", _ORANGE, "^", "-"),
         "active_fraction": ("firing, of all neurons", TIER_COLOURS["cpu"], "", "--"),
     }
     for key, (label, colour, marker, line) in styles.items():
@@ -266,21 +268,21 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
 
 # ---------------------------------------------------------------- placements
 
-# What people tell apart, of the parts that a plan counts; what is none of these is "other".
+# Categories of the bytes that a plan counts; the rest is "other".
 PARTS = {
     "neurons": ("neurons", _GREEN),
-    "dense": ("neurons once more, for prompts", "#8fd9c4"),
+    "dense": ("dense FFNs, for prompts", "#8fd9c4"),
     "attention": ("attention", _PURPLE),
     "ends": ("embedding, output head", _ORANGE),
     "kv": ("keys and values", _SKY),
     "predictor": ("predictor", "#f0e442"),
     "other": ("norms, scratch, runtime", _GREY),
 }
-"""Key -> (name, colour) of the parts of a placement."""
+"""Key -> (name, colour) of a category of bytes."""
 
 
 def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> None:
-    """Bytes of each tier by part (keys of `PARTS`), as bars on top of one another; budgets as marks."""
+    """Bytes of each tier by category (keys of `PARTS`), as stacked bars; budgets as marks."""
     axes, ink = figure.add_subplot(), _ink()
     at = np.arange(len(tiers))
     left = np.zeros(len(tiers))
@@ -301,7 +303,7 @@ def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: 
 
 
 def draw_neurons(figure: Figure, layers: Sequence[LayerPlan]) -> None:
-    """By layer: where its neurons rest, and the share of its activations that the GPU holds."""
+    """By layer: where its neurons are placed, and the share of its activations on the GPU."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     totals = np.array([max(1, one.gpu + one.cpu + one.disk) for one in layers])
@@ -330,7 +332,7 @@ _TIMES = {
 
 
 def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
-    """By layer: predicted time of a token, what follows one another on top of one another, the GPU beside as a line."""
+    """By layer: predicted time of a token, sequential parts stacked; the GPU's concurrent time as a line."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     bottom = np.zeros(len(layers))
@@ -343,7 +345,7 @@ def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
     gpu = np.array([one.seconds.get("gpu", 0.0) for one in layers]) / one_unit
     if gpu.any():
         steps = {"where": "mid", "color": TIER_COLOURS["gpu"], "linewidth": 1.8}
-        axes.step([-0.5, *at, len(layers) - 0.5], [gpu[0], *gpu, gpu[-1]], label="neurons on GPU, meanwhile", **steps)
-    axes.set(ylabel=f"predicted, {unit} a token", ylim=(0, None))
+        axes.step([-0.5, *at, len(layers) - 0.5], [gpu[0], *gpu, gpu[-1]], label="neurons on GPU, concurrent", **steps)
+    axes.set(ylabel=f"predicted, {unit} per token", ylim=(0, None))
     _layer_axis(axes, len(layers))
     figure.legend(loc="outside upper center", ncols=3)

@@ -1,4 +1,4 @@
-"""The sections of a report: each says in words, plots and tables what is known of one thing."""
+"""The sections of a report: text, plots and tables on one subject each."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Plots:
-    """Draws plots for the page, in both looks, and keeps the light ones by name. expected: how many there may be."""
+    """Draws plots for the page, light and dark, and keeps the light ones by name. expected: their maximum number."""
 
     expected: int
     progress: Progress | None = None
     files: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, section: Section, name: str, caption: str, draw: plots.Draw) -> None:
-        """Put the plot into a section, under a name. The caption stands for it where it is not seen."""
+        """Add a plot to a section, under a name. The caption is also its alternative text."""
         if self.progress is not None:
             self.progress("drawing plots", len(self.files), self.expected)
         light, dark = (plots.png(draw, look) for look in (plots.LIGHT, plots.DARK))
@@ -41,14 +41,14 @@ class Plots:
 
 
 def percent(share: float | None) -> str:
-    """A share for people: two or three digits."""
+    """A share as text: two or three digits."""
     if share is None:
         return "–"
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people."""
+    """Bytes as text."""
     for unit, one in (("GB", 1e9), ("MB", 1e6)):
         if nbytes >= one:
             return f"{nbytes / one:.3g} {unit}"
@@ -56,7 +56,7 @@ def size(nbytes: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Memory for people."""
+    """Memory in GiB as text."""
     return f"{nbytes / 2**30:.3g} GiB"
 
 
@@ -64,7 +64,7 @@ def gib(nbytes: float) -> str:
 
 
 def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
-    """What a profile says."""
+    """The section on a profile."""
     corpora = len(profile.corpora)
     section = Section("Activations")
     section.paragraphs.append(
@@ -106,7 +106,7 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
 
 
 def _overlaps(profile: Profile) -> Table:
-    """How far texts share their most frequent neurons."""
+    """The overlap of the most frequent neurons of different texts."""
     corpora = range(len(profile.corpora))
     rows = [
         [profile.corpora[one], f"{profile.corpus_tokens[one]:,}"]
@@ -122,7 +122,7 @@ def _overlaps(profile: Profile) -> Table:
 
 
 def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
-    """What is known about the predictors; how good they are only where their training wrote it down."""
+    """The section on the predictors; their quality only if the training recorded it."""
     section = Section("Predictors")
     layers = predictor.layers
     ranks = sorted({one.predictor.rank for one in layers})
@@ -135,28 +135,28 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
     said = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
     training = predictor.training
     if training is None:
-        section.paragraphs.append(said + " How well they guess was not measured when they were made.")
+        section.paragraphs.append(said + " Their quality was not measured when they were made.")
         return section, tiles, rows
     measured: list[dict[str, Any]] = training["layers"]
     recall = sum(one["recall"] for one in measured) / len(measured)
-    named = sum(one["candidate_fraction"] for one in measured) / len(measured)
+    selected = sum(one["candidate_fraction"] for one in measured) / len(measured)
     baseline = sum(one["method"] == "svd" for one in measured)
     section.paragraphs.append(
         f"{said} They are {percent(training['share_of_model'])} of the model. On {training['held_out_tokens']:,} "
-        f"tokens that training did not see they named {_fine(recall)} of the neurons that fired, where "
-        f"{_fine(training['recall_target'])} was asked for, and {percent(named)} of all neurons."
+        f"held-out tokens they selected {_fine(recall)} of the neurons that fired, where "
+        f"{_fine(training['recall_target'])} was the target, and {percent(selected)} of all neurons."
         + (f" In {baseline} of {len(measured)} layers the training-free baseline was as good." if baseline else "")
     )  # fmt: skip
     drawn.add(
         section,
         "recall",
-        "By layer, of held-out tokens: recall, precision, and how many neurons are named against how many fire.",
+        "By layer, of held-out tokens: recall, precision, and selected neurons against those that fire.",
         lambda figure: plots.draw_quality(figure, measured),
     )
     rows |= {
         "recall": [_fine(one["recall"]) for one in measured],
         "precision": [percent(one["precision"]) for one in measured],
-        "named": [percent(one["candidate_fraction"]) for one in measured],
+        "selected": [percent(one["candidate_fraction"]) for one in measured],
         "made by": [{"svd": "baseline", "trained": "training"}.get(one["method"], "–") for one in measured],
     }
     tiles.append((_fine(recall), "of the firing neurons are predicted"))
@@ -181,14 +181,14 @@ _PARTS = {
 
 
 def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
-    """What a plan decided, and what it expects."""
+    """The section on a plan."""
     section = Section("Placement")
     section.paragraphs.append(
         f"On {plan.hardware}, with {gib(plan.budgets.vram)} of VRAM and {gib(plan.budgets.ram)} of RAM, for "
         f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context, selector "
         f"{plan.selector}, policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the "
         f"GPU, and {rate(plan.predicted.decode_tok_s)} tokens a second are predicted."
-        + ("" if plan.fits else " Not everything fits; what does not is read from disk.")
+        + ("" if plan.fits else " Not everything fits; the rest is read from disk.")
     )
     section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
     section.paragraphs += [f"{line[:1].upper()}{line[1:]}." for line in plan.reasons]
@@ -203,7 +203,7 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
     drawn.add(
         section,
         "bytes",
-        "Bytes in each memory, by what they are for.",
+        "Bytes in each memory, by purpose.",
         lambda figure: plots.draw_bytes(figure, tiers, budgets),
     )
     drawn.add(
@@ -216,7 +216,7 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
         drawn.add(
             section,
             "time",
-            "Predicted time of each layer for one token; the GPU works while the CPU does.",
+            "Predicted time of each layer for one token; GPU and CPU work at the same time.",
             lambda figure: plots.draw_time(figure, plan.layers),
         )
     names = list(dict.fromkeys(name for parts in plan.bytes.values() for name in parts))
@@ -224,7 +224,7 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
         [plots.TIER_NAMES[tier], *(size(parts.get(name, 0)) for name in names), size(sum(parts.values()))]
         for tier, parts in plan.bytes.items()
     ]
-    section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and part", True))
+    section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and purpose", True))
     if plan.helps:
         beyond = {True: "", False: "more than the machine has"}
         helps = [[one.what, one.flag, flag_size(one.bytes), beyond[one.within_machine]] for one in plan.helps]
@@ -252,7 +252,7 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
 def by_layer(
     profile: Profile | None, predictor: PredictorFile | None, columns: Sequence[Rows], drawn: Plots
 ) -> Section:
-    """What is known of each layer, side by side: neurons active, what guessing them costs, and every figure."""
+    """The section with a plot and a table of all figures by layer."""
     section = Section("Layer by layer")
     if profile is not None or predictor is not None:
         sizes = None if predictor is None else [one / 1e6 for one in _sizes(predictor)]

@@ -1,4 +1,4 @@
-"""Writing a report: the page, and the same plots as files beside it."""
+"""Writing a report: the page, and its plots as files beside it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from powerinfer.report.sections import Plots, Progress, Rows, Tile
 
 PAGE = "index.html"
 IMAGES = ("cumulative", "heat", "sparsity", "recall", "bytes", "neurons", "time")
-"""The plots that a report can have; each lies beside the page as NAME.png too."""
+"""The plots that a report can have; each is also written as NAME.png beside the page."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written. images: the plots beside the page; made: False where it was up to date."""
+    """A written report. images: the plots beside the page; made: False if it was up to date."""
 
     page: Path
     images: list[Path]
@@ -32,14 +32,14 @@ class Report:
 
 
 def write_report(found: Findings, folder: Path, force: bool = False, progress: Progress | None = None) -> Report:
-    """Write the report of a model into a folder, unless the one that is there was made from the same.
+    """Write the report of a model into a folder, unless the existing one was made from the same files.
 
-    RequestError where there is nothing to report on, or matplotlib is missing; PowerInferError where the folder cannot
-    be written. Every file appears whole or not at all, the page last.
+    RequestError if there is nothing to report on, or matplotlib is missing; PowerInferError if the folder cannot be
+    written. Every file is written whole or not at all, the page last.
     """
     need_matplotlib()
     if all(one.value is None for one in found):
-        raise RequestError(f"nothing is known about {found.model} yet; `{found.profile.command}` begins")
+        raise RequestError(f"nothing is prepared for {found.model} yet; start with `{found.profile.command}`")
     key = report_key(found)
     former = None if force else current(folder, key)
     if former is not None:
@@ -48,25 +48,25 @@ def write_report(found: Findings, folder: Path, force: bool = False, progress: P
     try:
         for name, image in images.items():
             write_small(folder / f"{name}.png", image)
-        for name in IMAGES:  # what a former report showed
+        for name in IMAGES:  # plots of an earlier report
             if name not in images:
                 with suppress(FileNotFoundError):
                     os.unlink(folder / f"{name}.png")
         write_small(folder / PAGE, document.encode())
     except OSError as error:
         raise PowerInferError(
-            f"cannot write the report into {folder} ({error.strerror or error}); --out FOLDER chooses another place"
+            f"cannot write the report into {folder} ({error.strerror or error}); --out FOLDER selects another place"
         ) from error
     return Report(folder / PAGE, [folder / f"{name}.png" for name in images], True)
 
 
 def report_folder(model: str | Path, prepared: str | None = None) -> Path:
-    """Where the report of a model lies unless it is asked for elsewhere."""
+    """The default folder of a model's report."""
     return prepared_folder(model, prepared) / "report"
 
 
 def report_key(found: Findings) -> str:
-    """Changes with all that a report shows."""
+    """A key that changes with everything that a report shows."""
     facts: list[object] = [__version__, found.model, found.about]
     for one in found:
         status = os.stat(one.path) if one.path is not None else None
@@ -75,7 +75,7 @@ def report_key(found: Findings) -> str:
 
 
 def current(folder: Path, key: str) -> Report | None:
-    """The report that is there already, if it was made with this key and no plot is missing."""
+    """The existing report, if it was made with this key and no plot is missing."""
     try:
         with open(folder / PAGE, encoding="utf-8", errors="replace") as file:
             made_with, *names = (mark_of(file.read(4096)) or "").split()
@@ -113,7 +113,7 @@ def compose(found: Findings, key: str, progress: Progress | None = None) -> tupl
 
 
 def _lacking(found: Findings) -> Section:
-    """What is not known, and how to find it out."""
+    """What is missing, with the commands that make it."""
     section = Section("What is missing")
     for one in found.lacking:
         section.steps.append((one.stale or f"There is no {one.noun} yet.", one.command))

@@ -33,7 +33,7 @@ SAMPLE = (
     "The sea was calm that morning, and the boats went out one after another. Nobody spoke of the storm; there were "
     "nets to mend, 24 baskets to fill, and a letter to answer before the post left at noon."
 )
-"""A text to try a model's speed on."""
+"""A text for measuring a model at load."""
 
 Message = Mapping[str, Any]
 
@@ -46,16 +46,16 @@ class LLM:
 
     `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
     The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads.
-    Raises RequestError (no such model, wrong option) or ModelError (a file that cannot be run).
-    Any thread may use it; requests made at the same time are computed together.
+    Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
+    Thread-safe; concurrent requests are batched.
     """
 
     tokenizer: Tokenizer
     config: ModelConfig
     engine: EngineConfig
     template: ChatTemplate | None
-    load_s: float  # seconds that loading took
-    checkpoint: Checkpoint | None  # where the model came from
+    load_s: float  # seconds
+    checkpoint: Checkpoint | None  # the model's files
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ class LLM:
 
     @property
     def context(self) -> int:
-        """Most tokens of a prompt with its answer."""
+        """Maximum number of tokens of a prompt with its answer."""
         return self._runner.context
 
     @property
@@ -123,33 +123,33 @@ class LLM:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes of weights that one decoded token reads, if the device knows; of a sparse model, as measured so far."""
+        """Bytes of weights read per decoded token; for a sparse model as measured so far; None if unknown."""
         return self._sparsity.bytes_per_token(self._executor.bytes_per_token)
 
     @property
     def sparsity(self) -> dict[str, Any] | None:
-        """How each layer decodes and what its tokens needed so far (`Sparsity.report`); None where all is dense."""
+        """How each layer decodes, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
         with self._runner.between_steps():
             return self._sparsity.report()
 
     def clear_sparsity(self) -> None:
-        """Begin to count anew what `sparsity` and, of a sparse model, `bytes_per_token` tell."""
+        """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
         with self._runner.between_steps():
             self._sparsity.clear()
 
     def traced(self) -> AbstractContextManager[Trace]:
-        """Note what takes the time of steps on a GPU and beside it, meanwhile; not while requests run.
+        """Trace the steps on GPU and CPU within this context; not while requests run.
 
         RequestError without a GPU.
         """
         return self._executor.traced()
 
     def every_neuron(self) -> AbstractContextManager[None]:
-        """Decode densely meanwhile, as with selector `all`; not while requests run."""
+        """Decode densely within this context, as with selector `all`; not while requests run."""
         return self._sparsity.suspended()
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too, but is answered as one prompt
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but means one prompt
         self, prompts: str, params: SamplingParams | None = None, progress: Progress | None = None
     ) -> Completion: ...
 
@@ -169,8 +169,8 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Answer one prompt, or several together, in their order.
 
-        A prompt is text, in which the names of special tokens mean these tokens, or token ids. `params` is one for
-        all or one for each. `progress("answers", done, total)` is called when answers are complete.
+        A prompt is text, in which special tokens are recognised, or token ids. `params` is one for all or one for each.
+        `progress("answers", done, total)` is called as answers complete.
         """
         if isinstance(prompts, str):
             if params is not None and not isinstance(params, SamplingParams):
@@ -200,11 +200,11 @@ class LLM:
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
     ) -> Iterator[StreamEvent]:
-        """Answer a conversation token by token. What earlier turns computed is not computed again."""
+        """Answer a conversation token by token. Earlier turns are taken from the prefix cache."""
         return self.stream(self.encode_chat(messages, **template_options), params)
 
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """The token ids of a conversation, ready for the answer. Special tokens in contents are plain text."""
+        """The token ids of a conversation, ready to be answered. Special tokens inside contents are plain text."""
         if self.template is None:
             raise RequestError("this model has no chat template: use a plain prompt (--raw)")
         from powerinfer.formats.chat import encode_chat
@@ -218,14 +218,14 @@ class LLM:
         use: Callable[[int, NDArray[np.float32]], None],
         step: int = SCORE_ROWS,
     ) -> None:
-        """Compute a text and hand its logits to `use(position, float32 [n, vocab])`, from position `first` on.
+        """Compute a text and pass its logits to `use(position, float32 [n, vocab])`, from position `first` on.
 
-        From there on up to `step` tokens are computed at once; steps of decode's size (1 to 32) take its sparse ways.
+        From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode.
         """
         self._runner.score(tokens, first, use, step)
 
     def close(self) -> None:
-        """End what still runs and free the model."""
+        """End running requests and free the model."""
         self._runner.close()
 
     def __enter__(self) -> LLM:
@@ -242,7 +242,7 @@ class LLM:
     def _complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Progress | None
     ) -> list[Completion]:
-        """Run prompts together until all have ended. An error or Ctrl-C ends those that are still running."""
+        """Run prompts together until all have ended. An error or Ctrl-C ends the others."""
         runner = self._runner
         ended: list[None] = []
         requests = [
@@ -291,16 +291,16 @@ def _answer(request: Request) -> Completion:
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
-    """The options of `LLM` as an EngineConfig; RequestError names a wrong one."""
+    """The options of `LLM` as an EngineConfig; RequestError for an invalid one."""
     known = {field.name: field for field in fields(EngineConfig)}
     for name, value in options.items():
         if name not in known:
-            raise RequestError(f"LLM has no option {name!r}; it knows {', '.join(known)}")
+            raise RequestError(f"LLM has no option {name!r}; its options are {', '.join(known)}")
         default, choices = known[name].default, known[name].metadata.get("choices")
         if choices and value is not None and value not in choices:
             raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         if type(default) is int:
-            least = known[name].metadata.get("least", 0 if default == 0 else 1)  # 0 as a default means automatic
+            least = known[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if known[name].metadata.get("size") and value is not None and (type(value) is not int or value < 0):
@@ -310,6 +310,4 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
 
 def _check_context(engine: EngineConfig, config: ModelConfig) -> None:
     if engine.context > config.context_length:
-        raise RequestError(
-            f"a context of {engine.context} tokens is more than the {config.context_length} that the model was made for"
-        )
+        raise RequestError(f"a context of {engine.context} tokens is more than the model's {config.context_length}")

@@ -1,8 +1,8 @@
-"""Which page of the KV cache holds what: reference counts, and reuse of pages by content.
+"""Allocation of KV cache pages: reference counts, and reuse of pages by content.
 
-The bytes of the pages belong to the executor; here are only their ids. A full page has a key, the chained hash of all
-tokens up to its end, so that equal keys mean equal prefixes. A page that no request uses keeps its content, and can be
-taken up again by key, until it is needed for something else; the one unused for longest goes first.
+The executor owns the bytes of the pages; this file handles only their ids. A full page has a key, the chained hash of
+all tokens up to its end, so equal keys mean equal prefixes. A page that no request uses keeps its content, and can be
+found by its key, until it is reallocated, least recently used first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Key of a full page that holds `tokens` and follows the page with key `parent` (b"" for the first page).
 
-    128 bits of a cryptographic hash: a prompt cannot be made to collide with somebody else's.
+    128 bits of a cryptographic hash: a prompt cannot be made to collide with another user's.
     """
-    from hashlib import blake2b  # on first use: it loads OpenSSL, which a short prompt does without
+    from hashlib import blake2b  # on first use: it loads OpenSSL, which a short prompt does not need
 
     return blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
@@ -29,15 +29,15 @@ class PageCache:
     def __init__(self, n_pages: int, reuse: bool = True) -> None:
         self.n_pages = n_pages
         self.reuse = reuse
-        self._empty = list(range(n_pages - 1, -1, -1))  # pages whose content nobody can want; the last goes first
+        self._empty = list(range(n_pages - 1, -1, -1))  # pages without reusable content; used as a stack
         self._references = [0] * n_pages
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()  # with a key but no user; longest unused first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # with a key but no user; least recently used first
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can still give."""
+        """Number of pages that can be allocated."""
         return len(self._empty) + len(self._unused)
 
     def find(self, key: bytes) -> int | None:
@@ -45,13 +45,13 @@ class PageCache:
         return self._page_of.get(key)
 
     def take(self, page: int) -> None:
-        """Add a user to a page that `find` gave."""
+        """Add a user to a page returned by `find`."""
         if self._references[page] == 0:
             del self._unused[page]
         self._references[page] += 1
 
     def allocate(self) -> int | None:
-        """A page to write to, with one user; None when every page is in use."""
+        """A page to write to, with one user; None if every page is in use."""
         if self._empty:
             page = self._empty.pop()
         elif self._unused:
@@ -63,20 +63,20 @@ class PageCache:
         return page
 
     def reserve(self, count: int) -> list[int] | None:
-        """`count` pages to write to, or None and nothing taken."""
+        """`count` pages to write to, or None if there are fewer; then nothing is allocated."""
         if count > self.available:
             return None
         return [page for page in (self.allocate() for _ in range(count)) if page is not None]
 
     def publish(self, page: int, key: bytes) -> None:
-        """Offer a full page, which nobody will write to again, for reuse. A second page of one key is not offered."""
+        """Make a full page, which is never written again, available for reuse, unless its key has a page already."""
         if self.reuse and key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
         """Remove one user from each of a request's pages, given in order of position."""
-        for page in reversed(pages):  # so that the end of a prefix is forgotten before its beginning
+        for page in reversed(pages):  # so that the end of a prefix is evicted before its beginning
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._key_of:

@@ -1,4 +1,4 @@
-"""What is asked of the engine (`SamplingParams`), what comes back, and a request on its way (`Request`)."""
+"""Sampling parameters, completions and stream events, and the state of a request (`Request`)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ if TYPE_CHECKING:
     from powerinfer.runtime.text import TextStream
 
 MAX_TOP_LOGPROBS = 20
-MAX_BIAS = 1e6  # far beyond any logit, and far from what float32 cannot hold
+MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the answer to a request is chosen. Every value is checked here; `RequestError` names the wrong one."""
+    """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one."""
 
-    max_tokens: int | None = option(128, "most tokens to generate; none: until the context is full", metavar="N")
-    temperature: float = option(0.8, "0 takes the likeliest token; higher is more random", metavar="T")
-    top_k: int = option(40, "sample among the K likeliest tokens; 0: all", metavar="K")
-    top_p: float = option(0.95, "sample among the likeliest tokens that hold this much probability", metavar="P")
-    min_p: float = option(0.05, "drop tokens less likely than this share of the likeliest one", metavar="M")
-    repetition_penalty: float = option(1.0, "divide the logits of tokens seen before; 1: off", metavar="R")
-    presence_penalty: float = option(0.0, "subtract this from the logits of tokens generated before", metavar="X")
-    frequency_penalty: float = option(0.0, "subtract this for each time a token was generated", metavar="X")
+    max_tokens: int | None = option(
+        128, "maximum number of tokens to generate; none: until the context is full", metavar="N"
+    )
+    temperature: float = option(0.8, "0: always the most likely token; higher is more random", metavar="T")
+    top_k: int = option(40, "sample among the K most likely tokens; 0: all", metavar="K")
+    top_p: float = option(0.95, "sample among the most likely tokens that together have this probability", metavar="P")
+    min_p: float = option(0.05, "drop tokens less likely than this fraction of the most likely one", metavar="M")
+    repetition_penalty: float = option(1.0, "divide the logits of tokens that occurred before; 1: off", metavar="R")
+    presence_penalty: float = option(0.0, "subtract this from the logits of tokens already generated", metavar="X")
+    frequency_penalty: float = option(0.0, "subtract this for each occurrence of a generated token", metavar="X")
     logit_bias: Mapping[int, float] = option((), "token id -> number added to its logit")
-    seed: int | None = option(None, "makes sampling repeatable", metavar="S")
-    stop: Sequence[str] = option((), "end before this text (may be given several times)", metavar="TEXT")
-    stop_token_ids: Sequence[int] = option((), "end at this token (may be given several times)", metavar="ID")
-    ignore_eos: bool = option(False, "go on after the model's end-of-text token")
-    logprobs: int | None = option(None, "log-probabilities of the chosen token and of this many others", metavar="N")
+    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S")
+    stop: Sequence[str] = option((), "stop before this text (repeatable)", metavar="TEXT")
+    stop_token_ids: Sequence[int] = option((), "stop at this token (repeatable)", metavar="ID")
+    ignore_eos: bool = option(False, "do not stop at the model's end-of-text token")
+    logprobs: int | None = option(
+        None, "return log-probabilities of the chosen token and of the N most likely", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -55,11 +59,11 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError("stop must be one or more texts that are not empty")
+            raise RequestError("stop must be one or more non-empty texts")
         stop_token_ids = tuple(self.stop_token_ids or ())
         for token in stop_token_ids:
             _check_int("stop_token_ids", token, 0)
-        # frozen copies: a caller who changes his list or dict later does not change a running request
+        # frozen copies: changing the caller's list or dict later does not affect a running request
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
@@ -80,7 +84,7 @@ def _check_float(name: str, value: Any, low: float, high: float, open_low: bool 
 
 
 def _checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
-    """Token ids may come as text (JSON has no other keys). -inf forbids a token."""
+    """Token ids may be text, as in JSON keys. -inf forbids a token."""
     try:
         checked = {int(token): float(value) for token, value in bias.items()}
     except (AttributeError, TypeError, ValueError):
@@ -94,16 +98,16 @@ class TokenLogprobs(NamedTuple):
     """Natural-log probabilities under the model itself: before bias, penalties and temperature."""
 
     logprob: float  # of the chosen token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the likeliest tokens, best first
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and rates of one request; a rate is None where nothing was timed."""
+    """Times in seconds and rates of one request; None if not measured."""
 
     load_s: float  # loading the model, once for the engine
     ttft_s: float | None  # from submission to the first token
-    prefill_tok_s: float | None  # prompt tokens computed per second, the cached ones left out
+    prefill_tok_s: float | None  # prompt tokens computed per second, without cached ones
     decode_tok_s: float | None  # tokens after the first per second
 
     def as_dict(self) -> dict[str, float | None]:
@@ -115,19 +119,19 @@ class Completion:
     """The answer to one request."""
 
     text: str
-    token_ids: list[int]  # as generated; a token that ended the answer is the last of them
+    token_ids: list[int]  # as generated, including a token that ended the answer
     finish_reason: str  # "stop", "length" or "abort"
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt: taken from the prefix cache instead of being computed
+    cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: Timings
-    logprobs: list[TokenLogprobs] | None = None  # one for each token id, when asked for
+    logprobs: list[TokenLogprobs] | None = None  # one per token id, if requested
 
 
 class StreamEvent(NamedTuple):
     """One generated token. The last event of a stream has a finish_reason and the whole completion."""
 
-    text: str  # new text that is certain to stay; may be empty (half a character, the start of a stop string)
+    text: str  # new final text; may be empty (half a character, the start of a stop string)
     token_id: int | None  # None in an event that only ends an aborted stream
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
@@ -135,7 +139,7 @@ class StreamEvent(NamedTuple):
 
 
 class Request:
-    """A request on its way. The scheduler owns the second group of fields, the runner the third."""
+    """The state of a request. The scheduler owns the second group of fields, the runner the third."""
 
     __slots__ = (
         "cached",
@@ -183,17 +187,17 @@ class Request:
         self.stop_ids = stop_ids
 
         self.computed = 0  # tokens whose keys and values are in `pages`
-        self.cached = 0  # prompt tokens that the prefix cache gave at the first admission
+        self.cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.pages: list[int] = []
         self.keys: list[bytes] = []  # keys of the pages that `tokens` fills
-        self.published = 0  # leading pages that the prefix cache knows
+        self.published = 0  # leading pages that are in the prefix cache
         self.row = -1  # row of the page table while it runs
 
-        self.events: deque[StreamEvent] | None = None  # not yet read by a stream; None: nobody reads them
+        self.events: deque[StreamEvent] | None = None  # not yet read by a stream; None: not a stream
         self.on_end = on_end
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.completion: Completion | None = None  # set when it has ended, or else
+        self.completion: Completion | None = None  # set when it has ended, unless it failed:
         self.error: PowerInferError | None = None
         self.submit_time = time.perf_counter()
         self.start_time: float | None = None

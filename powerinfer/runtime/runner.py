@@ -29,9 +29,9 @@ SCORE_ROWS = 64  # logits rows of one call when text is scored: 12 MB for a voca
 class Runner:
     """Runs requests on an executor. Any thread may call any method.
 
-    There is no thread of its own: whoever waits for a request computes a step for all of them (`advance`).
-    An interrupt (Ctrl-C) in the forward call, where nearly all time is spent, leaves everything as it was before the
-    step. One that hits the bookkeeping ends all requests, and the bookkeeping starts afresh.
+    It has no thread of its own: a thread that waits for a request computes steps for all of them (`advance`).
+    An interrupt (Ctrl-C) in the forward call, where nearly all time is spent, leaves the state as it was before the
+    step. An interrupt in the bookkeeping ends all requests and resets it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Runner:
     def request(
         self, prompt: Sequence[int], params: SamplingParams, on_end: Callable[[], None] | None = None
     ) -> Request:
-        """A checked request, to be submitted. RequestError when it cannot be met."""
+        """A checked request, to be submitted. RequestError if it is invalid."""
         self._check_prompt(prompt)
         room = self.context - len(prompt)
         max_new = room if params.max_tokens is None else params.max_tokens
@@ -102,24 +102,24 @@ class Runner:
             self._torn = False
 
     def advance(self, request: Request) -> None:
-        """Bring a submitted request on by a step, with all others, unless another thread did so already."""
+        """Compute a step of all requests, unless another thread already advanced this one."""
         with self._lock:
             if not request.events and not request.ended:
                 self._step()
 
     def between_steps(self) -> AbstractContextManager[object]:
-        """No step runs meanwhile, and nothing of what is done when idle."""
+        """A context in which neither a step nor idle work runs."""
         return self._lock
 
     def when_idle(self, work: Callable[[], bool]) -> None:
-        """Have `work` done again and again, until it says False, in another thread whenever no request is left.
+        """Call `work` repeatedly, until it returns False, in another thread whenever no request is left.
 
-        A PowerInferError of it ends that. A request that comes waits for one call of it at most.
+        A PowerInferError stops it for good. A new request waits for at most one call.
         """
         self._idle = work
 
     def _rest(self) -> None:
-        """No request is left."""
+        """Start the idle work: no request is left."""
         if self._idle is not None and not self._idling:
             self._idling = True
             threading.Thread(target=self._idle_work, args=(self._idle,), daemon=True).start()
@@ -130,7 +130,7 @@ class Runner:
             with self._lock:
                 try:
                     more = not self._closed and not self._live and work()
-                except PowerInferError:  # it is left undone, and not tried again
+                except PowerInferError:  # not tried again
                     self._idle, more = None, False
                 self._idling = more
 
@@ -204,7 +204,7 @@ class Runner:
             start = end
 
     def close(self) -> None:
-        """End what still runs and close the executor. May be called twice."""
+        """End running requests and close the executor. May be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -235,13 +235,13 @@ class Runner:
         for row, request in enumerate(self._scheduler.commit()):
             try:
                 self._accept(request, logits[row])
-            except PowerInferError as error:  # the fault of this request: the others go on
+            except PowerInferError as error:  # this request failed: the others continue
                 request.error = error
                 self._leave(request)
         self._torn = False
 
     def _accept(self, request: Request, logits: NDArray[np.float32]) -> None:
-        """Choose the next token of a request, and end the request if it was the last."""
+        """Sample the next token of a request, and end the request if it was the last."""
         token = request.sampler.sample(logits)
         count = request.params.logprobs
         logprobs = None
@@ -284,7 +284,7 @@ class Runner:
             self._rest()
 
     def _mend(self) -> None:
-        """Start the bookkeeping afresh if something interrupted it: all pages free, all requests ended."""
+        """Reset the bookkeeping if something interrupted it: all pages free, all requests ended."""
         if not self._torn:
             return
         self._scheduler = self._new_scheduler()

@@ -1,4 +1,4 @@
-"""Choosing the next token, in numpy.
+"""Sampling the next token, in numpy.
 
 The steps and their order are those of Hugging Face `generate` (and vLLM), not of llama.cpp, which applies the
 temperature last:
@@ -8,13 +8,13 @@ temperature last:
    answer are divided by it when positive and multiplied when negative. `frequency_penalty` times the count and
    `presence_penalty` once are subtracted from the logits of tokens in the answer (OpenAI, vLLM; the prompt does not
    count).
-3. Temperature 0 takes the largest logit. Otherwise logits are divided by the temperature, then
+3. Temperature 0 selects the largest logit. Otherwise logits are divided by the temperature, then
 4. `top_k` keeps the k largest (exactly k: of equal ones the lowest ids),
 5. `top_p` keeps the fewest of these, largest first, that hold at least this share of their probability,
-6. `min_p` drops those less likely than `min_p` times the likeliest,
+6. `min_p` drops those less likely than `min_p` times the most likely,
 
-and one of the rest is drawn with its own random generator, so that a seed gives the same tokens whatever else runs.
-Nothing sorts the whole vocabulary.
+and one of the rest is drawn. Each request has its own random generator, so its tokens do not depend on other requests.
+The whole vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.request import SamplingParams, TokenLogprobs
 
-if TYPE_CHECKING:  # the module of types costs milliseconds at start
+if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     from numpy.typing import NDArray
 
     Float32 = NDArray[np.float32]
@@ -40,7 +40,7 @@ _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bou
 
 
 class Sampler:
-    """Chooses the tokens of one request; remembers what it chose, for the penalties.
+    """Samples the tokens of one request; remembers them, for the penalties.
 
     `prompt` counts as seen for `repetition_penalty`. Logits are float32 [vocab] and are not changed. `scratch`,
     float32 [2, vocab], may be shared by samplers that are not used at the same time.
@@ -51,7 +51,7 @@ class Sampler:
     ) -> None:
         beyond = [token for token in params.logit_bias if token >= vocab_size]
         if beyond:
-            raise RequestError(f"logit_bias names token {beyond[0]}, but the model has {vocab_size} tokens")
+            raise RequestError(f"logit_bias has token {beyond[0]}, but the model has {vocab_size} tokens")
         if scratch is None:
             scratch = np.empty((2, vocab_size), np.float32)
         self._params = params
@@ -60,7 +60,7 @@ class Sampler:
         self._greedy = params.temperature < GREEDY_BELOW
         self._uniform: Callable[[], float] = float
         if not self._greedy:
-            from random import Random  # the standard generator gives the same numbers on every platform and version
+            from random import Random  # its numbers are the same on every platform and version
 
             self._uniform = Random(params.seed).random
 
@@ -98,13 +98,13 @@ class Sampler:
         return self._draw_nucleus(logits, weights)
 
     def _draw_sorted(self, ids: Ids, weights: Float64, total: float) -> int:
-        """Draw by top_p and min_p from the likeliest tokens, likeliest first; `total` is what top_p is a share of."""
+        """Draw by top_p and min_p from the most likely tokens, most likely first; `total` is the sum of all weights."""
         params = self._params
         keep = len(ids)
         cumulative = weights.cumsum()
         if params.top_p < 1.0:
             keep = min(keep, int(cumulative.searchsorted(params.top_p * total)) + 1)
-        if params.min_p > 0.0:  # weights fall, and the first is 1
+        if params.min_p > 0.0:  # weights are descending, and the first is 1
             keep = max(1, min(keep, int(np.count_nonzero(weights >= params.min_p))))
         chosen = cumulative[:keep].searchsorted(self._uniform() * cumulative[keep - 1], side="right")
         return int(ids[min(int(chosen), keep - 1)])
@@ -117,9 +117,10 @@ class Sampler:
         best = weights[ids].astype(np.float64)
         if best.sum() >= params.top_p * total:
             return self._draw_sorted(ids, best, total)
-        # The nucleus is large. Instead of sorting, draw from all tokens until one is in it: what is likelier holds less
-        # than top_p (of equals the lowest id counts as likelier). A try succeeds with probability top_p at least.
-        weights[weights < params.min_p] = 0.0  # of what is likelier than a token that is left, nothing is lost
+        # The nucleus is large. Instead of sorting, draw from all tokens until one is in it, that is, until the more
+        # likely ones hold less than top_p (ties: the lower id first). A try succeeds with a probability of at least
+        # top_p.
+        weights[weights < params.min_p] = 0.0  # tokens more likely than a remaining one are kept
         wheel = _Wheel(weights)
         while True:
             token = wheel.turn(self._uniform())
@@ -131,7 +132,7 @@ class Sampler:
 
 
 class _Wheel:
-    """Draws an index with probability in proportion to its weight, first a block of 256, then one of the block."""
+    """Draws an index with probability proportional to its weight: first a block of 256, then an index in it."""
 
     def __init__(self, weights: Float32) -> None:
         self._weights = weights
@@ -147,15 +148,15 @@ class _Wheel:
         if block:
             goal -= blocks[block - 1]
         at = int(inside.searchsorted(goal, side="right"))
-        # rounding may put the goal at the very end: then it is the last index with any weight
+        # rounding may put the goal at the end: then it is the last index with a weight
         return 256 * block + min(at, int(inside.searchsorted(inside[-1])))
 
 
 def largest(logits: Float32, count: int) -> Ids:
-    """Ids of the `count` largest logits, largest first; of equal ones the lowest ids.
+    """Ids of the `count` largest logits, largest first; ties by id.
 
     The maxima of disjoint parts are themselves logits, so the count-th largest of them is a lower bound of the
-    count-th largest logit; only what reaches the bound is sorted.
+    count-th largest logit; only logits that reach the bound are sorted.
     """
     rows = len(logits) // _COLUMNS
     if rows < 4 or count > _COLUMNS // 4:
@@ -168,7 +169,7 @@ def largest(logits: Float32, count: int) -> Ids:
 
 
 def token_logprobs(logits: Float32, token: int, count: int, scratch: Float32 | None = None) -> TokenLogprobs:
-    """Log-probabilities, by log-softmax of the logits, of `token` and of the `count` likeliest tokens.
+    """Log-probabilities, by log-softmax of the logits, of `token` and of the `count` most likely tokens.
 
     `scratch`, float32 [vocab], is overwritten.
     """
@@ -191,7 +192,7 @@ def _refuse(highest: float) -> None:
 
 
 class _Edits:
-    """Bias and penalties: changes to the few logits that they name, made in a copy, `edited`."""
+    """Bias and penalties: changes to a few logits, made in a copy, `edited`."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], edited: Float32) -> None:
         self._params = params
@@ -199,7 +200,7 @@ class _Edits:
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._repeats = params.repetition_penalty != 1.0
-        self._seen: dict[int, int] = {}  # token -> its place in _ids
+        self._seen: dict[int, int] = {}  # token -> its index in _ids
         self._ids = np.empty(64, np.intp)
         self._counts = np.zeros(64, np.float32)  # in the answer
         if self._repeats:

@@ -1,9 +1,9 @@
 """Which tokens the next forward call computes: continuous batching over a paged cache.
 
-Every step takes one token of each decoding request and fills the rest of the call with pieces of waiting prompts, so
-that a request joins and leaves at any step. A request is admitted when there are pages for all tokens it has. When a
-growing request finds no page, the youngest one is put back into the queue and later computed again: since a token's
-result does not depend on batch or chunk, that changes nothing but the time.
+Every step takes one token of each decoding request and fills the rest of the call with chunks of waiting prompts, so
+requests can join and leave at any step. A request is admitted if there are pages for all its tokens. If a growing
+request finds no page, the youngest one is preempted: it returns to the queue and is recomputed later. Since a token's
+result does not depend on batch or chunk, this affects only the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from powerinfer.runtime.request import Request
 class Scheduler:
     """Queue, running requests and their pages. One step is `plan`, the forward call, then `commit`.
 
-    `plan` can be repeated: until `commit`, nothing counts as computed.
+    `plan` can be repeated: nothing counts as computed before `commit`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Scheduler:
         max_batch = min(max_batch, max_tokens)
         self._rows = list(range(max_batch))
         heapify(self._rows)
-        self._work: list[tuple[Request, int]] = []  # the step at hand: request and how many of its tokens
+        self._work: list[tuple[Request, int]] = []  # the planned step: requests and their numbers of tokens
         self._pending: dict[bytes, Request] = {}  # pages being computed, by key
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
@@ -57,13 +57,13 @@ class Scheduler:
                             self._logit_rows[:0])  # fmt: skip
 
     def submit(self, request: Request) -> None:
-        """Queue a request. All its tokens, the ones to generate too, must fit the context and the cache."""
+        """Queue a request. All its tokens, including those to generate, must fit the context and the cache."""
         if self.cache.reuse:
             self._extend_keys(request)
         self.waiting.append(request)
 
     def plan(self) -> Batch | None:
-        """The next step, or None when there is nothing to do. The arrays are reused by the next plan."""
+        """The next step, or None if there is nothing to do. The next plan reuses the arrays."""
         if self.waiting:
             self._admit()
         for request in self.running[:]:
@@ -86,7 +86,7 @@ class Scheduler:
         return ready
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is, and free its pages. Full pages stay in the prefix cache."""
+        """Remove a request and free its pages. Full pages stay in the prefix cache."""
         if request.row >= 0:
             self._stop_running(request)
         elif request in self.waiting:
@@ -107,10 +107,10 @@ class Scheduler:
                 request.cached = request.computed
 
     def _take_pages(self, request: Request) -> bool:
-        """Give a request the pages of all its tokens, those with a known prefix from the cache."""
+        """Allocate the pages of all of a request's tokens, those of a known prefix from the cache."""
         cache = self.cache
         needed = -(-len(request.tokens) // self.page_size)
-        # the last token is always computed: its logits are wanted
+        # the last token is always computed: its logits are needed
         shareable = (len(request.tokens) - 1) // self.page_size if cache.reuse else 0
         pages: list[int] = []
         for key in request.keys[:shareable]:
@@ -123,7 +123,7 @@ class Scheduler:
             cache.take(page)
             pages.append(page)
         known = len(pages)
-        # each running request is left a page to grow into
+        # leave each running request a page to grow into
         new = cache.reserve(needed - known) if cache.available >= needed - known + len(self.running) else None
         if new is None:
             cache.release(pages)
@@ -136,7 +136,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request) -> None:
-        """One more page for a running request, taken from the youngest one if need be."""
+        """One more page for a running request, if necessary by preempting the youngest one."""
         page = self.cache.allocate()
         while page is None:
             youngest = self.running[-1]
@@ -161,7 +161,7 @@ class Scheduler:
         request.row = -1
 
     def _choose(self) -> None:
-        """One token of each decoding request, then prompts, oldest first, while the call has room."""
+        """Choose one token of each decoding request, then prompts, oldest first, up to the size of a call."""
         work = self._work
         work.clear()
         prompts = []
@@ -212,7 +212,7 @@ class Scheduler:
         request.published = full
 
     def _extend_keys(self, request: Request) -> None:
-        """Keys of all pages that the request's tokens fill."""
+        """Compute the keys of all pages that the request's tokens fill."""
         keys, size = request.keys, self.page_size
         for i in range(len(keys), len(request.tokens) // size):
             keys.append(page_key(keys[-1] if keys else b"", request.tokens[i * size : (i + 1) * size]))

@@ -1,4 +1,4 @@
-"""From tokens to text that may be shown: decoding bit by bit, and stop strings, which are never shown."""
+"""From tokens to text: incremental decoding, and stop strings, which are never part of the text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class StreamDecoder(Protocol):
-    """Turns token ids into text without ever giving part of a character."""
+    """Turns token ids into text, whole characters only."""
 
     def push(self, token: int, /) -> str: ...
 
@@ -15,16 +15,16 @@ class StreamDecoder(Protocol):
 
 
 class TextStream:
-    """Text of one request. `stopped` turns true when a stop string was found; nothing may be pushed after that."""
+    """Text of one request. `stopped`: a stop string was found; nothing may be pushed after that."""
 
     def __init__(self, decoder: StreamDecoder, stop: Sequence[str] = ()) -> None:
         self._decoder = decoder
         self._stop = tuple(stop)
-        self._held = ""  # the start of a stop string, perhaps
+        self._held = ""  # possibly the start of a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Text that is certain after this token, up to a stop string."""
+        """The final text after this token, up to a stop string."""
         text = self._decoder.push(token)
         return self._until_stop(text) if self._stop else text
 
@@ -51,7 +51,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

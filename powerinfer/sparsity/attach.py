@@ -34,7 +34,7 @@ class CpuSparsity(Sparsity):
         Of tokens that were computed sparsely. Fractions are of the neurons; bytes_per_token those of the FFN weights.
         recall: of the neurons that fired, how many the predictor had named, on sampled tokens; None without samples.
         """
-        d_ff = self.executor.d_ff
+        d_ff = self.executor.config.widest_ffn
         layers: list[dict[str, Any]] = []
         totals = dict.fromkeys(_COUNTED, 0)
         for layer, verdict in enumerate(self.verdicts):

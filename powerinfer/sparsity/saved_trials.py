@@ -1,9 +1,9 @@
-"""What trials measured, kept in trial.json beside the model: loaded again, it decodes the same ways, so the same bits.
+"""Trial results, saved in trial.json: the model then decodes the same ways, with the same bits, on every start.
 
     {"format": 1, "kind": "trials", "trials": [{"key": {...}, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
 
-The newest trial comes first. A key holds all that a verdict hangs on, as texts. The file saves time and no more: one
-that is damaged, foreign or too large counts as empty, and is replaced when something is measured.
+The newest trial comes first. A key holds everything that a result depends on, as text. The file is only a cache: one
+that is damaged, foreign or too large counts as empty, and is replaced by the next measurement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import cpu_name
 
 FORMAT = 1
-MOST = 16  # trials that are kept
+MOST = 16  # trials kept
 LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
 WAYS = {"dense", "exact", "predicted"}
@@ -38,7 +38,7 @@ Key = dict[str, str]
 def trial_key(
     checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, files: Sequence[Path], sizes: Sequence[int]
 ) -> Key:
-    """All that a verdict hangs on. files: what was prepared and is used; sizes: of the batches."""
+    """Everything that a result depends on. files: the prepared files in use; sizes: batch sizes."""
     facts = {
         "version": __version__,
         "build": cpu.build(),
@@ -63,14 +63,14 @@ def _identity(path: Path) -> str:
 
 
 class SavedTrials:
-    """The trials kept for a model, and the place in them of the one with this key."""
+    """The saved trials of a model, and the one with this key."""
 
     def __init__(self, checkpoint: Checkpoint, prepared: str | None, key: Key) -> None:
         self.path = prepared_folder(checkpoint.path, prepared) / "trial.json"
         self._key = key
 
     def find(self, layers: int, ways: Sequence[str]) -> list[Verdict] | None:
-        """The verdicts of the trial with the key, for a model of so many layers that can go these ways; None: none."""
+        """The saved results for this key, if they fit these ways and this number of layers; otherwise None."""
         for key, verdicts in _read(self.path):
             if key == self._key:
                 suits = len(verdicts) == layers and all(self._suits(verdict, ways) for verdict in verdicts)
@@ -83,13 +83,13 @@ class SavedTrials:
         return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
 
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
-        """Write them down, in place of those with the same key. Returns why that cannot be done, None when it is."""
+        """Save results, replacing those with the same key. Returns the reason if that fails, otherwise None."""
         others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
         return write_entries(self.path, KIND, [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others]])
 
 
 def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """Write down the first `MOST`, or as many as `LIMIT` holds. Returns why that cannot be done, None when it is."""
+    """Write the first `MOST` trials, or as many as `LIMIT` allows. Returns the reason if that fails, otherwise None."""
     kept = list(entries[:MOST])
     while len(text := _text(kind, kept)) > LIMIT and kept:
         kept.pop()
@@ -119,7 +119,7 @@ def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
 
 
 def read_entries(path: Path, kind: str) -> list[Any]:
-    """What a file of that kind holds; nothing where it is not as it should be."""
+    """The trials in a file; an empty list if it is invalid."""
     try:
         if not path.is_file():
             return []
@@ -135,7 +135,7 @@ def read_entries(path: Path, kind: str) -> list[Any]:
 
 
 def _trial(one: Any) -> tuple[Key, list[Verdict]] | None:
-    """A trial as it was written, None if it is none."""
+    """The trial, None if it is invalid."""
     key, layers = (one.get("key"), one.get("layers")) if type(one) is dict else (None, None)
     if type(key) is not dict or not all(type(value) is str for value in key.values()) or type(layers) is not list:
         return None

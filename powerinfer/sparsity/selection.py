@@ -13,7 +13,7 @@ from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFil
 from powerinfer.formats.profile_file import open_profile
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
-from powerinfer.sparsity.selectors import RECTIFIED, All, Selector, Threshold, check_suited, selector_named
+from powerinfer.sparsity.selectors import All, Selector, Threshold, check_suited, selector_named
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import Weights
@@ -56,8 +56,8 @@ def auto(
     predictors, thresholds: for planning only, where the selector is then stated to the user, who has to request it to
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
     """
-    if config.activation not in RECTIFIED:
-        return ("threshold", "faster") if thresholds else ("all", f"{config.activation} is never exactly zero")
+    if not config.rectified:
+        return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
     if lacking is not None:
         return "all", lacking
     return ("predicted", "predictors are trained") if predictors else ("exact", "bundles are prepared")

@@ -17,9 +17,6 @@ from typing import Protocol
 from powerinfer.config import ModelConfig
 from powerinfer.errors import RequestError
 
-RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
-"""Activations that are exactly zero for the neurons that do not fire."""
-
 
 class Selector(Protocol):
     """Names the neurons to compute."""
@@ -44,18 +41,18 @@ class Exact:
     name, way, needs_predictor = "exact", "exact", False
 
     def unsuited(self, config: ModelConfig) -> str | None:
-        if config.activation in RECTIFIED:
+        if config.rectified:
             return None
-        return f"the activation {config.activation} is never exactly zero: use --selector threshold, which is lossy"
+        return f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
 
 
 class Predicted:
     name, way, needs_predictor = "predicted", "predicted", True
 
     def unsuited(self, config: ModelConfig) -> str | None:
-        if config.activation in RECTIFIED:
+        if config.rectified:
             return None
-        return f"no predictor can name silent neurons of the activation {config.activation}: use --selector threshold"
+        return f"no predictor can name silent neurons of the activation {config.activations}: use --selector threshold"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The trial: decode a few tokens in every way, and keep for each layer and batch size the one that was fastest."""
+"""The trial: decode a few tokens in every way, and choose the fastest for each layer and batch size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Progress
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-ROUNDS = 4  # the first warms up
+ROUNDS = 4  # the first is a warm-up
 PROMPT = 16  # tokens before those that are timed
 GAIN = 0.98  # a sparse way must take less than this share of the dense time
 
@@ -25,12 +25,12 @@ GAIN = 0.98  # a sparse way must take less than this share of the dense time
 class Verdict:
     """How one layer decodes, and why.
 
-    ways: by number of tokens, "dense", "exact" or "predicted"; seconds: that one token took each way, if it was tried.
+    ways: number of tokens -> "dense", "exact" or "predicted"; seconds: way -> time of one token, if measured.
     """
 
     ways: dict[str, str]
     seconds: dict[str, float] = field(default_factory=dict)
-    earlier: bool = False  # it was tried when the model was loaded earlier
+    earlier: bool = False  # a saved result was used
 
     @property
     def reason(self) -> str:
@@ -41,12 +41,12 @@ class Verdict:
 
 
 def sizes_tried(executor: CpuExecutor, max_batch: int) -> list[int]:
-    """The batch sizes that get a verdict of their own."""
+    """The batch sizes that are measured."""
     return [size for size in BATCHES if size <= max(1, min(executor.neuron_tokens, max_batch, executor.n_pages))]
 
 
 def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
-    """Let the layers decode as decided."""
+    """Set the ways of all layers."""
     for layer, verdict in enumerate(verdicts):
         executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
 
@@ -66,7 +66,7 @@ def trial(
 ) -> list[Verdict]:
     """Measure the FFN of every layer, dense and in `ways`, in turn, and find the fastest for each batch size.
 
-    The executor is left going any way. The KV cache must hold nothing yet.
+    Leaves the executor's ways undefined. The KV cache must be empty.
     """
     every = ["dense", *ways]
     taken: list[dict[int, str]] = [{} for _ in range(layers)]
@@ -89,7 +89,7 @@ def trial(
 def _measure(
     executor: CpuExecutor, layers: int, ways: Sequence[str], size: int, sample: Sequence[int]
 ) -> dict[str, list[float]]:
-    """way -> seconds of each layer's FFN for a step of `size` sequences, medians."""
+    """Way -> median seconds of each layer's FFN in a step of `size` sequences."""
     tokens = np.resize(np.asarray(sample or [0], np.int32), size * (PROMPT + len(ways) * ROUNDS)).reshape(size, -1)
     pages = np.arange(size, dtype=np.int32)[:, None]
     rows = np.repeat(np.arange(size, dtype=np.int32), PROMPT)

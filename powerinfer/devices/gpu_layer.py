@@ -1,0 +1,74 @@
+"""One layer on a GPU: its operators, and the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from powerinfer.devices.step import Operator, Step
+
+
+class FfnParts(Protocol):
+    """An FFN that is a sum of parts, some of which other devices compute.
+
+    Its operators are asked for again after `GpuLayers.changed`.
+    """
+
+    def begin(self) -> Sequence[Operator]:
+        """Send what other devices need to start, as early as possible.
+
+        These read step.read, the input of gate and up, and step.x, the input of predictors, and write to neither.
+        """
+        ...
+
+    def finish(self) -> Sequence[Operator]:
+        """Add the parts (`Step.add_part`)."""
+        ...
+
+
+@dataclass
+class _SplitFfn:
+    """read: writes step.read; parts; after: what becomes of their sum."""
+
+    read: Operator
+    parts: FfnParts
+    after: list[Operator]
+
+
+@dataclass
+class GpuLayer:
+    """A layer that is wired operator by operator, with at most one FFN of parts.
+
+    parallel: attention and FFN both read the layer's input.
+    """
+
+    index: int
+    parallel: bool
+    _before: list[Operator] = field(default_factory=list)
+    _ffn: _SplitFfn | None = None
+    _behind: list[Operator] = field(default_factory=list)
+
+    def operator(self, kind: str, run: Callable[[Step], None]) -> Operator:
+        """A static operator of this layer."""
+        return Operator(kind, self.index, run)
+
+    def add(self, kind: str, run: Callable[[Step], None]) -> None:
+        """A static operator that comes next."""
+        wired = self._before if self._ffn is None or self.parallel else self._behind
+        wired.append(self.operator(kind, run))
+
+    def add_parts(self, read: Operator, parts: FfnParts, after: list[Operator]) -> None:
+        """An FFN of parts comes next."""
+        assert self._ffn is None
+        self._ffn = _SplitFfn(read, parts, after)
+
+    def operators(self) -> list[Operator]:
+        """All of them, in the order in which they run."""
+        if self._ffn is None:
+            return self._before
+        begin = [self._ffn.read, *self._ffn.parts.begin()]
+        finish = [*self._ffn.parts.finish(), *self._ffn.after]
+        if self.parallel:  # attention and its projection run while other devices compute their parts
+            return [*begin, *self._before, *finish]
+        return [*self._before, *begin, *finish, *self._behind]

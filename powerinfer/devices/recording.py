@@ -1,0 +1,111 @@
+"""Recording and replaying what steps of few tokens launch.
+
+Launching a kernel takes the host longer than a small kernel takes the device. What a step launches depends on its shape
+alone; so everything between two points at which the host must act is recorded once for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from powerinfer.devices.step import Operator, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+    from powerinfer.devices.step import Norm
+
+MOST_SHAPES = 16
+"""Shapes whose recordings are kept; the least recently used is dropped first."""
+
+RECORDED_BYTES = 256 << 20
+"""GPU memory that recordings may take, which the driver keeps there: fewer shapes where it does not hold so many."""
+
+State = tuple["Tensor | None", "tuple[Norm, Tensor] | None"]
+"""What operators pass on besides x, read and total: attended and normed of a step."""
+
+Run = Callable[[State], State]
+
+Recorder = Callable[[Run, State], Run]
+"""Given a function that runs some operators, and the state before them, returns one that does the same at less cost."""
+
+
+class Recordings:
+    """Runs steps. The second time that a shape comes it records the static operators; from then on it replays them."""
+
+    def __init__(self, operators: Sequence[Operator], recorder: Recorder, shapes: int = MOST_SHAPES) -> None:
+        self._parts = [(static, list(group)) for static, group in groupby(operators, lambda one: one.static)]
+        self._recorder = recorder
+        self._shapes = shapes
+        self._kept: dict[tuple[int, ...], dict[int, Run | None]] = {}
+
+    def run(self, step: Step) -> None:
+        """All operators on the step."""
+        kept = self._kept.pop(step.key, {})
+        if len(self._kept) == self._shapes:
+            del self._kept[next(iter(self._kept))]
+        self._kept[step.key] = kept
+        for number, (static, operators) in enumerate(self._parts):
+            if not static or number not in kept:
+                if static:  # the first time it just runs: kernels are compiled, memory is allocated
+                    kept[number] = None
+                for operator in operators:
+                    operator.run(step)
+                continue
+            recorded = kept[number]
+            if recorded is None:
+                recorded = kept[number] = self._recorder(_runner(operators, replace(step)), _state(step))
+            step.attended, step.normed = recorded(_state(step))
+
+    def forget(self, layer: int) -> None:
+        """Record the operators of a layer anew."""
+        for number, (_, operators) in enumerate(self._parts):
+            if any(operator.layer == layer for operator in operators):
+                for kept in self._kept.values():
+                    kept.pop(number, None)
+
+
+def _state(step: Step) -> State:
+    return step.attended, step.normed
+
+
+def _runner(operators: Sequence[Operator], step: Step) -> Run:
+    def run(state: State) -> State:
+        step.attended, step.normed = state
+        for operator in operators:
+            operator.run(step)
+        return _state(step)
+
+    return run
+
+
+def cuda_graphs(device: device) -> Recorder:
+    """A recorder that makes CUDA graphs on a device, all of which share one memory pool.
+
+    Memory that a graph frees while it is recorded may be used by graphs recorded later. That is safe for graphs that
+    are replayed one after another in one stream, as parts of whole steps: only what operators pass on must outlive its
+    graph, and `after` keeps that allocated for as long as the recording is kept. The next graph of the step reads it
+    before any other is replayed: if recorded later, it cannot have been given this memory; if recorded earlier, it
+    wrote there before, as part of this step, or will in the next one.
+    """
+    import torch
+
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    first: list[torch.cuda.CUDAGraph] = []  # kept: a pool ends with the last of its graphs
+
+    def record(run: Run, state: State) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            after = run(state)  # is recorded, not run
+        first.append(graph) if not first else None
+
+        def replay(_: State) -> State:
+            graph.replay()
+            return after
+
+        return replay
+
+    return record

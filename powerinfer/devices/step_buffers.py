@@ -1,0 +1,139 @@
+"""The buffers through which a step comes to a GPU and its result comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.step import Step
+from powerinfer.devices.torch_device import import_torch
+from powerinfer.kernels import cpu
+from powerinfer.kernels.gpu_types import tensor_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+else:
+    Tensor = device = Any
+
+Floats = NDArray[np.float32]
+
+
+class StepBuffers:
+    """The residual stream and the description of a batch on a device, pinned memory for what is transferred.
+
+    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`).
+    """
+
+    def __init__(self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool) -> None:
+        torch = import_torch()
+        self._cuda = to.type == "cuda"
+        self._vocab_size = vocab_size
+        self._x = torch.zeros((max_tokens, d_model), device=to)
+        self._host_x = torch.zeros(self._x.shape, pin_memory=True) if self._cuda else self._x
+        self._total = torch.zeros_like(self._x) if totals else None
+        self._host_logits = self._new_logits(1)
+        self._description = _Description(to)
+        self._uploaded = torch.cuda.Event() if self._cuda else None
+        self._done = torch.cuda.Event() if self._cuda else None
+
+    @property
+    def totals(self) -> bool:
+        """Whether steps have a `Step.total`."""
+        return self._total is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return tensor_bytes(self._x, self._total) + self._description.nbytes
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where a step's description and its logits are; they change when one comes that is larger than any before."""
+        return self._description.address, int(self._host_logits.data_ptr())
+
+    def upload(self, batch: Batch, x: Floats) -> Step:
+        """A step on the device: its description and its residual stream, one transfer each."""
+        tokens = len(batch.tokens)
+        assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
+        positions, rows, slots, page_table, logit_rows = self._description.upload(batch)
+        np.copyto(self._host_x[:tokens].numpy(), x)
+        on_device = self._x[:tokens]
+        if self._uploaded is not None:
+            on_device.copy_(self._host_x[:tokens], non_blocking=True)
+            self._uploaded.record()
+        total = None if self._total is None else self._total[:tokens]
+        return Step(on_device, positions, rows, slots, page_table, logit_rows, total=total)
+
+    def logits(self, rows: int) -> Tensor:
+        """Where so many rows of logits go, float32 [rows, vocab_size]."""
+        if rows > len(self._host_logits):
+            self._host_logits = self._new_logits(1 << (rows - 1).bit_length())
+        return self._host_logits[:rows]
+
+    def _new_logits(self, rows: int) -> Tensor:
+        return import_torch().zeros((rows, self._vocab_size), pin_memory=self._cuda)
+
+    def download(self, step: Step, logits: bool) -> Floats:
+        """The logits of a step or its residual stream, once the device is done with it."""
+        if logits:
+            out = self.logits(len(step.logit_rows))
+        else:
+            out = self._host_x[: len(step.x)]
+            if self._cuda:
+                out.copy_(step.x, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
+        values: Floats = out.numpy()
+        return values
+
+
+class _Description:
+    """The numbers of a batch, which go to the device in one transfer from memory that stays in place."""
+
+    def __init__(self, to: device) -> None:
+        self._device = to
+        self._allocate(1 << 12)
+
+    def _allocate(self, nbytes: int) -> None:
+        torch = import_torch()
+        cuda = self._device.type == "cuda"
+        self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda)
+        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device) if cuda else self._here
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return int(self._there.nbytes)
+
+    @property
+    def address(self) -> int:
+        """Where they are on the device."""
+        return int(self._there.data_ptr())
+
+    def upload(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """positions, rows, slots, page_table and logit_rows of a `Step`."""
+        torch = import_torch()
+        # The columns that are in use, as a power of two: shapes hardly change from step to step.
+        width = min(batch.page_table.shape[1], 1 << int(int(batch.positions.max()) // cpu.PAGE).bit_length())
+        table = batch.page_table[:, :width]
+        pages = batch.page_table[batch.rows, batch.positions // cpu.PAGE].astype(np.int64)
+        slots = pages * cpu.PAGE + batch.positions % cpu.PAGE
+        parts = [slots.view(np.int32), batch.positions, batch.rows, batch.logit_rows, table]
+        ends = np.cumsum([part.size for part in parts])
+        nbytes = 4 * int(ends[-1])
+        if nbytes > len(self._here):
+            self._allocate(1 << (nbytes - 1).bit_length())
+        numbers = self._here.numpy()[:nbytes].view(np.int32)
+        for part, end in zip(parts, ends, strict=True):
+            numbers[end - part.size : end] = part.reshape(-1)
+        if self._there is not self._here:
+            self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
+        on_device = self._there[:nbytes].view(torch.int32).split([part.size for part in parts])
+        wide, positions, rows, logit_rows, page_table = on_device
+        return positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows

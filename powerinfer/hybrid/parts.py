@@ -1,0 +1,123 @@
+"""The parts of an FFN that is split between two devices: hot neurons on the GPU, cold ones on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import FfnConfig
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
+from powerinfer.kernels import gpu
+from powerinfer.kernels.gpu_types import tensor_bytes
+from powerinfer.neurons import BundleLayout, Counts, Indices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powerinfer import _native
+
+Floats = NDArray[np.float32]
+Biases = Sequence[Floats | None]
+"""float32 [neurons of the layer] of gate, up and down; None where there is none. A part takes those of gate and up."""
+
+
+class GpuPart:
+    """Some neurons of a layer on the GPU. index: int32 ascending, at least one."""
+
+    def __init__(
+        self,
+        layout: BundleLayout,
+        groups: NDArray[np.uint8],
+        index: Indices,
+        to: Any,
+        config: FfnConfig,
+        biases: Biases,
+        threshold: float,
+    ) -> None:
+        """groups: uint8 [groups, layout.group_bytes], the layer's bundles; threshold: activations up to it are zero."""
+        import torch
+
+        self.index = index
+        self.neurons = gpu.resident(layout, groups, index, to, config, biases)
+        self._threshold = threshold
+        self._fired = torch.zeros(len(index), dtype=torch.int64, device=to)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the GPU, counters included."""
+        return self.neurons.nbytes + tensor_bytes(self._fired)
+
+    def sum(self, x: Tensor, selected: Tensor | None, *, count: bool) -> Tensor:
+        """What the neurons make of x, both float32 [T, d_model].
+
+        selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
+        count: whether neurons that fire are counted.
+        """
+        total, fired = gpu.neuron_sum(self.neurons, x, selected, self._threshold)
+        if count:
+            self._fired += fired
+        return total
+
+    def take_counts(self) -> Counts:
+        """int64 [neurons of the part], the tokens that each fired for since the last call."""
+        counts: Counts = self._fired.to("cpu", copy=True).numpy()
+        self._fired.zero_()
+        return counts
+
+
+class CpuPart:
+    """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse."""
+
+    def __init__(self, cpu: CpuExecutor, layer: int, layout: BundleLayout, biases: Biases, threshold: float) -> None:
+        """threshold: activations up to it count as zero."""
+        self.bundles: SomeBundles | None = None
+        self._cpu = cpu
+        self._layer = layer
+        self._layout = layout
+        self._biases = biases[:2]
+        self._threshold = threshold
+        self._memory: NDArray[np.uint8] | None = None
+        self._neurons: _native.NeuronSum | None = None
+
+    @property
+    def index(self) -> Indices:
+        """int32, the neurons, ascending."""
+        return np.empty(0, np.int32) if self.bundles is None else self.bundles.index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bundles."""
+        return 0 if self.bundles is None else self.bundles.rows.nbytes
+
+    def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
+        """Have these neurons instead. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
+        self.bundles = self._neurons = None
+        if not len(index):
+            return
+        layout = self._layout
+        nbytes = len(index) * layout.pitch + min(len(index), len(groups)) * layout.shared_bytes
+        if self._memory is None or len(self._memory) < nbytes:
+            self._memory = own_pages(nbytes)
+        self.bundles = gather(layout, groups, index, self._memory)
+        own = self._layer, layout, self.bundles, self._biases
+        self._neurons = self._cpu.neuron_sum(*own, most=self._threshold, count_fired=True)
+
+    def sum(self, x: Floats, selected: NDArray[np.uint8] | None, out: Floats) -> bool:
+        """out = what the neurons make of x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
+
+        False where none is selected: out is zero, and nothing was computed.
+        """
+        assert self._neurons is not None
+        return self._neurons.sum(x, out, selected)
+
+    def take_counts(self) -> Counts:
+        """int64 [neurons of the part], the tokens that each fired for since the last call."""
+        assert self._neurons is not None
+        counts = np.empty(self._neurons.neurons, np.int64)
+        self._neurons.fired(counts)
+        self._neurons.clear()
+        return counts
