@@ -5,7 +5,6 @@ Arrays are C-contiguous and of exactly the type written here. Wrong shapes, name
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,18 +212,23 @@ class Ffn(Operator):
         floor: int = 0,
         most: float = 0.0,
         recall_every: int = 0,
-        dense_above: float = 1.0,
     ) -> None:
         """
         Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose
         result neurons from `threshold` on are candidates, `floor` at least. It stays dense until `set_ways`.
 
-        most: activations up to this magnitude count as zero; recall_every: steps between samples of the predictor's
-        recall, 0: none; dense_above: the share of neurons that may fire until an exact step goes on densely.
+        most: activations up to this magnitude count as zero; recall_every: steps between samples of the
+        predictor's recall, 0: none.
         """
 
+    @property
+    def dense_above(self) -> float:
+        """The share of neurons that may fire until an exact step computes the rest from the matrices."""
+
+    @dense_above.setter
+    def dense_above(self, arg: float, /) -> None: ...
     def set_ways(self, ways: Sequence[str]) -> None:
-        """ "dense", "exact" or "predicted" for steps of 1, 2, .. NEURON_TOKENS."""
+        """How steps of 1, 2, .. NEURON_TOKENS tokens run: "dense", "exact" or "predicted"."""
 
     def counts(self) -> dict[str, int]:
         """As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found."""
@@ -273,11 +277,9 @@ class Watch:
     def magnitudes(self) -> NDArray[np.int64]: ...
     def active(self, tokens: int) -> NDArray[np.uint8]: ...
 
-    BINS_PER_OCTAVE: Final[int] = ...
-    """(arg: object, /) -> int"""
+    BINS_PER_OCTAVE: int = 16
 
-    LOWEST_OCTAVE: Final[int] = ...
-    """(arg: object, /) -> int"""
+    LOWEST_OCTAVE: int = -30
 
 class Program:
     def __init__(

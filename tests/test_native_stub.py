@@ -21,7 +21,7 @@ def generated() -> str:
     text = re.sub(r"Annotated\[(NDArray\[numpy\.\w+\]), dict\([^][]*?\)\]", r"\1", stubs.get())
     text = re.sub(r'"""\n +(.+)\n +"""', r'"""\1"""', text)
     text = re.sub(r": list = .*", ": list[str]", text)
-    text = text.replace("from typing import Annotated, Final", "from typing import Final")
+    text = text.replace("from typing import Annotated\n", "")
     text = text.replace("import numpy\n", "import numpy as np\n")
     return text.replace("NDArray[numpy.", "NDArray[np.")
 

@@ -518,19 +518,23 @@ NB_MODULE(_native, m) {
           "sparsify",
           [](Ffn& ffn, std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
              std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor, float most,
-             int64_t recall_every, double dense_above) {
-            require(dense_above >= 0 && dense_above <= 1, "a share lies between 0 and 1");
+             int64_t recall_every) {
             ffn.sparsify(std::move(workspace), std::move(bundles),
                          predictor_of(std::move(in), std::move(out), threshold, floor), most, recall_every);
-            ffn.dense_above = dense_above;
           },
           "workspace"_a, "bundles"_a, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(),
-          "threshold"_a = 0.0f, "floor"_a = 0, "most"_a = 0.0f, "recall_every"_a = 0, "dense_above"_a = 1.0,
+          "threshold"_a = 0.0f, "floor"_a = 0, "most"_a = 0.0f, "recall_every"_a = 0,
           "Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose\n"
           "result neurons from `threshold` on are candidates, `floor` at least. It stays dense until `set_ways`.\n\n"
-          "most: activations up to this magnitude count as zero; recall_every: steps between samples of the "
-          "predictor's\n"
-          "recall, 0: none; dense_above: the share of neurons that may fire until an exact step goes on densely.")
+          "most: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
+          "predictor's recall, 0: none.")
+      .def_prop_rw(
+          "dense_above", [](const Ffn& ffn) { return ffn.dense_above; },
+          [](Ffn& ffn, double share) {
+            require(share >= 0 && share <= 1, "a share lies between 0 and 1");
+            ffn.dense_above = share;
+          },
+          "The share of neurons that may fire until an exact step computes the rest from the matrices.")
       .def("set_ways", &set_ways, "ways"_a,
            "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\", \"exact\" or \"predicted\".")
       .def("counts", &ffn_counts, "As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found.")

@@ -371,7 +371,8 @@ class CpuExecutor:
             about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
             guess = inner, outer, about.threshold, about.floor
             ffn.predictor = inner.nbytes + outer.nbytes
-        ffn.op.sparsify(self._workspace, bundles, *guess, most, recall_every, dense_above)
+        ffn.op.sparsify(self._workspace, bundles, *guess, most, recall_every)
+        ffn.op.dense_above = dense_above
         ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
 
     def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
