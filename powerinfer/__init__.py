@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from powerinfer.errors import PowerInferError as PowerInferError
     from powerinfer.errors import RequestError as RequestError
     from powerinfer.runtime.engine import LLM as LLM
+    from powerinfer.runtime.params import SamplingParams as SamplingParams
     from powerinfer.runtime.request import Completion as Completion
-    from powerinfer.runtime.request import SamplingParams as SamplingParams
 
 _HOMES = {
     "LLM": "powerinfer.runtime.engine",
-    "SamplingParams": "powerinfer.runtime.request",
+    "SamplingParams": "powerinfer.runtime.params",
     "Completion": "powerinfer.runtime.request",
     "EngineConfig": "powerinfer.config",
     "PowerInferError": "powerinfer.errors",

@@ -27,3 +27,7 @@ class ModelError(PowerInferError, ValueError):
     """A model file is malformed, hostile, or not supported."""
 
     exit_status = 2
+
+
+class GpuMemoryError(PowerInferError):
+    """A GPU ran out of memory."""

@@ -20,7 +20,8 @@ from powerinfer.cli import common, progress, run
 from powerinfer.cli.main import VERBS
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.runtime.request import SamplingParams, StreamEvent
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import StreamEvent
 
 COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
 

@@ -13,7 +13,8 @@ from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, reference_gree
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.evaluate import perplexity
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.request import Completion, SamplingParams
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import Completion
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 

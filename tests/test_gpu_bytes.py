@@ -1,6 +1,7 @@
 """What a plan says that a GPU and the RAM beside it hold, against what its layers hold on a stand-in for a GPU.
 
-At load, at full context and at full batch, part by part: never more than planned, and planned to within two per cent.
+At load, at full context and at full batch: weights and caches to the byte, working memory never more than planned. And
+where the estimate of working memory is too low: neurons move to the CPU until what was measured fits.
 """
 
 from __future__ import annotations
@@ -23,23 +24,29 @@ from sparse_models import give_bundles, give_predictor, give_profile, profile_of
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
-from powerinfer.devices.link import Link, link_bytes, link_gpu_bytes  # noqa: E402
+from powerinfer.devices.link import Link, link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
+from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
-from powerinfer.hardware.description import NO_GPU, load  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import Hardware, load  # noqa: E402
+from powerinfer.hybrid import vram  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
-from powerinfer.kernels import cpu, gpu  # noqa: E402
+from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
-from powerinfer.placement.budget import claim, dense_on_gpu, shared_on_gpu, whole_layers  # noqa: E402
+from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
-from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.placement.shapes import Model, checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.runtime.engine import LLM  # noqa: E402
+from powerinfer.runtime.request import SamplingParams  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
 CONTEXT, CHUNK, REQUESTS = 96, 48, 3
@@ -70,21 +77,24 @@ def models(folder: Path, name: str) -> tuple[Path, str | None]:
     return prepared(plain_folder(folder / "model", name), ("F16", "F16")), None
 
 
+def machine(reserved: int = 0) -> Hardware:
+    """pc-low without a disk, whose devices wait for nothing: the smallest group of neurons is worth its place."""
+    hardware = load("pc-low")
+    return replace(hardware, gpu=replace(hardware.gpu, reserved_bytes=reserved), disk=None, sync_us=0.0)
+
+
 def request_of(path: Path, quantize: str | None, groups: float, layers: int | None = None, **more: Any) -> PlanRequest:
     """The request for a plan with room for that many groups on the GPU, or for so many layers without neurons there."""
     checkpoint = open_checkpoint(path, quantize)
-    model, hardware = checkpoint_model(checkpoint), load("pc-low")
-    hardware = replace(hardware, gpu=replace(hardware.gpu, reserved_bytes=0), disk=None)
+    model, hardware = checkpoint_model(checkpoint), machine()
     selector = "predicted" if model.predictors else "exact"
     request = PlanRequest(
         model, open_profile(checkpoint, None), hardware, context=CONTEXT, chunk=CHUNK, requests=REQUESTS,
         selector=selector, policy="greedy", insist=True, **more,
     )  # fmt: skip
-    everything = model.config.n_layers
-    vram = dense_on_gpu(request)[-1][1] + shared_on_gpu(model, everything) + int(groups * GROUP * model.gpu_neuron)
+    vram = request.vram_for() + int(groups * GROUP * model.gpu_neuron)
     if layers is not None:
-        fewer = range(vram, 0, -64)
-        vram = next(some for some in fewer if claim(replace(request, vram=some)).gpu_layers == layers)
+        vram = sum(on_gpu(model, hardware, request.workload, layers, False).values())
     return replace(request, vram=vram)
 
 
@@ -108,7 +118,7 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
         executor.close()
 
 
-def on_gpu(executor: Any, ffns: list[HybridFfn]) -> dict[str, int]:
+def held_on_gpu(executor: Any, ffns: list[HybridFfn]) -> dict[str, int]:
     held: Counter[str] = Counter(executor.gpu.memory())
     stage = next((ffn.stage for ffn in ffns if ffn.stage is not None), None)
     held["staging"] = 0 if stage is None else stage.nbytes
@@ -139,15 +149,16 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
     plan = make_plan(request_of(path, quantize, groups, layers))
     assert plan.claims.gpu_layers == (plan.request.model.config.n_layers if layers is None else layers)
     planned = plan.bytes["gpu"]
+    every = sum(-(-layer.ffn.size // GROUP) for layer in plan.request.model.config.layers)
+    assert sum(plan.choice.gpu) == min(groups, every)
     with loaded(path, quantize, plan) as (executor, ffns):
         for when in steps(executor):
-            held = {part: nbytes for part, nbytes in on_gpu(executor, ffns).items() if nbytes}
+            held = {part: nbytes for part, nbytes in held_on_gpu(executor, ffns).items() if nbytes}
             assert set(held) <= set(planned)
-            for part, nbytes in held.items():
-                assert nbytes <= planned[part], (when, part)
-                assert part == "scratch" or nbytes == planned[part], (when, part)
-            total = sum(planned.values()) - planned["step"] - planned["allocator"]
-            assert 0.98 * total <= sum(held.values()) <= total <= plan.request.vram, when
+            scratch = held.pop("scratch")
+            assert scratch + passed(executor, tmp_path) <= planned["scratch"], when
+            assert held == {part: planned[part] for part in held}, when
+            assert sum(held.values()) + planned["scratch"] == sum(planned.values()) <= plan.request.vram, when
         assert not plan.staging, "there is hardly any room"
         in_ram = sum(ffn.cold_bytes for ffn in ffns)
         bundles = open_bundles(open_checkpoint(path, quantize), None, cpu.part_bytes)
@@ -158,85 +169,31 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0"])
-def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str) -> None:
-    """As many as fit, and within the budget: with one byte less there is one layer less."""
+@pytest.mark.parametrize(("layers", "head"), [(1, False), (2, False), (2, True)])
+def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, layers: int, head: bool) -> None:
+    """Layers as a whole and the head, use by use."""
     path = tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv")
-    model, hardware = checkpoint_model(open_checkpoint(path)), load("pc-low")
-    hardware = replace(hardware, gpu=replace(hardware.gpu, reserved_bytes=0))
-
-    def fitting(vram: int) -> tuple[int, bool]:
-        return whole_layers(model, hardware, vram, kv_type, CONTEXT, CHUNK, REQUESTS)
-
-    hardware = replace(hardware, key={"gpu_device": NO_GPU})  # which rounds nothing
-    step = model.gpu_passed(CHUNK, REQUESTS)
-    for layers, head in ((1, False), (2, False), (2, True)):
-        low, high = 0, 1 << 30
-        while high - low > 1:  # the least that holds them
-            middle = (low + high) // 2
-            low, high = (low, middle) if fitting(middle) >= (layers, head) else (middle, high)
-        checkpoint = open_checkpoint(path)
-        engine, pages = EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
-        executor = load_split(Resolved(checkpoint, engine, gpu="cpu", gpu_layers=layers, gpu_head=head, pages=pages))
-        try:
-            for when in steps(executor):
-                held = sum(executor.gpu.memory().values())
-                assert 0.98 * (high - step) <= held <= high - step, when
-        finally:
-            executor.close()
-
-
-@pytest.mark.parametrize("quantize", [None, "q8_0"])
-def test_what_the_allocator_rounds_up(quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its rule on every tensor that a dense model holds; here with smaller segments, as large as its matrices."""
-    monkeypatch.setattr(gpu, "LARGE", 8 << 10)
-    monkeypatch.setattr(gpu, "SEGMENT", 7 << 10)
-    path = tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv")
-    model = checkpoint_model(open_checkpoint(path, quantize))
-    tensors: dict[int, int] = {}
-
-    def noted(original: Any) -> Any:
-        def make(*args: Any, **options: Any) -> Any:
-            made = original(*args, **options)
-            tensors[made.data_ptr()] = made.nbytes
-            return made
-
-        return make
-
-    for name in ("empty", "zeros", "cat"):
-        monkeypatch.setattr(torch, name, noted(getattr(torch, name)))
-    parts: dict[str, Any] = {"gpu": "cpu", "gpu_layers": 2, "gpu_head": True, "pages": -(-CONTEXT // cpu.PAGE)}
-    executor = load_split(Resolved(open_checkpoint(path, quantize), EngineConfig(**OPTIONS), **parts))
-    executor.close()
-    kv = model.gpu_kv_bytes("f16", CONTEXT, 1)
-    planned = sum(model.gpu_rounding(layer, kv, False, True) for layer in range(2)) + model.gpu_head_rounding
-    vectors = 512 * sum(name.startswith("layers.") for name, _ in model._vectors)  # which are made otherwise, but for
-    rounded = sum(map(gpu.rounding, tensors.values()))  # biases; these, and what is no layer's, are the margin
-    assert planned - vectors - 2 * 512 <= rounded <= planned + 4 * 512
-    assert planned > 4 * vectors
+    model = checkpoint_model(open_checkpoint(path))
+    planned = on_gpu(model, load("pc-low"), Workload(kv_type, CONTEXT, CHUNK, REQUESTS), layers, head, dense=True)
+    checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
+    executor = load_split(Resolved(checkpoint, engine, gpu="cpu", gpu_layers=layers, gpu_head=head, pages=pages))
+    try:
+        for when in steps(executor):
+            held = {part: nbytes for part, nbytes in executor.gpu.memory().items() if nbytes}
+            assert held.pop("scratch") + passed(executor, tmp_path) <= planned["scratch"], when
+            assert held | {name: planned[name] for name in ("runtime", "scratch")} == planned, when
+    finally:
+        executor.close()
 
 
 def test_the_buffers_between_the_devices() -> None:
     for sizes in ((32, 64, 96), (3, 100, 333)):
         link = Link(torch.device("cpu"), *sizes)
-        assert (link.nbytes, link.gpu_bytes) == (link_bytes(*sizes), link_gpu_bytes(*sizes))
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-q4_0", "opt", "nemotron"])
-def test_what_operators_pass_to_each_other(tmp_path: Path, name: str) -> None:
-    """The most that is allocated and freed again within steps, as the allocator has it; not far below what was counted.
-
-    In torch's own arithmetic, which is what there is here; a plan counts so where that was measured.
-    """
-    path, quantize = models(tmp_path, name)
-    plan = make_plan(request_of(path, quantize, 99))
-    with loaded(path, quantize, plan) as (executor, _):
-        most = passed(executor, tmp_path)
-    counted = plan.request.model.gpu_passed(CHUNK, REQUESTS, plain=CONTEXT)
-    assert 0.5 * counted <= most <= counted
+        assert link.nbytes == link_bytes(*sizes)
 
 
 def passed(executor: Any, folder: Path) -> int:
-    """The most that is allocated within steps and freed again."""
+    """Bytes, at most, that steps allocate and free again, the largest ones included."""
     list(steps(executor))  # what is kept is there now
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         list(steps(executor))
@@ -258,10 +215,97 @@ def test_what_neurons_stream_through_is_counted(tmp_path: Path, name: str, monke
     assert sum(planned["gpu"].values()) <= plan.request.vram
     with loaded(path, quantize, plan) as (executor, ffns):
         for when in steps(executor):
-            held = on_gpu(executor, ffns)
+            held = held_on_gpu(executor, ffns)
             assert held["staging"] == planned["gpu"]["staging"] and held["ffn"] == planned["gpu"].get("ffn", 0), when
-        more = planned["gpu"]["step"] - plan.claims.gpu["step"]
-        assert passed(executor, tmp_path) <= plan.request.model.gpu_passed(CHUNK, REQUESTS, plain=CONTEXT) + more
+        assert held["scratch"] + passed(executor, tmp_path) <= planned["gpu"]["scratch"]
     everything = sum(planned["cpu"].values()) - planned["cpu"]["staging"]
     tight = make_plan(replace(plan.request, ram=everything))
     assert tight.fits and not tight.staging
+
+
+# ---------------------------------------------------------------- measured
+
+
+RESERVED = 1 << 20
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The stand-in is asked what its steps take, and nothing is estimated for them; what was found, rehearsal by
+    rehearsal."""
+    found: list[int] = []
+
+    def rehearsed(executor: Any, requests: int) -> int:
+        assert requests == REQUESTS
+        found.append(sum(executor.gpu.memory().values()) + passed(executor, tmp_path))
+        return found[-1]
+
+    monkeypatch.setattr(vram, "rehearsed", rehearsed)
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: 0)
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: machine(RESERVED))
+    return found
+
+
+def load_within(path: Path, quantize: str | None, vram: int, **more: Any) -> LLM:
+    return LLM(path, **OPTIONS | more, quantize=quantize, gpu="cpu", vram=vram)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-q8_0", "llama-q4_0", "llama-predictors"])
+@pytest.mark.parametrize("halves", [1, 3])
+def test_neurons_make_room_for_what_was_measured(tmp_path: Path, name: str, halves: int, measured: list[int]) -> None:
+    """At load, at full context and at full batch the budget holds, though nothing was planned for what steps take."""
+    path, quantize = models(tmp_path, name)
+    group = GROUP * checkpoint_model(open_checkpoint(path, quantize)).gpu_neuron
+
+    def taken(llm: LLM) -> int:
+        executor, ffns = llm._executor, llm._sparsity.ffns  # type: ignore[union-attr]
+        return RESERVED + sum(held_on_gpu(executor, ffns).values()) + passed(executor, tmp_path)
+
+    with load_within(path, quantize, 1 << 30) as llm:
+        assert len(measured) == 1 and "measured" not in llm.choices["gpu"]
+        wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
+        budget = taken(llm) - halves * group // 2
+    with load_within(path, quantize, budget) as llm:
+        assert len(measured) >= 3 and "% since memory was measured" in llm.choices["gpu"]
+        for when in steps(llm._executor):
+            assert budget - 2 * group < taken(llm) <= budget, when
+        assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
+
+
+def test_budgets_that_cannot_be_held(tmp_path: Path, measured: list[int]) -> None:
+    """One line that says what would do: without neurons to move, and without RAM to move them to."""
+    path, quantize = models(tmp_path, "llama")
+    with load_within(path, quantize, 1 << 30):
+        dense = measured[-1] + RESERVED
+    said = r"takes .* of the GPU's memory, and --vram leaves it .*: give "
+    with pytest.raises(PowerInferError, match=said) as caught:
+        load_within(path, quantize, dense - (1 << 12))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(PowerInferError, match=said):
+        load_within(path, quantize, dense - (1 << 12), selector="all")
+    planned = make_plan(request_of(path, quantize, 99))
+    assert not planned.neurons[0][Tier.CPU], "RAM has no room for neurons"
+    with pytest.raises(PowerInferError, match=r"needs .* more of RAM or VRAM"):
+        load_within(path, quantize, measured[0] + RESERVED + (1 << 12), ram=sum(planned.bytes["cpu"].values()))
+
+
+def test_a_gpu_that_runs_out_of_memory(tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neurons leave until the largest steps run; where there are none left, the device's own line is what is said."""
+    path, _ = models(tmp_path, "llama")
+    model = checkpoint_model(open_checkpoint(path))
+    monkeypatch.setattr(vram, "_LACKING", GROUP * model.gpu_neuron)
+    left = [2, 99]
+
+    def rehearsed(executor: Any, _: int) -> int:
+        if left[0]:
+            left[0] -= 1
+            raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
+        return 0
+
+    monkeypatch.setattr(vram, "rehearsed", rehearsed)
+    with LLM(path, **OPTIONS, gpu="cpu") as llm:  # of four groups, the last of each layer half as large
+        assert GROUP + 32 <= sum(len(ffn.hot) for ffn in llm._sparsity.ffns) <= 2 * GROUP  # type: ignore[union-attr]
+    del left[0]
+    with pytest.raises(GpuMemoryError, match="ran out of memory while it was tried"):
+        LLM(path, **OPTIONS, gpu="cpu")

@@ -44,7 +44,7 @@ from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
-from powerinfer.runtime.request import SamplingParams  # noqa: E402
+from powerinfer.runtime.params import SamplingParams  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
 

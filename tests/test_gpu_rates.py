@@ -33,12 +33,10 @@ from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
 from powerinfer.hardware.description import load, save  # noqa: E402
 from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
-from powerinfer.placement.budget import claim, dense_on_gpu  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
-from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
-from powerinfer.runtime.request import SamplingParams  # noqa: E402
+from powerinfer.runtime.params import SamplingParams  # noqa: E402
 
 LITTLE = GpuEffort(1 << 17, (128, 192), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
 ONE = EngineConfig(threads=1)
@@ -298,8 +296,7 @@ def request_of(path: Path, made: description.Hardware) -> PlanRequest:
 
 def vram_for(path: Path, made: description.Hardware, groups: int) -> int:
     """That holds all but neurons, and so many groups of them."""
-    request = request_of(path, made)
-    return dense_on_gpu(request)[-1][1] + groups * GROUP * request.model.gpu_neuron
+    return request_of(path, made).vram_for(groups)
 
 
 def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> None:
@@ -343,7 +340,7 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: 
     alone = LLM(path, **options(gpu="none", **more))
     wanted, named = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
     request = replace(request_of(path, made), selector="predicted", kv_type="f32", requests=32)
-    vram = dense_on_gpu(request)[0][1] - 1
+    vram = request.vram_for() - request.model.head.stored - request.model.end_vectors - 1
     llm = LLM(path, **options(gpu="cpu", vram=vram, **more))
     assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == wanted
     told = llm.sparsity["layers"][1]  # type: ignore[index]
@@ -362,7 +359,7 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
     assert "do not hold driver, scratch and the attention of one layer" in small.choices["gpu"]
     assert answers(small) == wanted
     vram = vram_for(model, made, 1)
-    dense = sum(claim(replace(request_of(model, made), vram=vram)).cpu.values())
+    dense = sum(replace(request_of(model, made), vram=vram).claims().cpu.values())
     for more, match in (
         ({"vram": vram, "ram": dense + (1 << 14)}, r"do not fit in --vram and --ram, .* give --ram \d"),
         ({"ram": 1 << 20}, r"needs at least .* give --ram "),

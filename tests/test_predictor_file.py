@@ -130,7 +130,10 @@ def test_another_number_of_layers_is_never_written(tmp_path: Path, change: Calla
 def test_descriptions_that_do_not_suit(tmp_path: Path, change: dict[str, Any]) -> None:
     file = written(tmp_path)
     describe(file, lambda description: description.update(change))
-    refused(tmp_path, "states|holds|hold|describe|claims")
+    refused(
+        tmp_path,
+        r"states a d_(model|ff)|: (type|layers) |weights of type|does not hold|does not describe|claims",
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_descriptions_that_do_not_suit(tmp_path: Path, change: dict[str, Any]) -
         {"rank": 33},
         {"rank": 1 << 62},
         {"rank": True},
-        {"threshold": 1},
+        {"threshold": "1"},
         {"threshold": 1e300},
         {"threshold": None},
         {"floor": -1},
@@ -152,21 +155,23 @@ def test_descriptions_that_do_not_suit(tmp_path: Path, change: dict[str, Any]) -
 def test_layers_that_are_described_wrongly(tmp_path: Path, change: dict[str, Any]) -> None:
     file = written(tmp_path)
     describe(file, lambda description: description["layers"][1].update(change))
-    refused(tmp_path, r"does not describe layer 1|does not hold layers\.1\.in")
+    refused(
+        tmp_path, r": layers\[1\]\.(rank|threshold|floor) is|in layer 1, which cannot be|does not hold layers\.1\.in"
+    )
 
 
 @pytest.mark.parametrize("one", [3, None, [], {}])
 def test_layers_that_are_not_described(tmp_path: Path, one: Any) -> None:
     file = written(tmp_path)
     describe(file, lambda description: description.update(layers=[one, one]))
-    refused(tmp_path, "does not describe layer 0")
+    refused(tmp_path, r": layers\[0\]")
 
 
 def test_broken_blocks(tmp_path: Path) -> None:
     """A rank that is no whole number of blocks, in a file that says Q8_0."""
     file = written(tmp_path, "Q8_0")
     describe(file, lambda description: description["layers"][0].update(rank=33))
-    refused(tmp_path, "does not describe layer 0")
+    refused(tmp_path, "in layer 0, which cannot be|does not hold")
 
 
 def test_weights_of_no_layer(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sparse_models import TEXT, give_bundles, tiny_llama
 from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.kernels import cpu
-from powerinfer.placement.budget import ram_alone
+from powerinfer.placement.budget import Workload, bundle_bytes, in_ram
 from powerinfer.placement.shapes import checkpoint_model
 
 OPTIONS: dict[str, Any] = {"threads": 1, "prefill_chunk": 32, "max_batch": 3, "gpu": "none", "trial": False}
@@ -25,7 +25,8 @@ def test_what_ram_holds(tmp_path: Path) -> None:
     one, page = -(-context // cpu.PAGE), model.config.n_layers * model.kv_bytes("f16", 1, 1)
 
     def needed(selector: str, context: int = context) -> int:
-        return ram_alone(model, "f16", context, 32, 3, selector)
+        held = sum(in_ram(model, Workload("f16", context, chunk=32, requests=3, selector=selector)).values())
+        return held + (0 if selector == "all" else bundle_bytes(model))
 
     def answer(ram: int, kv: str, selector: str) -> str:
         with LLM(path, ram=ram, **OPTIONS) as llm:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.runtime.request import SamplingParams
+from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.sampling import Sampler, largest, token_logprobs
 from powerinfer.runtime.text import TextStream
 

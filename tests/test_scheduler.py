@@ -9,7 +9,7 @@ import pytest
 from toy_model import EOS, ToyExecutor, reference_greedy, toy_llm
 
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.request import SamplingParams
+from powerinfer.runtime.params import SamplingParams
 
 
 def greedy(max_tokens: int | None = 20) -> SamplingParams:

@@ -33,7 +33,6 @@ from powerinfer.hybrid.crossing import Crossing  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
-from powerinfer.placement.budget import dense_on_gpu  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
@@ -299,7 +298,7 @@ def test_the_crossing_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     checkpoint = open_checkpoint(path)
     model, profile = checkpoint_model(checkpoint), open_profile(checkpoint, None)
     request = PlanRequest(model, profile, load("pc-low"), context=96, chunk=64, requests=2)
-    given: dict[str, Any] = {"vram": dense_on_gpu(request)[-1][1] + 7 * GROUP * model.gpu_neuron // 2, "ram": 1 << 30}
+    given: dict[str, Any] = {"vram": request.vram_for(7) - 7 * GROUP * model.gpu_neuron // 2, "ram": 1 << 30}
     file = Path(f"{path}.powerinfer") / "crossing.json"
     wanted = loaded(path, trial=False, **given)
     assert "nothing was measured" in wanted[0]["prefill"] and wanted[1]["streams_from"] is None

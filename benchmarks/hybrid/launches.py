@@ -76,9 +76,9 @@ class Clock:
     def within(self, thing: Any, name: str) -> None:
         function = getattr(thing, name)
 
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             begin = time.perf_counter()
-            result = function(*arguments)
+            result = function(*arguments, **named)
             self.seconds += time.perf_counter() - begin
             return result
 

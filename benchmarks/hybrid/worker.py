@@ -38,7 +38,6 @@ from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.kernels import cpu
 from powerinfer.placement import budget
-from powerinfer.placement.budget import dense_on_gpu
 from powerinfer.placement.plan import Plan, make_plan
 from powerinfer.placement.solver import GROUP
 from powerinfer.system import peak_memory
@@ -136,7 +135,7 @@ def _vram(model: Path, engine: EngineConfig, vram: int | float) -> int:
     plan = resolve(open_checkpoint(model), replace(engine, selector="predicted")).plan
     assert plan is not None
     shape, config = plan.request.model, plan.request.model.config
-    return dense_on_gpu(plan.request)[-1][1] + int(vram * shape.bundles.stride * config.n_neurons)
+    return plan.request.vram_for() + int(vram * shape.bundles.stride * config.n_neurons)
 
 
 def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | None]:

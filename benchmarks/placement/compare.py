@@ -27,7 +27,6 @@ import numpy as np
 from benchmarks.lib import machine, results
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
-from powerinfer.placement.budget import dense_on_gpu, shared_on_gpu
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.power_law import FAMILIES, assumed_profile
 from powerinfer.placement.shapes import SHAPES, described_model
@@ -133,8 +132,7 @@ def policies(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
                 for share in SHARES[1:]:
                     base = request(name, dtype, replace(hardware, cpu=large), 2048, profiles)
                     groups = round(share * base.profile.n_layers * base.profile.d_ff / GROUP)
-                    room = dense_on_gpu(base)[-1][1] + groups * GROUP * base.model.gpu_neuron
-                    room += shared_on_gpu(base.model, base.profile.n_layers)
+                    room = base.vram_for(groups)
                     card = replace(hardware.gpu, memory_bytes=room)
                     plan = make_plan(replace(base, hardware=replace(base.hardware, gpu=card)))
                     entry = {"model": name, "dtype": dtype, "machine": where, "budget": share, "vram": room}

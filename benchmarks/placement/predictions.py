@@ -51,7 +51,6 @@ from powerinfer.kernels import cpu
 from powerinfer.models import load as load_executor
 from powerinfer.neurons import BUNDLE_GROUP, Predictor, Profile, Tier
 from powerinfer.placement import cost
-from powerinfer.placement.budget import dense_on_gpu, shared_on_gpu
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.placement.solver import GROUP
@@ -303,10 +302,9 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
         "stand-in", "", here.cpu, gpu.gpu, None, sync_us=gpu.sync_us, copy_gb_s=gpu.copy_gb_s, assumed=gpu.assumed
     )
     model, config = subject.model, subject.config
-    dense = dense_on_gpu(subject.request(hardware, selector, 1 << 50, CONTEXT))[-1][1]
-    room = math.ceil(share * config.n_layers * (config.widest_ffn // GROUP)) * GROUP * model.gpu_neuron
-    room += shared_on_gpu(model, config.n_layers)
-    plan = make_plan(subject.request(hardware, selector, dense + room, CONTEXT))
+    held = math.ceil(share * config.n_layers * (config.widest_ffn // GROUP))
+    vram = subject.request(hardware, selector, 1 << 50, CONTEXT).vram_for(held)
+    plan = make_plan(subject.request(hardware, selector, vram, CONTEXT))
     groups = plan.choice.gpu
     expected = cost.expected(
         subject.profile,

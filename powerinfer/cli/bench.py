@@ -17,13 +17,14 @@ path.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_text
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_llm, sparsity_text
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.runtime.request import SamplingParams
+from powerinfer.runtime.params import SamplingParams
 from powerinfer.system import peak_memory
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     if min(args.prompt_tokens, args.repeat) < 1 or args.gen_tokens < 2:
         raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
-    args.prefix_cache = False  # every round computes its whole prompt
-    with open_llm(args, out) as llm:
+    engine = replace(config_from(args, EngineConfig), prefix_cache=False)  # every round computes its whole prompt
+    with open_llm(args.model, engine, out) as llm:
         if args.trace:
             with llm.traced():  # an error now, not after all rounds
                 pass

@@ -25,7 +25,7 @@ from powerinfer.cli.common import (
 from powerinfer.cli.run import answer
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.runtime.request import SamplingParams
+from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
-    with open_llm(args, out) as llm:
+    with open_llm(args.model, config_from(args, EngineConfig), out) as llm:
         llm.encode_chat([{"role": "user", "content": "?"}])  # an error if the model cannot chat, before the first line
         conversation = Conversation(llm, params, out, args.system)
         if conversation.interactive:

@@ -206,7 +206,9 @@ def _plain(value: Any) -> Any:
     """Numpy numbers and dataclasses as JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    if hasattr(value, "item"):
+    import numpy as np
+
+    if isinstance(value, np.generic):
         return value.item()
     return str(value)
 
@@ -222,20 +224,19 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------- the engine
 
 
-def open_llm(args: argparse.Namespace, out: Output, **overrides: Any) -> LLM:
-    """The engine for -m and the engine flags, with progress on stderr."""
+def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
+    """The engine for a model (-m), with progress on stderr."""
     from powerinfer.cli.progress import Bar
     from powerinfer.hub import resolve_model
 
-    options = dataclasses.asdict(config_from(args, EngineConfig, **overrides))
-    path = resolve_model(args.model, say=out.note)
+    path = resolve_model(model, say=out.note)
     # Loading makes a hundred thousand objects and no garbage: looking for some takes 10 ms of the start.
     gc.disable()
     try:
         from powerinfer.runtime.engine import LLM
 
         with Bar() as bar:
-            llm = LLM(path, progress=bar, **options)
+            llm = LLM(path, progress=bar, **dataclasses.asdict(engine))
     finally:
         gc.freeze()
         gc.enable()

@@ -18,16 +18,21 @@ The selector is used in every layer, as with --no-trial: this measures its quali
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, model_flag, open_llm, sparsity_summary, sparsity_text
+from powerinfer.cli.common import (
+    Output,
+    config_flags,
+    config_from,
+    model_flag,
+    open_llm,
+    sparsity_summary,
+    sparsity_text,
+)
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    from powerinfer.runtime.engine import LLM
 
 SELECTORS = EngineConfig.__dataclass_fields__["selector"].metadata["choices"]
 DENSE = ("auto", "all")  # auto is dense or exact, which give the same answer
@@ -50,17 +55,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
-    _check(args)
+    engine = replace(config_from(args, EngineConfig, recall_every=1), trial=False)
+    _check(args, engine)
     text = _read(args.file)
-    args.context = getattr(args, "context", 0) or _usual_context(args, out)
-    args.trial = False
-    args.recall_every = getattr(args, "recall_every", 1)
-    document = _perplexity(args, text, out) if args.measure == "perplexity" else _agreement(args, text, out)
-    out.document(document)
+    if not engine.context:
+        engine = replace(engine, context=_usual_context(args.model, out))
+    measure = _perplexity if args.measure == "perplexity" else _agreement
+    out.document(measure(args, engine, text, out))
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, engine: EngineConfig) -> None:
     if args.measure != "agreement" and (args.against is not None or args.tokens is not None):
         raise RequestError("--against and --tokens are options of eval agreement")
     if args.tokens is not None and args.tokens < 1:
@@ -68,66 +73,70 @@ def _check(args: argparse.Namespace) -> None:
     if args.step is not None:
         from powerinfer.kernels.cpu import NEURON_TOKENS
 
-        most = min(NEURON_TOKENS, getattr(args, "max_batch", EngineConfig.max_batch))
+        most = min(NEURON_TOKENS, engine.max_batch)
         if not 1 <= args.step <= most:
             raise RequestError(f"--step must be between 1 and {most}, the most tokens that run sparsely")
 
 
-def _usual_context(args: argparse.Namespace, out: Output) -> int:
+def _usual_context(model: str | None, out: Output) -> int:
     """512 tokens, or the model's context if that is shorter."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
 
-    return min(512, open_checkpoint(resolve_model(args.model, say=out.note)).config.context_length)
+    return min(512, open_checkpoint(resolve_model(model, say=out.note)).config.context_length)
 
 
-def _perplexity(args: argparse.Namespace, text: str, out: Output) -> dict[str, Any]:
+def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
 
-    with open_llm(args, out) as llm, Bar() as bar:
+    with open_llm(args.model, engine, out) as llm, Bar() as bar:
         from powerinfer.evaluate import perplexity
         from powerinfer.runtime.runner import SCORE_ROWS
 
-        dense = args.step is None and getattr(args, "selector", "auto") in DENSE
-        result = perplexity(llm, text, args.context, bar, SCORE_ROWS if dense else args.step or 1)
+        dense = args.step is None and engine.selector in DENSE
+        result = perplexity(llm, text, engine.context, bar, SCORE_ROWS if dense else args.step or 1)
         sparsity = None if dense else sparsity_summary(llm)
     out.line(f"perplexity {result.perplexity:.4f} +- {result.error:.4f}, {result.tokens} tokens scored")
     _show_sparsity(sparsity, out)
-    return {**dataclasses.asdict(result), "context": args.context, **({"sparsity": sparsity} if sparsity else {})}
+    return {**asdict(result), "context": engine.context, **({"sparsity": sparsity} if sparsity else {})}
 
 
-def _agreement(args: argparse.Namespace, text: str, out: Output) -> dict[str, Any]:
+def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hub import resolve_model
+    from powerinfer.sparsity.selection import select
 
-    selector, against, step = getattr(args, "selector", "auto"), args.against or "all", args.step or 1
-    with _open(args, selector, out) as llm, ExitStack() as stack:
+    against, step = args.against or "all", args.step or 1
+    one, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
+    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    for each in (one, another):
+        select(checkpoint, each)  # refused now, and not once the other is loaded
+    with open_llm(args.model, one, out) as llm, ExitStack() as stack:
         from powerinfer.evaluate import agreement
 
         other = None
         if against != "all":
-            other = stack.enter_context(_open(args, against, out))
+            other = stack.enter_context(open_llm(args.model, another, out))
         elif "gpu_share" in (llm.sparsity or {}):  # neurons are split: no device has a layer's dense matrices
-            other = stack.enter_context(_open(argparse.Namespace(**vars(args) | {"gpu": "none"}), against, out))
+            other = stack.enter_context(open_llm(args.model, replace(another, gpu="none"), out))
         bar = stack.enter_context(Bar())
-        result = agreement(llm, other, text, args.context, args.tokens, step, bar)
+        result = agreement(llm, other, text, engine.context, args.tokens, step, bar)
         sparsity = sparsity_summary(llm)
-    out.line(f"{selector} against {against}, {result.tokens} positions")
+    out.line(f"{engine.selector} against {against}, {result.tokens} positions")
     out.line(f"{'same top token':<18}{100 * result.top1_agreement:.2f} %")
     out.line(f"{'mean KL':<18}{result.mean_kl:.3g} nats")
     out.line(f"{'logits differ by':<18}{result.max_abs_logit_diff:.3g} at most")
     _show_sparsity(sparsity, out)
     shown = {name: (sparsity or {}).get(name) for name in ("candidate_fraction", "recall", "bytes_per_token")}
-    names = {"selector": selector, "against": against, "context": args.context, "step": step}
-    return {**dataclasses.asdict(result), **shown, **names}
+    about = {"selector": engine.selector, "against": against, "context": engine.context, "step": step}
+    return {**asdict(result), **shown, **about}
 
 
-def _open(args: argparse.Namespace, selector: str, out: Output) -> LLM:
-    """The engine with one of the two selectors; --threshold applies to the one that uses it."""
-    own = argparse.Namespace(**vars(args))
-    own.selector = selector
-    if selector != "threshold" and "threshold" in (getattr(args, "selector", None), args.against):
-        own.threshold = None
-    return open_llm(own, out)
+def _with_selector(engine: EngineConfig, selector: str, other: str) -> EngineConfig:
+    """The options with one of the two selectors that are compared; --threshold applies to the one that uses it."""
+    mine = selector == "threshold" or other != "threshold"
+    return replace(engine, selector=selector, threshold=engine.threshold if mine else None)
 
 
 def _show_sparsity(sparsity: dict[str, Any] | None, out: Output) -> None:

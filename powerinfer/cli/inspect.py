@@ -46,7 +46,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=bar)
         document = describe(checkpoint)
-    document["choices"] = _choices(engine)
+    document["choices"] = _choices(checkpoint, engine)
     document["prepared"] = prepared(checkpoint, engine.prepared)
     _show(document, out)
     out.document(document)
@@ -134,10 +134,12 @@ def _plan(plan: PlanDocument) -> dict[str, Any]:
     }
 
 
-def _choices(engine: EngineConfig) -> dict[str, str]:
+def _choices(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, str]:
     from powerinfer.kernels.cpu import choices
+    from powerinfer.sparsity.selection import choose
 
-    return choices(engine)
+    selector, why = choose(checkpoint, engine)
+    return choices(engine) | {"selector": f"{selector} ({why})"}
 
 
 def _show(document: dict[str, Any], out: Output) -> None:

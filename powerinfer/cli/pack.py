@@ -13,7 +13,7 @@ agreement are null if nothing was done, agreement also with --no-check.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+from dataclasses import asdict, replace
 from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag
@@ -61,26 +61,25 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             out.note(note)
         bundles = packed.bundles
     document = describe(bundles, packed)
-    document["agreement"] = _agreement(checkpoint.config, args, out) if packed and args.check else None
+    document["agreement"] = _agreement(checkpoint.config, args.model, engine, out) if packed and args.check else None
     _show(document, out)
     out.document(document)
     return 0
 
 
-def _agreement(config: ModelConfig, args: argparse.Namespace, out: Output) -> dict[str, Any]:
+def _agreement(config: ModelConfig, model: str | None, engine: EngineConfig, out: Output) -> dict[str, Any]:
     """Agreement of the logits from bundles with the dense ones; SwiGLU models use all neurons."""
     from powerinfer.cli.common import open_llm
     from powerinfer.cli.progress import Bar
     from powerinfer.evaluate import agreement
     from powerinfer.runtime.engine import SAMPLE
 
-    options: dict[str, Any] = {"context": min(CONTEXT, config.context_length), "max_batch": 1, "trial": False}
-    if config.rectified:
-        options["selector"] = "exact"
-    else:
-        options |= {"selector": "threshold", "threshold": 1e-30}
-    with open_llm(args, out, **options) as llm, Bar() as bar:
-        return dataclasses.asdict(agreement(llm, None, SAMPLE, options["context"], progress=bar))
+    context = min(CONTEXT, config.context_length)
+    engine = replace(engine, context=context, max_batch=1, trial=False, selector="exact")
+    if not config.rectified:
+        engine = replace(engine, selector="threshold", threshold=1e-30)
+    with open_llm(model, engine, out) as llm, Bar() as bar:
+        return asdict(agreement(llm, None, SAMPLE, context, progress=bar))
 
 
 def _show(document: dict[str, Any], out: Output) -> None:

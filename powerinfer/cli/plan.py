@@ -138,7 +138,6 @@ def _show_bytes(document: PlanDocument, out: Output) -> None:
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
     out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
     names = {"ffn": "neurons", "panels": "FFN, dense matrices", "kv": "KV cache", "norms": "norms, biases"}
-    names |= {"step": "memory of a step", "allocator": "rounding"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")

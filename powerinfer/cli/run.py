@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -28,11 +27,11 @@ from powerinfer.cli.common import (
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.runtime.request import Completion, SamplingParams
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import Completion
 
 if TYPE_CHECKING:
-    from powerinfer.runtime.engine import LLM
-    from powerinfer.runtime.request import StreamEvent
+    from powerinfer.runtime.engine import LLM, Stream
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +51,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
     prompt = _prompt(args.prompt)
-    with open_llm(args, out) as llm:
+    with open_llm(args.model, config_from(args, EngineConfig), out) as llm:
         status, document = answer(_events(llm, prompt, args, params), out)
         out.text("" if document["text"].endswith("\n") else "\n")
         if args.verbose:
@@ -72,14 +71,14 @@ def _prompt(given: str) -> str:
     return checked_text(sys.stdin.buffer.read(), "the prompt on stdin")
 
 
-def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams) -> Iterator[StreamEvent]:
+def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams) -> Stream:
     if args.raw:
         return llm.stream(prompt, params)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return llm.chat_stream([*system, {"role": "user", "content": prompt}], params)
 
 
-def answer(events: Iterator[StreamEvent], out: Output) -> tuple[int, dict[str, Any]]:
+def answer(events: Stream, out: Output) -> tuple[int, dict[str, Any]]:
     """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far."""
     pieces: list[str] = []
     ids: list[int] = []
@@ -92,9 +91,7 @@ def answer(events: Iterator[StreamEvent], out: Output) -> tuple[int, dict[str, A
             if event.completion is not None:
                 return 0, describe(event.completion)
     except KeyboardInterrupt:
-        close = getattr(events, "close", None)
-        if close is not None:
-            close()
+        events.close()
     document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
     return INTERRUPTED, document
 

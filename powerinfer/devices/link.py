@@ -21,11 +21,6 @@ def link_bytes(max_tokens: int, d_model: int, neurons: int) -> int:
     return 2 * 4 * max_tokens * d_model + _selection_bytes(max_tokens, neurons)
 
 
-def link_gpu_bytes(max_tokens: int, d_model: int, neurons: int) -> int:
-    """Bytes of the buffers of a `Link` on the GPU."""
-    return 4 * max_tokens * d_model + 2 * _selection_bytes(max_tokens, neurons)
-
-
 def _selection_bytes(max_tokens: int, neurons: int) -> int:
     """Neurons are selected one by one in steps of up to NEURON_TOKENS: of more tokens, some select nearly every one."""
     return min(max_tokens, NEURON_TOKENS) * neurons

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 
 if TYPE_CHECKING:
     from torch import device
@@ -92,7 +92,7 @@ def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError) or ("CUDA" in text and _NO_MEMORY.search(text)):
-            problem = PowerInferError(f"the GPU ran out of memory while {doing}: {remedy}")
+            problem: PowerInferError = GpuMemoryError(f"the GPU ran out of memory while {doing}: {remedy}")
         elif "CUDA" in text:  # from then on every call fails
             problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
         else:

@@ -4,8 +4,8 @@
 
 The type hints are the schema. Of the types bool, int, float, str, Literal, `X | None`, list, tuple, dict (with keys of
 str or int), Mapping, dataclasses and Any; `Annotated[int, Between(0, 9)]` and `Annotated[str, Length(80)]` set limits.
-A field with a default may be absent; one that the dataclass lacks is an error. true is no number, NaN and infinity are
-no floats. ValueError from `__post_init__` is reported like any other mistake.
+A field with a default may be absent; one that the dataclass lacks is an error, unless the class has `others = True`.
+true is no number, NaN and infinity are no floats. ValueError from `__post_init__` is reported like any other mistake.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _record(kind: Any, value: dict[str, Any], name: str) -> Any:
     prefix = f"{name}." if name else ""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for key in value:
-        if key not in fields:
+        if key not in fields and not getattr(kind, "others", False):
             raise _Wrong(f"{prefix}{shown(key)[1:-1]}", "is not known")
     given = {}
     for field in fields.values():

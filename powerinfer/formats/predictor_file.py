@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.json_file import Between, Count, Share
 from powerinfer.formats.layout import MAX_WIDTH
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
@@ -28,7 +29,47 @@ PREDICTOR_TYPES = ("F16", "BF16", "F32", "Q8_0")
 FIGURES = ("recall", "precision", "candidate_fraction", "active_fraction", "svd_recall", "svd_candidate_fraction")
 """What is told of each layer that was trained, shares from 0 to 1, on samples that were held out."""
 
-_MAX_THRESHOLD = 1e6  # z is of the size of a logit
+
+@dataclass(frozen=True)
+class _LayerDescription:
+    rank: Annotated[int, Between(1, MAX_WIDTH)]
+    threshold: Annotated[float, Between(-1e6, 1e6)]  # it is of the size of a logit
+    floor: Count
+
+
+@dataclass(frozen=True)
+class _LayerTraining:
+    """What a report shows of a layer; there is more."""
+
+    others: ClassVar[bool] = True
+    rank: Count
+    method: str
+    recall: Share
+    precision: Share
+    candidate_fraction: Share
+    active_fraction: Share
+    svd_recall: Share
+    svd_candidate_fraction: Share
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What a report shows; there is more."""
+
+    others: ClassVar[bool] = True
+    recall_target: Share
+    share_of_model: Share
+    held_out_tokens: Count
+    layers: list[_LayerTraining]
+
+
+@dataclass(frozen=True)
+class _Description:
+    d_model: int
+    d_ff: int
+    type: str
+    layers: list[_LayerDescription]
+    training: _Training | None = None
 
 
 @dataclass(frozen=True)
@@ -74,31 +115,27 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
     for name, size in (("d_model", config.d_model), ("d_ff", config.widest_ffn)):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
-    type_name = str(description.get("type"))
+    about = place.described(_Description, description)
+    type_name = about.type
     block = block_type(type_name).block if type_name in PREDICTOR_TYPES else 0
     if not block or config.d_model % block:
         raise place.bad(f"holds weights of type {shown(type_name)}, which it cannot")
-    described = description.get("layers")
-    if type(described) is not list or len(described) != config.n_layers:
+    if len(about.layers) != config.n_layers:
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = []
-    for layer, one in enumerate(described):
-        predictor = _described(one, block, config.widest_ffn)
-        if predictor is None:
-            raise place.bad(f"does not describe layer {layer} by a rank, a threshold and a floor")
+    for layer, one in enumerate(about.layers):
+        if one.rank % block or one.floor > config.widest_ffn:
+            raise place.bad(f"has a rank of {one.rank} and a floor of {one.floor} in layer {layer}, which cannot be")
+        predictor = Predictor(one.rank, one.threshold, one.floor)
         weights = []
         for name, shape in _shapes(layer, predictor.rank, config.d_model, config.widest_ffn):
-            tensor = tensors.pop(name, None)
-            if tensor is None or (tensor.type, tensor.shape) != _stored(type_name, shape):
-                raise place.bad(f"does not hold {name} as {list(shape)} of type {type_name}")
+            tensor = place.holds(tensors, name, *_stored(type_name, shape))
             weights.append(RawTensor(type_name, shape, tensor.data))
         layers.append(LayerPredictor(predictor, *weights))
-    if tensors:
-        raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
-    training = description.get("training")
-    if training is not None and not _is_training(training, config.n_layers):
-        raise place.bad("does not tell how its layers were trained")
-    return PredictorFile(type_name, tuple(layers), file, training)
+    place.holds_no_more(tensors)
+    if about.training is not None and len(about.training.layers) != config.n_layers:
+        raise place.bad(f"does not tell how {config.n_layers} layers were trained")
+    return PredictorFile(type_name, tuple(layers), file, description.get("training"))
 
 
 def write_predictor(
@@ -148,38 +185,3 @@ def _stored(type_name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int
     """(dtype, shape) of weights in a safetensors file, which knows no blocks; ValueError for rows of broken blocks."""
     kind = block_type(type_name)
     return (type_name, shape) if kind.block == 1 else ("U8", (shape[0], kind.row_bytes(shape[1])))
-
-
-def _is_training(told: Any, n_layers: int) -> bool:
-    """Whether it can be shown: a line of figures for each layer."""
-    if type(told) is not dict or type(told.get("layers")) is not list or len(told["layers"]) != n_layers:
-        return False
-    if not all(_is_share(told.get(name)) for name in ("recall_target", "share_of_model")):
-        return False
-    if type(told.get("held_out_tokens")) is not int:
-        return False
-    return all(
-        type(one) is dict
-        and type(one.get("rank")) is int
-        and type(one.get("method")) is str
-        and all(_is_share(one.get(name)) for name in FIGURES)
-        for one in told["layers"]
-    )
-
-
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1
-
-
-def _described(one: Any, block: int, d_ff: int) -> Predictor | None:
-    """The description of a layer, None if it cannot be one; the rank must be whole blocks."""
-    if type(one) is not dict:
-        return None
-    rank, threshold, floor = one.get("rank"), one.get("threshold"), one.get("floor")
-    if type(rank) is not int or not 0 < rank <= MAX_WIDTH or rank % block:
-        return None
-    if type(threshold) is not float or not abs(threshold) <= _MAX_THRESHOLD:
-        return None
-    if type(floor) is not int or not 0 <= floor <= d_ff:
-        return None
-    return Predictor(rank, threshold, floor)

@@ -21,14 +21,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.json_file import parse_json
+from powerinfer.formats.json_file import checked, parse_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.safetensors_file import read_with_metadata
@@ -36,6 +36,8 @@ from powerinfer.formats.tensors import RawTensor
 
 PAGE = 4096  # where the first tensor begins
 LINE = 64  # where every tensor begins
+
+T = TypeVar("T")
 
 _METADATA = "powerinfer"
 _PADDING = "padding."
@@ -131,6 +133,27 @@ class PreparedFile:
             raise self.bad("was not written by powerinfer")
         self._check(description)
         return description, {name: data for name, data in tensors.items() if not _is_padding(name, data)}, file
+
+    def described(self, kind: type[T], description: dict[str, Any]) -> T:
+        """What the description that `read` gave says beyond what all have, as a `kind`; ModelError if it does not."""
+        common = ("format", "kind", "fingerprint", "quantize", "made_with")
+        own = {name: value for name, value in description.items() if name not in common}
+        try:
+            return checked(kind, own, str(self.path))
+        except ModelError as error:
+            raise ModelError(f"{error}; `{self.command}` makes it anew") from None
+
+    def holds(self, tensors: dict[str, RawTensor], name: str, dtype: str, shape: tuple[int, ...]) -> RawTensor:
+        """Takes a tensor out of those that `read` gave; ModelError where there is none of this type and shape."""
+        tensor = tensors.pop(name, None)
+        if tensor is None or (tensor.type, tensor.shape) != (dtype, shape):
+            raise self.bad(f"does not hold {name} as {list(shape)} of type {dtype}")
+        return tensor
+
+    def holds_no_more(self, tensors: dict[str, RawTensor]) -> None:
+        """ModelError where tensors are left."""
+        if tensors:
+            raise self.bad(f"holds tensors that do not belong there, such as {shown(next(iter(tensors)))}")
 
     def _check(self, description: dict[str, Any]) -> None:
         if description.get("kind") != self.kind.name:

@@ -7,15 +7,15 @@ description, and under "about" what made it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.json_file import Between, Length, Share
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import PROFILE, PreparedFile
 from powerinfer.formats.tensors import RawTensor
@@ -25,8 +25,26 @@ BINS = 101
 """Of the histogram of active neurons: 0 to 100 per cent."""
 
 _MAX_TOKENS = 1 << 50  # sums of counts stay below 2**63
-_MAX_CORPORA = 1 << 12
-_MAX_NAME = 1 << 12
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    name: str
+    tokens: Annotated[int, Between(1, _MAX_TOKENS)]
+
+
+@dataclass(frozen=True)
+class _Description:
+    n_layers: int
+    d_ff: int
+    corpora: Annotated[list[_Corpus], Length(1 << 12, least=1)]
+    reuse: list[Share]
+    thresholds: list[Annotated[float, Between(0, 1e30)]] | None
+    about: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if sum(one.tokens for one in self.corpora) > _MAX_TOKENS:
+            raise ValueError(f"more than {_MAX_TOKENS} tokens")
 
 
 @dataclass(frozen=True)
@@ -54,18 +72,11 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
     for name, size in (("d_ff", d_ff), ("n_layers", layers)):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
-    corpora = _corpora(description.get("corpora"))
-    if corpora is None:
-        raise place.bad("does not name its corpora and their tokens")
-    names, tokens = corpora
-    reuse = _numbers(description.get("reuse"), layers, 1.0)
-    stated = description.get("thresholds")
-    thresholds = None if stated is None else _numbers(stated, layers, 1e30)
-    if reuse is None or (stated is not None and thresholds is None):
+    about = place.described(_Description, description)
+    names, tokens = tuple(one.name for one in about.corpora), tuple(one.tokens for one in about.corpora)
+    thresholds = None if about.thresholds is None else tuple(about.thresholds)
+    if len(about.reuse) != layers or (thresholds is not None and len(thresholds) != layers):
         raise place.bad(f"does not state reuse and thresholds of {layers} layers")
-    about = description.get("about")
-    if type(about) is not dict:
-        raise place.bad("does not say how it was made")
     each: list[Counts] = []
     active: list[Counts] = []
     file.check()
@@ -78,11 +89,12 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
             raise place.bad(f"does not count each token once in the histogram of layer {layer}")
         each.append(counts)
         active.append(histogram)
-    if tensors:
-        raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
+    place.holds_no_more(tensors)
     total = tuple(counts.sum(axis=0) for counts in each)
-    profile = Profile(sum(tokens), d_ff, total, names, tokens, tuple(each), tuple(active), reuse, thresholds)
-    return ProfileFile(profile, about, place.path)
+    profile = Profile(
+        sum(tokens), d_ff, total, names, tokens, tuple(each), tuple(active), tuple(about.reuse), thresholds
+    )
+    return ProfileFile(profile, about.about, place.path)
 
 
 def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile, about: Mapping[str, Any]) -> Path:
@@ -117,30 +129,5 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
 
 def _taken(place: PreparedFile, tensors: dict[str, RawTensor], name: str, shape: tuple[int, ...]) -> Counts:
     """A tensor of whole numbers, copied: profiles are small, and the file may go."""
-    tensor = tensors.pop(name, None)
-    if tensor is None or (tensor.type, tensor.shape) != ("I64", shape):
-        raise place.bad(f"does not hold {name} as {list(shape)} of type I64")
+    tensor = place.holds(tensors, name, "I64", shape)
     return np.frombuffer(tensor.data.tobytes(), "<i8").reshape(shape).astype(np.int64)
-
-
-def _corpora(described: Any) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
-    """(names, tokens) as they are described, None where they cannot be."""
-    if type(described) is not list or not 0 < len(described) <= _MAX_CORPORA:
-        return None
-    names, tokens = [], []
-    for one in described:
-        name, count = (one.get("name"), one.get("tokens")) if type(one) is dict else (None, None)
-        if type(name) is not str or len(name) > _MAX_NAME or type(count) is not int or not 0 < count <= _MAX_TOKENS:
-            return None
-        names.append(name)
-        tokens.append(count)
-    return (tuple(names), tuple(tokens)) if sum(tokens) <= _MAX_TOKENS else None
-
-
-def _numbers(stated: Any, length: int, most: float) -> tuple[float, ...] | None:
-    """So many numbers from 0 to `most`, None where they are not."""
-    if type(stated) is not list or len(stated) != length:
-        return None
-    if not all(type(value) in (int, float) and math.isfinite(value) and 0 <= value <= most for value in stated):
-        return None
-    return tuple(map(float, stated))

@@ -12,18 +12,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.json_file import Between
+from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.prepared import SAMPLES, Filling, PreparedFile
 from powerinfer.formats.quant import Bytes, Floats
 
 _F16_MAX = 65504.0
-_MAX_ROWS = 1 << 40
+
+
+@dataclass(frozen=True)
+class _Description:
+    rows: Annotated[int, Between(1, 1 << 40)]
+    about: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,13 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     """
     place = PreparedFile(SAMPLES, checkpoint, prepared)
     description, tensors, file = place.read()
-    rows, about = description.get("rows"), description.get("about")
-    if type(rows) is not int or not 0 < rows <= _MAX_ROWS or type(about) is not dict:
-        raise place.bad("does not say how many samples it holds, or how they were made")
+    about = place.described(_Description, description)
+    rows = about.rows
     layers = []
     for layer in range(checkpoint.config.n_layers):
         views = []
         for name, dtype, shape in _of_layer(checkpoint, layer, rows):
-            tensor = tensors.pop(name, None)
-            if tensor is None or (tensor.type, tensor.shape) != (dtype, shape):
-                raise place.bad(f"does not hold {name} as {list(shape)} of type {dtype}")
+            tensor = place.holds(tensors, name, dtype, shape)
             if tensor.data.ctypes.data % 2:
                 raise place.bad(f"holds {name} at an odd place")
             views.append(tensor.data)
@@ -80,9 +83,8 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     starts = np.frombuffer(windows.data.tobytes(), "<i8").astype(np.int64)
     if starts[0] != 0 or starts.max() >= rows or (starts[1:] <= starts[:-1]).any():
         raise place.bad("has windows that do not follow one another")
-    if tensors:
-        raise place.bad(f"holds tensors of no layer, such as {shown(next(iter(tensors)))}")
-    return SamplesFile(rows, tuple(layers), starts, about, file)
+    place.holds_no_more(tensors)
+    return SamplesFile(rows, tuple(layers), starts, about.about, file)
 
 
 class SamplesWriter:

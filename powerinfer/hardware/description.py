@@ -165,16 +165,6 @@ class Hardware:
     key: Annotated[Mapping[Line, Line], Length(64)] = field(default_factory=dict)
     host_bytes: _Bytes = 0
 
-    @property
-    def plain_torch(self) -> bool:
-        """Whether the GPU was measured without kernels of the engine's own: a stand-in, or a card without Triton."""
-        return self.key.get("triton") == "none"
-
-    @property
-    def stand_in(self) -> bool:
-        """Whether the GPU is torch's CPU device."""
-        return self.key.get("gpu_device", "").startswith(NO_GPU)
-
 
 def ready_made() -> list[str]:
     """The names of the machines whose descriptions come with the package."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.json_file import Between
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.hardware.gpu_rates import software
 from powerinfer.kernels.gpu import FEW
@@ -42,6 +43,16 @@ GAIN = 0.95
 
 _CALLS = 3  # one behind the other, as the layers of a model are
 
+
+@dataclass(frozen=True)
+class _Kept:
+    """A measurement in the file."""
+
+    key: Key
+    least: Annotated[int, Between(FEW + 1, 1 << 40)] | None
+    tried: tuple[tuple[int, float, float], ...]
+
+
 Seconds = Callable[[int, bool], float]
 """What a layer takes for a step of so many tokens; streamed, or not."""
 
@@ -63,7 +74,7 @@ class Crossing:
 
 
 def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
-    """Try sizes, ascending, until streaming is faster; between that one and the one before lines are straight."""
+    """Try sizes, ascending, until streaming is faster; interpolate linearly between the last two."""
     tried: list[tuple[int, float, float]] = []
     for tokens in sizes:
         tried.append((tokens, seconds(tokens, False), seconds(tokens, True)))
@@ -93,7 +104,7 @@ def settle(
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
     key = trial_key(checkpoint, engine, selection.selector, selection.files, ())
     key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
-    kept = [one for one in map(_read, read_entries(path, KIND)) if one is not None]
+    kept = [(one.key, Crossing(one.least, one.tried)) for one in read_entries(path, KIND, _Kept)]
     found = next((crossing for other, crossing in kept if other == key), None)
     if found is not None and not engine.retrial:
         how = f"measured earlier ({path})"
@@ -169,18 +180,3 @@ def _inputs(executor: SplitExecutor, ffn: HybridFfn, sample: Sequence[int]) -> T
     finally:
         ffn.on_input = None
     return seen[0]
-
-
-def _read(entry: Any) -> tuple[Key, Crossing] | None:
-    """As it was written, None if it is none."""
-    if type(entry) is not dict or entry.keys() != {"key", "least", "tried"}:
-        return None
-    key, least, tried = entry["key"], entry["least"], entry["tried"]
-    if type(key) is not dict or not all(type(value) is str for value in key.values()):
-        return None
-    if (least is not None and (type(least) is not int or least <= FEW)) or type(tried) is not list:
-        return None
-    for one in tried:
-        if type(one) is not list or [type(value) for value in one] != [int, float, float]:
-            return None
-    return key, Crossing(least, tuple((tokens, cpu, gpu) for tokens, cpu, gpu in tried))

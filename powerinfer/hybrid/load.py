@@ -81,13 +81,16 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
 
 
 def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
+    from powerinfer.hybrid.vram import hold_budget
+
     split = None if resolved.plan is None else _planned_split(resolved)
     executor = load_split(resolved, split, progress)
     executor.choices["gpu"] += f", {resolved.why}"
     try:
         sparsity = Sparsity() if split is None else _settled(executor, resolved, split, sample, progress)
-        if executor.gpu.device.type == "cuda":  # what is missing shows now, and not in the first request
-            executor.gpu.rehearse(resolved.engine.max_batch)
+        held = hold_budget(executor, resolved.engine.max_batch, resolved.vram, resolved.plan, split)
+        if held is not None and held is not resolved.plan:
+            executor.choices["gpu"] += f", {100 * held.choice.mass_on_gpu:.0f} % since memory was measured"
         sparsity.clear()  # of what was tried
     except BaseException:
         executor.close()

@@ -19,6 +19,7 @@ from powerinfer.sparsity.selection import DENSE, Selection, select
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
+    from powerinfer.placement.budget import Workload
     from powerinfer.placement.plan import Plan
     from powerinfer.placement.shapes import Model
 
@@ -33,7 +34,7 @@ class Resolved:
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
     head are on the GPU. plan: places neurons one by one; None: layers on the GPU are dense. pages: of the KV cache on
     every device, None: as many as the CPU's memory holds; kv_room: the most bytes that they may take then, None: no
-    limit.
+    limit. vram: bytes of the GPU that all of it may take beside the driver, None: no limit but the device's.
     """
 
     checkpoint: Checkpoint
@@ -46,6 +47,7 @@ class Resolved:
     plan: Plan | None = None
     pages: int | None = None
     kv_room: int | None = None
+    vram: int | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> Resolved:
@@ -97,10 +99,18 @@ def _on_cpu(resolved: Resolved) -> Resolved:
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:
     """Bytes of RAM that the model takes with the KV cache of one context. selection: None: every neuron is computed."""
-    from powerinfer.placement.budget import ram_alone
+    from powerinfer.placement.budget import bundle_bytes, in_ram
 
     selector = "all" if selection is None else selection.selector.name
-    return ram_alone(model, engine.kv_type, _context(model, engine), engine.prefill_chunk, engine.max_batch, selector)
+    held = sum(in_ram(model, _workload(model, engine, selector)).values())
+    return held + (0 if selector == "all" else bundle_bytes(model))
+
+
+def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:
+    from powerinfer.placement.budget import Workload
+
+    context = _context(model, engine)
+    return Workload(engine.kv_type, context, engine.prefill_chunk, engine.max_batch, selector=selector)
 
 
 def _kv_bytes(model: Model, engine: EngineConfig) -> int:
@@ -167,7 +177,9 @@ def _beside_gpu(
     hardware = measured(engine, progress, gpu=gpu)
     model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
     pages = -(-_context(model, engine) // cpu.PAGE)  # one whole context, which the requests share
-    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages)
+    assert hardware.gpu is not None
+    vram = None if engine.vram is None else engine.vram - hardware.gpu.reserved_bytes
+    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages, vram=vram)
     if selection.bundles is None:
         return _whole_layers(resolved, model, hardware)
     return _split_neurons(resolved, model, hardware, stand_in)
@@ -175,14 +187,14 @@ def _beside_gpu(
 
 def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | str:
     """The first layers on the GPU, as many as --vram holds."""
-    from powerinfer.placement.budget import gib, ram_beside, whole_layers
+    from powerinfer.placement.budget import budgets, gib, in_ram, layers_that_fit
 
     engine = resolved.engine
-    given = engine.kv_type, _context(model, engine), engine.prefill_chunk, engine.max_batch
-    layers, head = whole_layers(model, hardware, engine.vram, *given)
+    work, (vram, _) = _workload(model, engine, "all"), budgets(hardware, engine.vram, None)
+    layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
     if not layers:
         return "the budget does not hold one layer"
-    needed = ram_beside(model, hardware, layers, head, *given)
+    needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
     if engine.ram is not None and needed > engine.ram:
         raise RequestError(
             f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "

@@ -36,9 +36,6 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGE, SEGMENT = 10 << 20, 2 << 20
-"""Bytes from which on torch's allocator gives a tensor segments of its own on CUDA, and bytes of such a segment."""
-
 _PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
 
@@ -92,14 +89,6 @@ def gpu_type(type_name: str, k: int = 32) -> str:
 def weight_bytes(type_name: str, rows: int, k: int) -> int:
     """Bytes on a GPU of a matrix [rows, k] that is stored as `type_name`; they are those of the type it gets there."""
     return rows * block_type(gpu_type(type_name, k)).row_bytes(k)
-
-
-def rounding(nbytes: int) -> int:
-    """What torch's allocator adds to a tensor of so many bytes on CUDA.
-
-    Blocks are whole 512 bytes, from 10 MiB on whole segments of 2 MiB, whose rest serves hardly anything else.
-    """
-    return -nbytes % (512 if nbytes < LARGE else SEGMENT)
 
 
 def upload(tensor: RawTensor, device: Any, row_map: NDArray[np.int32] | None = None) -> Weight:

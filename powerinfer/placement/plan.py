@@ -32,17 +32,18 @@ from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import (
-    Bytes,
     Claims,
+    Footprint,
+    Workload,
     budgets,
     claim,
-    dense_on_gpu,
     gib,
+    on_gpu,
     shared_in_ram,
     shared_on_gpu,
+    staged_beside,
     staged_in_ram,
     staged_on_gpu,
-    with_staging,
 )
 from powerinfer.placement.plan_document import (
     FORMAT,
@@ -58,7 +59,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_METHOD = 6
+GPU_METHOD = 7
 """Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -115,6 +116,21 @@ class PlanRequest:
     def together(self) -> int:
         """Requests that decode together."""
         return max(self.requests, self.batch)
+
+    @property
+    def workload(self) -> Workload:
+        """What memory depends on."""
+        return Workload(self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector)
+
+    def claims(self) -> Claims:
+        """Where the dense parts are. RequestError, with the minimum, where the budgets do not hold them."""
+        return claim(self.model, self.hardware, self.workload, self.vram, self.ram)
+
+    def vram_for(self, groups: int = 0) -> int:
+        """Bytes of VRAM that hold all dense parts and so many groups of neurons; buffers for cold ones come in it."""
+        layers = self.model.config.n_layers
+        held = sum(on_gpu(self.model, self.hardware, self.workload, layers, True).values())
+        return held + shared_on_gpu(self.model, layers) + groups * GROUP * self.model.gpu_neuron
 
     @property
     def goes(self) -> str:
@@ -199,16 +215,16 @@ class Plan:
         return result
 
     @property
-    def bytes(self) -> dict[str, Bytes]:
-        """Bytes by tier and part."""
-        tiers: dict[str, Bytes] = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
+    def bytes(self) -> dict[str, Footprint]:
+        """Bytes by tier and use."""
+        tiers: dict[str, Footprint] = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
         if self.claims.bundles:
             for tier, name in _NAMES.items():
                 tiers[name]["ffn"] = sum(layer[tier] for layer in self._neuron_bytes)
         if self.staging:
             own = staged_in_ram(self.staging)
             tiers["gpu"]["staging"] = tiers["cpu"]["staging"] = own
-            tiers["gpu"]["step"] += staged_on_gpu(self.staging) - own
+            tiers["gpu"]["scratch"] += staged_on_gpu(self.staging) - own
         return {name: {part: n for part, n in parts.items() if n} for name, parts in tiers.items()}
 
     @property
@@ -318,7 +334,30 @@ class Plan:
 
 def make_plan(request: PlanRequest) -> Plan:
     """Solve it. RequestError where the budgets do not hold the dense part, or not the model and there is no disk."""
-    claims = claim(request)
+    plan = _solved(request, request.claims())
+    may_leave = request.policy == "time" and plan.claims.gpu_layers and not request.insist
+    alone = _without_gpu(request) if may_leave else None
+    if alone is not None and alone.choice.seconds < plan.choice.seconds:
+        slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
+        return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU is used
+    return plan
+
+
+def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
+    """The plan with neurons of `lacking` bytes fewer on the GPU; None where there are not so many there.
+
+    RequestError where RAM does not hold them either, and there is no disk.
+    """
+    claims = plan.claims
+    left = sum(plan.choice.gpu) * GROUP * claims.gpu_neuron - lacking
+    if left < 0:
+        return None
+    gpu = claims.gpu | {"scratch": claims.gpu["scratch"] + claims.gpu_left - left}
+    return _solved(plan.request, replace(claims, gpu=gpu, gpu_left=left))
+
+
+def _solved(request: PlanRequest, claims: Claims) -> Plan:
+    """Neurons placed in what the dense parts leave."""
     tables = {False: _tables(request, claims, _orders(request, "time"))}
     tables[True] = _tables(request, claims, _orders(request, "random")) if claims.gpu_layers else tables[False]
     others: dict[str, Choice] = {}
@@ -326,11 +365,6 @@ def make_plan(request: PlanRequest) -> Plan:
         others[policy] = _choose(request, claims, tables[policy == "random"], policy, others)
     others = {policy: others[policy] for policy in POLICIES}
     choice = others[request.policy]
-    may_leave = request.policy == "time" and claims.gpu_layers and not request.insist
-    alone = _without_gpu(request) if may_leave else None
-    if alone is not None and alone.choice.seconds < choice.seconds:
-        slower = f"with the GPU a step would take {1e3 * choice.seconds:.1f} ms: the CPU alone is faster"
-        return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU is used
     reasons, helps = _explain(request, claims, choice, tables[False])
     return Plan(request, claims, choice, others, tuple(reasons), tuple(helps))
 
@@ -523,7 +557,7 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
     hardware, config = request.hardware, request.model.config
     vram, _ = budgets(hardware, request.vram, request.ram)
     reasons: list[str] = []
-    wanted: list[tuple[str, str, int]] = []
+    wanted: list[tuple[str, str, int]] = []  # what, by which flag, bytes
     if not vram:
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
         why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
@@ -538,14 +572,15 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
     elif not claims.gpu_head:
         reasons.append("attention of all layers is on the GPU; the output head does not fit")
     if vram:
-        dense = dense_on_gpu(request)
-        wanted += [(f"{what} on the GPU", "--vram", needed) for what, needed in dense]
-        needed = dense[-1][1] + shared_on_gpu(request.model, config.n_layers)
+        dense = request.model, hardware, request.workload, config.n_layers
+        what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
+        wanted.append((f"{what} of all layers on the GPU", "--vram", sum(on_gpu(*dense, False).values())))
+        wanted.append(("the output head on the GPU", "--vram", sum(on_gpu(*dense, True).values())))
         for share in (0.5, 0.8, 1.0):
             what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
-            room = _groups_for(tables.mass, share) * GROUP * claims.gpu_neuron
-            room = room if share == 1 else with_staging(request.model, room)
-            wanted.append((f"room on the GPU for {what}", "--vram", needed + room))
+            groups = _groups_for(tables.mass, share)
+            staged = 0 if share == 1 else staged_beside(request.model, groups * GROUP * claims.gpu_neuron)
+            wanted.append((f"room on the GPU for {what}", "--vram", request.vram_for(groups) + staged))
     if not claims.bundles:
         reasons.append("every neuron is computed, from dense matrices in RAM")
     elif not claims.gpu_layers and not claims.panels:
@@ -621,7 +656,7 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
     if document.key != request.key:
         raise ValueError("another key")
     used = document.gpu_layers
-    claims = claim(request if used else replace(request, vram=0))
+    claims = (request if used else replace(request, vram=0)).claims()
     if used != claims.gpu_layers:
         raise ValueError("other layers on the GPU")
     layers, groups = profile.n_layers, -(-profile.d_ff // GROUP)

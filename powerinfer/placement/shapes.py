@@ -42,11 +42,14 @@ have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
 """Of a model that can be planned for; OPT-175B has 4.7 million."""
 
+GPU_MARGIN = RECORDED_BYTES + (192 << 20)
+"""Bytes of a GPU for recorded steps, and for what is not counted: a piece of a quantised matrix as it is converted,
+attention's partial sums, segments of torch's allocator that are not full."""
+LAYER_MARGIN = 4 << 20
+"""The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
+
 _PREDICTOR_TYPE = "Q8_0"
-_LEAST_DESCRIPTION = 1 << 12  # bytes of the numbers of a step
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
-_SPLIT_ROWS = 264 * 64  # rows of attention's sums, where few tokens share out a context among a GPU's processors
-_PLAIN_PIECE = 16  # bytes that an element of it takes in plain torch: codes, scales, values, twice where converted
 _CONFIG_LIMIT = 1 << 20  # bytes of a config.json
 
 
@@ -142,69 +145,20 @@ class Model:
         """Bytes of a layer's predictor on a GPU, with the numbers of the neurons that rest here and there."""
         return sum(one.stored for one in pair) + 8 * self.config.widest_ffn
 
-    def gpu_rounding(self, layer: int, kv: int, predicted: bool, dense: bool) -> int:
-        """What the allocator adds to a layer's tensors on a GPU. kv: bytes of its cache.
+    def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
+        """Working memory on a GPU of steps of up to `tokens` tokens and `requests` logits: an estimate from above.
 
-        How many neurons will be there is not known yet: a large tensor of them counts with half a segment.
-        """
-        config, bundles = self.config, self.bundles
-        q, k, v, o = self.attention[layer]
-        tensors = [*_tensors(q, k, v), *_tensors(o), kv // 2, kv // 2]
-        if predicted:
-            inner, outer = self.predictors[layer]
-            tensors += [*_tensors(inner), *_tensors(outer), 4 * config.widest_ffn, 4 * config.widest_ffn]
-        if dense:
-            *first, last = self.ffn[layer]
-            tensors += [*_tensors(*first), *_tensors(last)]
-        vectors = sum(name.startswith("layers.0.") for name, _ in self._vectors)
-        total = sum(map(gpu.rounding, tensors)) + 512 * vectors
-        if dense:
-            return total
-        down = "Q4_0" if bundles.down_type == ACROSS else bundles.down_type  # which has as many bytes of scales
-        types = [bundles.gate_type] * (2 if bundles.gated else 1) + [down]
-        rows = [n for one in types for n in _split(one, config.widest_ffn * gpu.weight_bytes(one, 1, config.d_model))]
-        return total + sum(gpu.SEGMENT // 2 if n >= gpu.LARGE else 512 for n in rows) + 3 * 512
-
-    @property
-    def gpu_head_rounding(self) -> int:
-        """The same of the head's."""
-        matrices = (self.head, *self.projections[1:])
-        return sum(gpu.rounding(n) for one in matrices for n in _tensors(one)) + 2 * 512
-
-    def gpu_scratch(self, tokens: int, requests: int, context: int) -> int:
-        """What `GpuLayers` keeps from step to step: the residual stream of `tokens`, and the numbers of a step."""
-        numbers = 5 * tokens + requests * (1 + -(-context // cpu.PAGE))
-        return 4 * tokens * self.config.d_model + max(_LEAST_DESCRIPTION, 1 << (4 * numbers - 1).bit_length())
-
-    def gpu_passed(self, tokens: int, requests: int, plain: int | None = None) -> int:
-        """The most that a GPU's operators pass to each other in a step of so many tokens and `requests` logits.
-
-        Normalised rows and the sum that comes back; q, k, v and what attention gives, or gate, up and what becomes of
-        them until down has them in half the bits; logits; and of products with many tokens a piece of the matrix, where
-        that is quantised, with what it gives (kernels/gpu.py); beside that the same of steps of few tokens, which are
-        recorded apart, and the recordings. plain: the context, where nothing is recorded and all is done in torch's own
-        arithmetic, as on a stand-in, which spreads out pieces of any type, and attention's keys, values and scores.
+        The residual stream, the buffers between the devices, and for each token the largest tensors that operators hold
+        at a time: q, k, v and what attention gives, or gate, up and their product, and the results of a piece of a
+        matrix; logits; and what cannot be counted (`GPU_MARGIN`, `LAYER_MARGIN`). What a load really takes is measured
+        (`hybrid/vram.py`).
         """
         config = self.config
-        qkv, attended = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_heads * config.head_dim
-        largest = max(2 * config.widest_ffn, config.d_model, qkv)  # gate and up are one matrix
-        if requests > gpu.FEW:
-            largest = max(largest, config.vocab_size)
-        piece = min(_PIECE, largest * config.d_model)
-        layers = (*self.attention[0], *self.ffn[0], self.head)
-        types = {matrix.gpu_type for matrix in layers} | {self.bundles.gate_type, self.bundles.down_type}
-        of_piece = 0 if types <= FLOAT_TYPES else 2
-        spread = _SPLIT_ROWS * config.head_dim
-        if plain is not None:
-            of_piece = _PLAIN_PIECE
-            spread = plain * (2 * tokens * config.n_heads + 2 * config.n_kv_heads * config.head_dim)
-        hidden = 9 * config.widest_ffn // 2 if config.gated else 7 * config.widest_ffn // 2
-        passed = 2 * config.d_model + max(qkv + 5 * attended // 2, hidden) + 2 * (piece // config.d_model)
-        logits = 2 * requests * (config.vocab_size + (config.embed_dim or 0))
-        recorded = 0
-        if plain is None:
-            recorded = RECORDED_BYTES + 4 * (min(tokens, gpu.FEW) * passed + logits + spread)
-        return 4 * (tokens * passed + logits + spread) + of_piece * piece + recorded
+        qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        piece = min(max(2 * config.widest_ffn, qkv), _PIECE // config.d_model)
+        row = 5 * config.d_model + max(4 * qkv, 5 * config.widest_ffn) + 2 * piece
+        logits = 4 * requests * (config.vocab_size + config.embed_dim)
+        return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).
@@ -222,19 +176,6 @@ class Model:
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         per_token = 4 * floats + forms
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
-
-
-def _tensors(*matrices: Matrix) -> list[int]:
-    """Bytes of the tensors on a GPU of matrices that multiply the same rows: one weight, where their types allow."""
-    if len({one.gpu_type for one in matrices}) == 1:
-        return _split(matrices[0].gpu_type, sum(one.stored for one in matrices))
-    return [n for one in matrices for n in _split(one.gpu_type, one.stored)]
-
-
-def _split(type_name: str, nbytes: int) -> list[int]:
-    """Codes and scales."""
-    scales = 2 * nbytes // block_type(type_name).nbytes if type_name not in FLOAT_TYPES else 0
-    return [nbytes - scales, scales] if scales else [nbytes]
 
 
 # ---------------------------------------------------------------- from what there is

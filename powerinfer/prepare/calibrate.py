@@ -1,8 +1,8 @@
-"""Thresholds for activations that are never exactly zero: how much can be left out at a stated cost in perplexity.
+"""Thresholds for activations that are never exactly zero: how much can be skipped at a stated increase in perplexity.
 
 As in CATS (arXiv 2404.08763, section 3.2): the threshold of a layer is a quantile of the magnitudes of act(gate . n),
-and all layers take the same quantile. CATS chooses it by hand; here it is the largest one, found by bisection, whose
-perplexity on windows of the text that were held out stays within the cost.
+and all layers use the same quantile. CATS chooses it by hand; here it is the largest one, found by bisection, whose
+perplexity on held-out windows of the text stays within the cost.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from powerinfer.prepare.corpus import Windows
 
 MOST = 0.98
-"""The largest quantile that is tried."""
+"""The largest quantile tried."""
 
 HALVINGS = 7
-"""Of the interval that the quantile lies in: it ends below 0.008."""
+"""Number of bisections: the final interval of the quantile is below 0.008."""
 
-SCORED, MEASURED = 32, 64  # most windows whose perplexity, and whose magnitudes, are measured
+SCORED, MEASURED = 32, 64  # maximum windows for perplexity, and for magnitudes
 
 Perplexity = Callable[[Sequence[float] | None], float]
 """Of the held-out windows, with the thresholds of the layers, or dense."""
 
 
 class Silenced:
-    """An executor that leaves out what does not exceed thresholds, where logits are asked for, as decode would.
+    """An executor that skips activations below thresholds for tokens with logits, as decode would.
 
-    What comes before these tokens is computed as a prompt is: densely.
+    The tokens before them are computed densely, like a prompt.
     """
 
     def __init__(self, executor: CpuExecutor, most: Sequence[float] | None) -> None:
@@ -53,13 +53,13 @@ class Silenced:
             return self._executor.forward(batch)
 
     def close(self) -> None:
-        pass  # it is not ours
+        pass  # it belongs to the caller
 
 
 def held_out(number: int) -> tuple[list[int], list[int]]:
-    """Of so many windows (those whose perplexity decides, those that magnitudes are taken from).
+    """(windows for perplexity, windows for magnitudes), of so many.
 
-    Evenly spread, and apart from each other where there is more than one.
+    Evenly spaced, and disjoint if there is more than one.
     """
     scored = _spread(range(number), min(SCORED, max(1, number // 5)))
     rest = [window for window in range(number) if window not in set(scored)]
@@ -93,9 +93,9 @@ def measure_magnitudes(
 
 
 def thresholds_at(magnitudes: Counts, quantile: float) -> tuple[float, ...]:
-    """For each layer the magnitude that the share `quantile` of its activations does not exceed.
+    """For each layer the `quantile` of the magnitudes of its activations.
 
-    magnitudes: int64 [layers, bins]; within a bin they count as evenly spread.
+    magnitudes: int64 [layers, bins]; within a bin they are assumed uniform.
     """
     edges = magnitude(np.arange(magnitudes.shape[1] + 1))
     found = []
@@ -112,7 +112,7 @@ def thresholds_at(magnitudes: Counts, quantile: float) -> tuple[float, ...]:
 def calibrate(measure: Callable[[float], float], cost: float) -> float:
     """The largest quantile, as far as bisection finds it, whose perplexity is at most 1 + cost times the dense one.
 
-    measure: the perplexity at a quantile; at 0 the dense one. 0: none is good enough.
+    measure: the perplexity at a quantile; at 0 the dense one. Returns 0 if none is good enough.
     """
     limit = (1 + cost) * measure(0.0)
     if measure(MOST) <= limit:

@@ -1,19 +1,19 @@
-"""The predictor of one layer: fitted to samples of what the layer reads and which of its neurons fire.
+"""The predictor of one layer, fitted to samples of the layer's FFN input and of the neurons that fire.
 
-A predictor is z = out . relu(in . r), r the residual stream before the FFN's norm, and names the neurons whose z
+A predictor is z = out . relu(in . r), r the residual stream before the FFN's norm, and selects the neurons whose z
 reaches a threshold (PowerInfer, arXiv 2312.12456). It has no biases, so it is homogeneous: z(s r) = s z(r) for s > 0.
-Whether a neuron fires does not change with the length of r either, because a norm divides by it. So a predictor
-is fitted on r / scale(r), the norm's divisor, and works on r itself; only its threshold is not free of the length, and
-is therefore held near 0 in training.
+Whether a neuron fires does not depend on the length of r either, because a norm divides by it. So a predictor is fitted
+on r / scale(r), scale the norm's divisor, and applied to r itself; only its threshold depends on the length, and is
+therefore kept near 0 in training.
 
-Two ways to weights:
+There are two ways to obtain weights:
 
 - low rank, without training ("svd"). A neuron fires when its margin, linear in r / scale(r), is positive. Margins in
   units of their standard deviation are approximated with least mean squared error over the samples (SVD of G C^(1/2), C
-  the covariance). A linear direction v costs two units, relu(v . r) - relu(-v . r), or, where one direction u has
-  u . r = scale(r) nearly (the residual streams of language models have one), one unit that never closes,
-  relu((v + c u) . r) - c u . r, and the second term is shared by all directions. The same u carries offsets.
-- training from there: gradient descent on the class-balanced loss that `_fit` states, through the quantisation.
+  the covariance). A linear direction v takes two units, relu(v . r) - relu(-v . r), or, if some direction u has
+  u . r = scale(r) approximately (as in the residual streams of language models), one unit that is always active,
+  relu((v + c u) . r) - c u . r; the second term is shared by all directions. The same u provides offsets.
+- training from there: gradient descent on the class-balanced loss of `_fit`, through the quantisation.
 
 Everything is measured as the engine computes it: weights in their stored type, and with Q8_0 the activations in 8 bits.
 """
@@ -35,24 +35,24 @@ from powerinfer.formats.quant import Bytes, Floats, dequantize, quantize
 from powerinfer.neurons import Predictor
 
 Tensor = Any
-"""A torch tensor; torch is imported only where predictors are made."""
+"""A torch tensor; torch is imported only to make predictors."""
 
-_BATCH = 1024  # rows that are measured at once
-_CELLS = 1 << 22  # at most so many neurons of rows
-_MOMENT_ROWS = 1 << 16  # rows that the covariance is taken from
-_CHECK_ROWS = 4096  # rows that training is checked on
-_BINS_SHIFT = 12  # bits of a float that a bin of z leaves out: bins are 2^-11 of z wide
-_RISE = 0.02  # how fast the weight of firing neurons follows the recall
-_SLOPES = [2.0**n for n in range(-2, 9)]  # of the logistic, tried at the beginning
-_SOME_ROWS = 256  # rows that scales are taken from
-_PATIENCE = 5  # checks, of twenty, over which a gain is looked for
-_EASILY = 0.75  # of what may be lost
-_AS_GOOD = 0.001  # what a trained predictor must save to be preferred to one of low rank
+_BATCH = 1024  # rows measured at once
+_CELLS = 1 << 22  # maximum rows * neurons at once
+_MOMENT_ROWS = 1 << 16  # rows used for the covariance
+_CHECK_ROWS = 4096  # rows used to check training
+_BINS_SHIFT = 12  # low bits of a float that a bin of z ignores: bins are 2^-11 of z wide
+_RISE = 0.02  # rate at which the weight of firing neurons follows the recall
+_SLOPES = [2.0**n for n in range(-2, 9)]  # initial slopes of the logistic that are tried
+_SOME_ROWS = 256  # rows used for scales
+_PATIENCE = 5  # checks, of twenty, within which the loss must improve
+_EASILY = 0.75  # fraction of the allowed loss at which training ends early
+_AS_GOOD = 0.001  # what a trained predictor must gain over one of low rank
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which samples are for what, row numbers: fitting, choosing (threshold, size, when to stop), and reporting."""
+    """Row numbers of the samples for fitting, for choosing (threshold, size, when to stop), and for reporting."""
 
     train: NDArray[np.int64]
     choose: NDArray[np.int64]
@@ -60,7 +60,7 @@ class Rows:
 
 
 def split_rows(rows: int, windows: NDArray[np.int64]) -> Rows:
-    """The last tenth is held out, in whole windows where there are ten, and halved: windows in turn choose and report.
+    """The last tenth is held out, in whole windows if there are ten; its windows alternately choose and report.
 
     windows: int64, the first row of each, ascending from 0.
     """
@@ -75,10 +75,10 @@ def split_rows(rows: int, windows: NDArray[np.int64]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How well a predictor does on rows: shares from 0 to 1, all neurons of all rows together.
+    """Quality of a predictor on some rows: shares from 0 to 1, over all neurons of all rows.
 
-    recall: of the neurons that fire, those named (1 where none fires); precision: of those named, the ones that fire
-    (1 where none is named); candidate_fraction: named, of all; active_fraction: fire, of all.
+    recall: of the neurons that fire, those selected (1 if none fires); precision: of those selected, the ones that fire
+    (1 if none is selected); candidate_fraction: selected, of all; active_fraction: firing, of all.
     """
 
     recall: float
@@ -88,7 +88,7 @@ class Figures:
 
     @property
     def lost(self) -> float:
-        """Sparsity that the engine cannot use: share of all neurons by which more are named than fire."""
+        """Sparsity lost: selected minus firing neurons, as a share of all."""
         return self.candidate_fraction - self.active_fraction
 
 
@@ -96,9 +96,9 @@ class Figures:
 class Fitted:
     """A layer's predictor in its stored type: inner and outer are bytes of [rank, d_model] and [d_ff, rank].
 
-    method: "trained", "svd", or "constant" where nothing fires, or everything. chosen: figures on the rows that chose
-    the threshold, by which sizes are compared; figures: on the rows that had no say. svd: figures of the predictor of
-    low rank of the same size, and svd_form how it was made. steps: of training.
+    method: "trained", "svd", or "constant" if no neuron fires, or all do. chosen: figures on the rows that chose the
+    threshold, used to compare sizes; figures: on the reporting rows. svd: figures of the low-rank predictor of the same
+    size, svd_form: how it was made. steps: of training.
     """
 
     predictor: Predictor
@@ -117,7 +117,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """Of one matrix: a neuron is open where weights . (r / scale(r)) + offset > 0; [d_ff, d_model] and [d_ff]."""
+    """Of one matrix: positive if weights . (r / scale(r)) + offset > 0; [d_ff, d_model] and [d_ff]."""
 
     weights: Floats
     offset: Floats
@@ -126,7 +126,7 @@ class Margins:
 def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     """What must be positive for a neuron to fire: the gate's margin (plain FFN: that of up), and for dReLU up's too.
 
-    The norm before the FFN is folded in, its weight, bias and subtraction of the mean.
+    The FFN's norm (weight, bias, subtraction of the mean) is folded into the weights.
     """
     config, own, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
     parts = ["gate", "up"] if own.ffn.activation == "drelu" else ["gate" if own.ffn.gated else "up"]
@@ -150,7 +150,7 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
 
 
 def _scale(torch: Any, checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
-    """What the norm before the FFN divides by, [n, 1]."""
+    """The divisor of the norm before the FFN, [n, 1]."""
     config = checkpoint.config
     if config.layers[layer].norms not in ("pre", "both"):  # the FFN reads x itself
         return torch.ones_like(x[:, :1])
@@ -168,7 +168,7 @@ class LayerFit:
     x: float16 [rows, d_model]; active: uint8 [rows, ceil(d_ff / 8)], bit i % 8 of byte i // 8 is neuron i. Both may be
     mapped files: rows are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the
     margins' matrices and, for each of them, one of their size and three of [d_model, d_model], twice as wide.
-    ModelError for samples that are no numbers.
+    ModelError for samples that are not finite.
     """
 
     def __init__(
@@ -192,31 +192,31 @@ class LayerFit:
         self._d_ff = checkpoint.config.widest_ffn
         self._at_once = max(1, min(_BATCH, _CELLS // self._d_ff))
         self.frequency = self._counted() / len(rows.train)
-        """Share of the rows for training that each neuron fires for, float64 [d_ff]."""
+        """Share of the training rows for which each neuron fires, float64 [d_ff]."""
         self._low_rank: _LowRank | None = None
 
     @property
     def constant(self) -> bool:
-        """Whether nothing fires in the rows for training, or everything."""
+        """Whether no neuron fires in the training rows, or all always do."""
         return bool((self.frequency == 0).all() or (self.frequency == 1).all())
 
     def start_rank(self) -> float:
-        """Where to begin looking for a size: half of d_model for each bit that a neuron's firing has.
+        """The first size to try: half of d_model for each bit of entropy of a neuron's firing.
 
-        The paper begins with a size from the layer's sparsity and adjusts it by its skew. The mean entropy of the
-        neurons, in bits, holds both: it falls with sparsity, and at the same sparsity with skew. Half of d_model is
-        what the published predictors come to (ReluLLaMA-7B: 70 % sparse, 1024 to 2048 of 4096).
+        The paper starts with a size from the layer's sparsity and adjusts it by its skew. The mean entropy of the
+        neurons, in bits, reflects both: it falls with sparsity, and at the same sparsity with skew. Half of d_model
+        matches the published predictors (ReluLLaMA-7B: 70 % sparse, 1024 to 2048 of 4096).
         """
         p = np.clip(self.frequency, 1e-12, 1 - 1e-12)
         entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
         return 0.5 * self._checkpoint.config.d_model * float(entropy.mean())
 
     def low_rank_lost(self, rank: int) -> float:
-        """What the predictor of low rank of that size loses, about: weights are not yet in their stored type."""
+        """Approximate loss of the low-rank predictor of that size, without the rounding of the stored type."""
         return self._lost(*map(self._nearly, self._low_rank_of(rank)[1:]))
 
     def fit(self, rank: int, tick: Callable[[float], None]) -> Fitted:
-        """The better of the predictor of low rank and the trained one. tick: gets the share of the work done."""
+        """The better of the low-rank predictor and the trained one. tick: called with the share of the work done."""
         if self.constant:
             return self._constant(rank)
         low = self._low_rank_of(rank)
@@ -241,13 +241,13 @@ class LayerFit:
     # ------------------------------------------------------------ rows
 
     def _counted(self) -> NDArray[np.float64]:
-        """How often each neuron fires in the rows for training; all rows are looked at."""
+        """How often each neuron fires in the training rows; all rows are checked."""
         counts = np.zeros(self._d_ff)
         for at in range(0, len(self._x), self._at_once):
             part = slice(at, at + self._at_once)
             if not np.isfinite(self._x[part]).all():
                 raise ModelError(
-                    f"the samples of layer {self._layer} are not all numbers: the model's weights may be damaged; "
+                    f"the samples of layer {self._layer} are not all finite: the model's weights may be damaged; "
                     "profile it anew"
                 )
             bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._d_ff)
@@ -270,16 +270,16 @@ class LayerFit:
     # ------------------------------------------------------------ measuring
 
     def _z(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
-        """[n, d_ff], as the engine computes it from raw x."""
+        """z [n, d_ff], as the engine computes it from raw x."""
         hidden = self._torch.relu(self._rounded(x) @ inner.T)
         return self._rounded(hidden) @ outer.T
 
     def _rounded(self, values: Tensor) -> Tensor:
-        """Activations as the kernels of the stored type take them."""
+        """Activations rounded as by the kernels of the stored type."""
         return _in_8_bits(self._torch, values) if self._type == "Q8_0" else values
 
     def _histograms(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """How many neurons have a z in each bin: (those that fire, all), int64 [bins], by ascending z."""
+        """Histograms of z: (neurons that fire, all), int64 [bins], by ascending z."""
         torch = self._torch
         fires, every = (torch.zeros(1 << (32 - _BINS_SHIFT), dtype=torch.int64, device=self._device) for _ in range(2))
         for x, active in self._batches(rows):
@@ -295,14 +295,14 @@ class LayerFit:
         return len(fires) - 1 - int((from_above < need).sum())
 
     def _lost(self, inner: Tensor, outer: Tensor) -> float:
-        """`Figures.lost` at the recall wanted, on the rows that choose: what training is checked by."""
+        """`Figures.lost` at the target recall, on the choosing rows: the criterion of training."""
         rows = self._choosing[:: -(-len(self._choosing) // _CHECK_ROWS)]
         fires, every = self._histograms(inner, outer, rows)
         return _figures(fires, every, self._threshold(fires)).lost
 
     @property
     def _choosing(self) -> NDArray[np.int64]:
-        """The rows that choose, together with those for training where hardly anything fires in them."""
+        """The choosing rows, together with the training rows if hardly anything fires in them."""
         fired = np.unpackbits(self._active[self._rows.choose], axis=1, bitorder="little", count=self._d_ff).sum()
         enough = fired >= 1 / (1 - self._config.recall)
         return self._rows.choose if enough else np.concatenate([self._rows.train, self._rows.choose])
@@ -320,7 +320,7 @@ class LayerFit:
         return _Measured(_lowest_of(at), stored[0], stored[1], chosen, figures)
 
     def _stored(self, weights: Tensor) -> Bytes:
-        """In the stored type, after a power of two brought them to where F16, which scales of Q8_0 are, is precise."""
+        """In the stored type, after scaling by a power of two into the precise range of F16, the type of the scales."""
         peak = float(weights.abs().max())
         scaled = weights * 2.0 ** -math.ceil(math.log2(peak)) if peak else weights
         return quantize(np.ascontiguousarray(scaled.float().cpu().numpy()), self._type)
@@ -328,7 +328,7 @@ class LayerFit:
     # ------------------------------------------------------------ the three ways
 
     def _constant(self, rank: int) -> Fitted:
-        """All neurons or none: z is 0, and the threshold 0 or above it."""
+        """Selects all neurons or none: z is 0, and the threshold 0 or above it."""
         every = bool(self.frequency.all())
         d_model = self._checkpoint.config.d_model
         inner, outer = (quantize(np.zeros(s, np.float32), self._type) for s in ((rank, d_model), (self._d_ff, rank)))
@@ -342,7 +342,7 @@ class LayerFit:
         return Fitted(predictor, inner, outer, "constant", found[0], found[1], found[1], "constant", 0)
 
     def _low_rank_of(self, rank: int) -> tuple[str, Tensor, Tensor]:
-        """(form, in, out): of the ways to write a predictor of that rank the one that loses least as it is stored."""
+        """(form, in, out): the low-rank form of that rank that loses least in its stored type."""
         if self._low_rank is None:
             self._low_rank = _LowRank(self._torch, margins(self._checkpoint, self._layer), *self._moments())
         x, _ = self._some()
@@ -353,7 +353,7 @@ class LayerFit:
         return min(forms, key=lambda form: self._lost(self._nearly(form[1]), self._nearly(form[2])))
 
     def _nearly(self, weights: Tensor) -> Tensor:
-        """Weights with the errors of the stored type, to compare by."""
+        """Weights with the errors of the stored type, for comparison."""
         return _in_8_bits(self._torch, weights) if self._type == "Q8_0" else weights
 
     def _moments(self) -> tuple[Tensor, Tensor]:
@@ -376,12 +376,12 @@ class LayerFit:
 
         Loss of a neuron on a row, z the predictor's answer on r / scale(r): w softplus(-z) where it fires, softplus(z)
         where it does not, over w f + 1 - f, f the layer's share of firing neurons. w balances the classes at the
-        recall: it begins where both pull z with the same force, rises while fewer than the share wanted of the firing
-        neurons have z >= 0, and falls while more do (the multiplier of: least candidates such that the recall is
-        reached). All neurons share it, because they share a threshold. In Q8_0, gradients go straight through the
-        rounding of weights and activations. Adam; the rate is of each matrix's root mean square and falls to 0, sooner
-        where the sparsity lost on the rows that choose no longer falls, or falls so slowly that the size cannot keep
-        what may be lost; it is over where it keeps that easily. The best weights met on the way are taken.
+        recall: it starts where both classes have the same gradient, rises while fewer than the target share of the
+        firing neurons have z >= 0, and falls while more do (the multiplier of: fewest candidates such that the recall
+        is reached). All neurons share it, because they share a threshold. In Q8_0, gradients pass straight through the
+        rounding of weights and activations. Adam; the learning rate is relative to each matrix's root mean square and
+        decays to 0, earlier if the loss on the choosing rows no longer falls, or too slowly for this size to meet the
+        target; training ends if the target is met easily. The best weights found are used.
         """
         torch, config = self._torch, self._config
         inner, outer, log_weight = self._beginning(low[1], low[2])
@@ -421,15 +421,15 @@ class LayerFit:
             if lost < best:
                 best, kept = lost, (inner.detach().clone(), outer.detach().clone())
             course.append(best)
-            if end == config.steps and self._in_vain(course, (end - step) / every):  # cool down, and end
+            if end == config.steps and self._in_vain(course, (end - step) / every):  # decay the rate, and end
                 from_rate *= (end - step) / (end - begin)
                 begin, end = step, min(end, step + 3 * every)
         return kept, step
 
     def _in_vain(self, course: list[float], checks_left: float) -> bool:
-        """Whether what is lost, from check to check, does not fall, or will not fall far enough.
+        """Whether the loss of the checks no longer falls, or will not fall far enough.
 
-        Cooling down brings it down by a tenth or so more; a fifth is counted on.
+        Decaying the rate lowers it by another tenth or so; a fifth is assumed.
         """
         if len(course) <= _PATIENCE:
             return False
@@ -437,9 +437,9 @@ class LayerFit:
         return gain < 0.002 * course[-1] or 0.8 * course[-1] - gain * checks_left > self._config.lost
 
     def _beginning(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(in, out, log w): the same predictor as training wants it.
+        """(in, out, log w): the same predictor, rescaled for training.
 
-        The recall is reached at z = 0, by the unit that is constant, and z is as steep as the logistic loss likes it.
+        The recall is reached at z = 0, by means of the constant unit, and the slope of z minimises the logistic loss.
         """
         torch, nn = self._torch, self._torch.nn.functional
         x, fires = self._some()
@@ -458,21 +458,21 @@ class LayerFit:
         return inner.clone(), outer, log_weight
 
     def _some(self) -> tuple[Tensor, Tensor]:
-        """(r / scale(r), fires) of a few rows for training, spread evenly."""
+        """(r / scale(r), fires) of a few training rows, evenly spaced."""
         x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
         return x / _scale(self._torch, self._checkpoint, self._layer, x), fires
 
     def _balanced(self, x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """The same predictor with hidden units of root mean square 1.
 
-        One rate of learning then suits all, and units that share a block of Q8_0 are of one size.
+        One learning rate then suits all, and units that share a block of Q8_0 have the same magnitude.
         """
         size = self._torch.relu(x @ inner.T).square().mean(0).sqrt()
         size = self._torch.where(size > 0, size, 1.0)
         return inner / size[:, None], outer * size
 
     def _through(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
-        """z in the stored type, with gradients as if nothing was rounded."""
+        """z in the stored type, with gradients as if nothing were rounded."""
 
         def rounded(values: Tensor) -> Tensor:
             return values + (_in_8_bits(self._torch, values.detach()) - values.detach())
@@ -496,7 +496,7 @@ class _Measured:
 
 
 class _LowRank:
-    """Linear stand-ins for the margins of a layer, written as predictors.
+    """Low-rank linear approximations of the margins of a layer, as predictors.
 
     For dReLU, where two margins must be positive, there are two: the gate's alone, and the sum of both in units of
     their standard deviations.
@@ -505,7 +505,7 @@ class _LowRank:
     def __init__(self, torch: Any, parts: tuple[Margins, ...], mean: Tensor, second: Tensor) -> None:
         self._torch = torch
         eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
-        # u . r = scale(r), as nearly as the samples allow
+        # least squares solution of u . r = scale(r)
         self._constant = torch.linalg.solve(second + 1e-4 * second.trace() / len(mean) * eye, mean)
         covariance = second - torch.outer(mean, mean)
         values, vectors = torch.linalg.eigh(covariance)
@@ -528,10 +528,10 @@ class _LowRank:
         return _Basis(inner, outer, sizes, inner @ mean, offset + weights @ mean)
 
     def forms(self, rank: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, in [rank, d_model], out [d_ff, rank]) of every way to spend so many units, float64."""
+        """(name, in [rank, d_model], out [d_ff, rank]) of every form with so many units, float64."""
         torch = self._torch
         for name, basis in self._bases.items():
-            for reach in (2.0, 4.0):  # standard deviations by which a unit stays open
+            for reach in (2.0, 4.0):  # standard deviations by which a unit stays active
                 inner, outer, levels = basis.first(rank - 1)
                 open_by = (reach * basis.sizes[: len(inner)] - levels).clamp(min=0)
                 rest = basis.level - outer @ levels - outer @ open_by
@@ -542,7 +542,7 @@ class _LowRank:
             yield self._padded(f"{name} in pairs".strip(), *joined, basis.level - outer @ levels, rank)
 
     def _padded(self, name: str, inner: Tensor, outer: Tensor, rest: Tensor, rank: int) -> tuple[str, Tensor, Tensor]:
-        """The last unit carries what is constant, in a block with the least important; units of nothing fill up."""
+        """Order the units: the constant one last, in a block with the least important; padded with zero units."""
         torch = self._torch
         spare = rank - len(inner) - 1
         rows = torch.cat([inner, inner.new_zeros((spare, inner.shape[1])), self._constant[None]])
@@ -552,7 +552,7 @@ class _LowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Basis:
-    """margins = outer . (inner . r - levels) + level; directions by falling share, sizes their standard deviations."""
+    """margins = outer . (inner . r - levels) + level; directions by descending share, sizes: their deviations."""
 
     inner: Tensor  # [directions, d_model]
     outer: Tensor  # [d_ff, directions]
@@ -582,7 +582,7 @@ def _in_8_bits(torch: Any, values: Tensor) -> Tensor:
 
 
 def _bins(torch: Any, z: Tensor) -> Tensor:
-    """Whole numbers that ascend with z: the first bits of the float, turned round below 0; -0 is 0."""
+    """Integers that increase with z: the leading bits of the float, inverted below 0; -0 is 0."""
     bits = (z + 0.0).float().view(torch.int32).long() & 0xFFFFFFFF
     return torch.where(bits >> 31 == 1, 0xFFFFFFFF - bits, bits | 0x80000000) >> _BINS_SHIFT
 

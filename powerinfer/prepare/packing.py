@@ -1,9 +1,9 @@
 """Making bundles: the FFN weights of a model, neuron by neuron, in the types of the parts.
 
-Gate and up are stored neuron by neuron in every model file, so their rows keep their codes where the type is kept. Down
-is stored the other way round: floats are transposed as they are, but the blocks of a quantised matrix run across the
-neurons. Those of Q4_0 are kept, with scales that a group of neurons shares; values of other types are quantised again
-along a neuron, to Q8_0. What that costs is measured on the way.
+Gate and up are stored neuron by neuron in every model file, so their rows keep their codes if the type is kept. Down is
+transposed: floats are copied unchanged, but the blocks of a quantised matrix run across the neurons. Those of Q4_0 are
+kept, with scales that a group of neurons shares; other types are requantised along a neuron, to Q8_0. The error is
+measured on the way.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from powerinfer.system import usable_cores
 Squares = NDArray[np.float64]
 """[sum of squared errors, sum of squared weights]."""
 
-_SLAB = 1 << 20  # weights of a part that one thread works on at a time
-_BLOCK = 256  # neurons of a slab are a multiple of it, so that it cuts no block of any type
+_SLAB = 1 << 20  # weights of a part that one thread processes at a time
+_BLOCK = 256  # slabs are multiples of this many neurons, so that no block of any type is split
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Bundles that were made.
+    """The result of `pack`.
 
-    error: for each part the root of the sum of squared errors of its weights over that of the squared weights, as the
-    checkpoint hands them out; 0 where none was changed. seconds: of the whole work.
+    error: part -> root of the sum of squared errors of its weights, relative to that of the weights as returned by the
+    checkpoint; 0 if none changed. seconds: of the whole work.
     """
 
     bundles: BundleFile
@@ -62,7 +62,7 @@ def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
 
 
 def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> BundleFile | None:
-    """The bundles that are there already, if `pack` would make the same."""
+    """The existing bundles, if `pack` would make the same."""
     try:
         bundles = open_bundles(checkpoint, prepared, cpu.part_bytes)
     except ModelError:
@@ -74,9 +74,9 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     """Write the bundles of a model into the folder `prepared` (None: beside the model).
 
     Memory: about 40 MB for each core while d_model is below 4096, in proportion to it above, and one matrix where the
-    checkpoint itself converts it (--quantize, types that no kernel takes); the source's pages are given back layer by
-    layer. ModelError for weights that a type cannot hold, PowerInferError if the file cannot be written; nothing is
-    left behind then. progress: called with ("packing neurons", neurons done, neurons).
+    checkpoint itself converts it (--quantize, types without kernels); the source's pages are released layer by layer.
+    ModelError for weights that a type cannot hold, PowerInferError if the file cannot be written; no partial file
+    remains. progress: called with ("packing neurons", neurons done, neurons).
     """
     begin = time.perf_counter()
     config = checkpoint.config
@@ -111,10 +111,10 @@ class _Part:
     name: str  # gate, up or down
     type: str
     kind: str  # how the kernels use it: "dot" with the activations, "add" to the output
-    at: int  # in the bundle
+    at: int  # offset in the bundle
 
     def put(self, stored: Bytes, neurons: int, groups: Bytes, layout: BundleLayout, threads: int) -> None:
-        """Lay what `_Source.rows` gives into its place in the bundles, uint8 [groups, layout.group_bytes]."""
+        """Write the result of `_Source.rows` into the bundles, uint8 [groups, layout.group_bytes]."""
         data, pitch = stored.reshape(-1), layout.pitch
         cpu.pack_part(self.type, self.kind, neurons, layout.d_model, data, groups, pitch, self.at, threads)
 
@@ -122,13 +122,13 @@ class _Part:
 def _slabs(
     sources: list[_Source], d_ff: int, step: int, threads: ThreadPoolExecutor, turn: int
 ) -> Iterator[list[tuple[Bytes, Squares]]]:
-    """For each run of `step` neurons what `_Source.rows` gives of every part, in order, `turn` of them at a time."""
+    """`_Source.rows` of every part for each run of `step` neurons, in order, `turn` runs at a time."""
 
     def slab(at: int) -> list[tuple[Bytes, Squares]]:
         return [source.rows(at, min(at + step, d_ff)) for source in sources]
 
     starts = range(0, d_ff, step)
-    for first in range(0, len(starts), turn):  # results that wait would take memory
+    for first in range(0, len(starts), turn):  # limits the memory of waiting results
         yield from threads.map(slab, starts[first : first + turn])
 
 
@@ -186,7 +186,7 @@ class _Source:
 
 
 def _transposed(matrix: NDArray[Any]) -> NDArray[Any]:
-    """[n, m] -> [m, n], contiguous; in strips, because numpy would touch a cache line for every element."""
+    """[n, m] -> [m, n], contiguous; in strips, for locality."""
     rows, cols = matrix.shape
     out = np.empty((cols, rows), matrix.dtype)
     for at in range(0, rows, 64):

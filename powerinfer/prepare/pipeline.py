@@ -83,7 +83,7 @@ class Work:
     def why_no_training(self) -> str | None:
         """Why no predictors are trained; None when they are."""
         if not self.rectified:
-            return f"with {self.checkpoint.config.activations} no neuron is ever exactly silent"
+            return f"activations of {self.checkpoint.config.activations} are never exactly zero"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
@@ -206,10 +206,9 @@ def train(work: Work, progress: Progress) -> Outcome:
 
 def pack(work: Work, progress: Progress) -> Outcome:
     from powerinfer.formats.bundle_types import choose_types
-    from powerinfer.placement.budget import claim
     from powerinfer.prepare import packing
 
-    if work.dense and not claim(work.request("all", fresh=True)).bundles:
+    if work.dense and not work.request("all", fresh=True).claims().bundles:
         return _not_needed(f"every neuron is computed, from the model's own matrices{_why_all(work)}")
     bundles, packed = _packed_bundles(work), None
     if bundles is None:

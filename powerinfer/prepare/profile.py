@@ -1,7 +1,7 @@
-"""Profiling: a text runs through the engine, window by window, and what fires is counted.
+"""Profiling: a text is computed window by window, and the neurons that fire are counted.
 
-An `Executor` is observed while it computes whole windows as a prompt is computed, densely; nothing is generated and no
-logits are asked for. What was counted so far is saved now and then, so that a process that is killed loses little.
+An `Executor` is observed while it computes whole windows like prompts, densely; nothing is generated and no logits are
+computed. The counts are saved regularly, so that a killed process loses little.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from powerinfer.prepare.corpus import Windows
 
 SAVE_EVERY = 20.0  # seconds
-CALL = 512  # tokens of short windows that are computed at once
+CALL = 512  # tokens computed at once, of short windows
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a profile is made of. rows: of the samples, 0 for none; cost: of calibrated thresholds, None for none."""
+    """The inputs of a profile. rows: of the samples, 0 for none; cost: for calibrated thresholds, None for none."""
 
     windows: Windows
     rows: int
@@ -45,12 +45,12 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Hex digits that change with anything that the result hangs on, but the model."""
+        """A digest of everything but the model that the result depends on."""
         what = [__version__, self.windows.digest, self.windows.corpora, self.rows, self.cost]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
     def first_row(self, window: int) -> int:
-        """The first row of the samples that lies in that window or behind it; row r is token r * tokens // rows."""
+        """The first row of the samples in or after that window; row r is token r * tokens // rows."""
         at, tokens = window * self.windows.size, self.windows.tokens
         return -(-at * self.rows // tokens)
 
@@ -60,7 +60,7 @@ class Task:
         return rows * self.windows.tokens // max(1, self.rows) - window * self.windows.size
 
     def starts(self) -> NDArray[np.int64]:
-        """For each window of which tokens are sampled its first row."""
+        """The first row of each window with sampled tokens."""
         return np.unique([self.first_row(window) for window in range(len(self.windows.ids)) if self._sampled(window)])
 
     def _sampled(self, window: int) -> bool:
@@ -68,7 +68,7 @@ class Task:
 
 
 def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> ProfileFile | None:
-    """The profile that is there already, with its samples, if this task would make the same."""
+    """The existing profile, with its samples, if this task would make the same."""
     try:
         file = open_profile_file(checkpoint, prepared)
         if file.about.get("key") != task.key:
@@ -81,9 +81,9 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
 
 
 class State:
-    """How far a profile has come: what is saved, and found again by the next process.
+    """The progress of a profile, as saved for the next process.
 
-    windows: that are done with; counts [layers, corpora, d_ff], active [layers, 101] and pairs [layers, 2] (neurons
+    windows: number completed; counts [layers, corpora, d_ff], active [layers, 101] and pairs [layers, 2] (neurons
     that fired for a token and the one before it, and all that fired for tokens that have one before them), of these.
     magnitudes [layers, bins] and measured (quantile -> perplexity) belong to the calibration.
     """
@@ -101,7 +101,7 @@ class State:
 
 
 class Saved:
-    """The place of a task's `State` beside the model."""
+    """The file of a task's `State` beside the model."""
 
     def __init__(self, checkpoint: Checkpoint, prepared: str | None, task: Task) -> None:
         self._place = PreparedFile(PROFILE_STATE, checkpoint, prepared)
@@ -110,11 +110,11 @@ class Saved:
         self._next = time.monotonic() + SAVE_EVERY
 
     def exists(self) -> bool:
-        """Whether some state is saved, of whatever."""
+        """Whether any state is saved."""
         return self._place.exists()
 
     def load(self) -> State | None:
-        """What was saved of this very task; None where nothing was, or it cannot be used."""
+        """The saved state of this task; None if there is none, or it cannot be used."""
         state = State(self._checkpoint.config, len(self._task.windows.corpora))
         try:
             description, tensors, _ = self._place.read()
@@ -144,7 +144,7 @@ class Saved:
         return state if self._can_be(state) else None
 
     def _can_be(self, state: State) -> bool:
-        """Whether the numbers are such as are counted."""
+        """Whether the numbers are consistent."""
         windows = self._task.windows
         ends = np.cumsum(windows.number)
         done = np.clip(state.windows - (ends - windows.number), 0, windows.number) * windows.size  # of each corpus
@@ -165,7 +165,7 @@ class Saved:
         return time.monotonic() >= self._next
 
     def save(self, state: State) -> None:
-        """Put it in the place of what was saved before."""
+        """Save it, replacing the previous state."""
         measured = [[float(quantile), float(value)] for quantile, value in state.measured.items()]
         description = {"key": self._task.key, "windows": state.windows, "measured": measured}
         arrays = [(name, getattr(state, name)) for name in State._ARRAYS if getattr(state, name).size]
@@ -175,12 +175,12 @@ class Saved:
         self._next = time.monotonic() + SAVE_EVERY
 
     def remove(self) -> None:
-        """Nothing is unfinished any more."""
+        """Remove the saved state: the profile is complete."""
         self._place.remove()
 
 
 class Tally:
-    """The observer that fills a `State`, and puts samples where there is a writer for them."""
+    """The observer that fills a `State`, and writes samples if there is a writer."""
 
     def __init__(self, config: ModelConfig, task: Task, state: State, samples: SamplesWriter | None) -> None:
         self._d_ff = config.widest_ffn
@@ -191,7 +191,7 @@ class Tally:
         self._x: NDArray[np.float32] | None = None
 
     def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
-        """Let an executor that it observes compute the windows from `first` to `last`, all of one corpus."""
+        """Compute the windows from `first` to `last`, all of one corpus, on the observed executor."""
         task, windows = self._task, self._task.windows
         sampled = np.concatenate(
             [task.tokens_of(window) + (window - first) * windows.size for window in range(first, last)]
@@ -238,15 +238,15 @@ def profile(
     """Count what fires, from where `state` is, and write the profile and its samples into the folder `prepared`.
 
     executor: of the model, with room in its cache for `contexts(task.windows.size)` windows; thresholds: of the layers,
-    for activations that are never exactly zero; about: what the file shall say besides. What a killed process did is
-    kept and gone on with by the next one with the same task. ModelError for a model that computes numbers which are not
-    finite, PowerInferError if something cannot be written. progress: ("profiling", tokens done, tokens).
+    for activations that are never exactly zero; about: additional metadata. An interrupted run resumes with the same
+    task. ModelError for a model that computes NaN or infinity, PowerInferError if a file cannot be written. progress:
+    ("profiling", tokens done, tokens).
     """
     windows = task.windows
     saved = Saved(checkpoint, prepared, task)
     try:
         _profile_windows(checkpoint, prepared, executor, task, state, thresholds, saved, progress)
-    except ModelError:  # it will fail again: nothing to go on with
+    except ModelError:  # it would fail again: do not resume
         PreparedFile(SAMPLES, checkpoint, prepared).remove_part()
         saved.remove()
         raise
@@ -274,7 +274,7 @@ def _profile_windows(
     if task.rows and not (state.windows == total and _has_samples(checkpoint, prepared, task)):
         starts, own = task.starts(), {"key": task.key, "tokens": windows.tokens}
         with write_samples(checkpoint, prepared, task.rows, starts, own, resume=state.windows > 0) as samples:
-            if state.windows and not samples.resumed:  # what they were is gone
+            if state.windows and not samples.resumed:  # their earlier part is lost
                 _restart(state)
             _count(checkpoint.config, executor, task, state, thresholds, samples, saved, progress)
             samples.sync()
@@ -284,7 +284,7 @@ def _profile_windows(
 
 
 def contexts(size: int) -> int:
-    """Windows of that size that are computed together."""
+    """Number of windows of that size computed together."""
     return max(1, CALL // size)
 
 
@@ -310,7 +310,7 @@ def run_windows(
 
 
 def groups(windows: Windows, begin: int) -> Iterator[tuple[int, int]]:
-    """(first, behind the last) of the windows that are computed together, from `begin` on: all of one corpus."""
+    """(first, end) of the windows computed together, from `begin` on: all of one corpus."""
     ends = np.cumsum(windows.number)
     while begin < len(windows.ids):
         end = min(begin + contexts(windows.size), int(ends[windows.corpus_of(begin)]))

@@ -1,12 +1,12 @@
-"""Predictors for a model: each layer's size is found by training, all sizes together are held under a share.
+"""Training the predictors of a model: the size of each layer is found by training, within a limit for all together.
 
-A layer begins with a size from its sparsity and skew; the size grows or shrinks, along a ladder of multiples of 32,
-until it is the smallest at which the predictor names the wanted share of the firing neurons (recall) and no more than
-the allowed share of all neurons in vain (lost). Growing also ends where it gains nothing. If all layers together exceed
-their share of the model's bytes, sizes are lowered one rung at a time where that loses least sparsity for a byte.
+A layer starts with a size from its sparsity and skew; the size grows or shrinks, along a ladder of multiples of 32,
+until it is the smallest at which the predictor selects the target share of the firing neurons (recall) with at most the
+allowed false positives, as a share of all neurons (lost). Growth also stops if it gains nothing. If all layers together
+exceed their share of the model's bytes, sizes are lowered step by step where that loses least sparsity per byte.
 
-Each size of each layer that was trained is kept in the folder of prepared files until the predictor is complete, so a
-run that was stopped goes on where it was; what was made from other samples, or with other options, is made anew.
+Every fitted size of a layer is saved in the folder of prepared files until the predictor is complete, so an interrupted
+run resumes; sizes fitted with other samples or options are not reused.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from powerinfer.neurons import Predictor
 from powerinfer.prepare.fitting import Figures, Fitted, LayerFit, split_rows
 
 MIN_ROWS = 512
-"""Samples below which nothing can be learnt, and nothing measured."""
+"""Minimum number of samples for training and measuring."""
 
 _NO_TORCH = "training needs torch: pip install 'powerinfer[train]'"
 _METHOD = 3
-"""Goes up when the same samples and options give another predictor."""
+"""Incremented when the same samples and options give another predictor."""
 
 _RUNG = 32  # units: whole blocks of Q8_0
-_WORTH = 0.97  # growing goes on while what is lost falls below this share of what was
+_WORTH = 0.97  # growth continues while the loss falls below this fraction of the previous one
 _UNFINISHED = re.compile(r"predictor\.\d+\.\d+\.safetensors(\.part)?")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Predictors that were made. seconds: of the work; resumed: sizes of layers that an earlier run had finished;
+    """The result of `train`. seconds: of the work; resumed: sizes of layers that an earlier run had finished;
     notes: lines for the user."""
 
     file: PredictorFile
@@ -73,7 +73,7 @@ def mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -> PredictorFile | None:
-    """The predictors that are there already, if `train` would make them from the same samples with the same options."""
+    """The existing predictors, if they were made from the same samples with the same options."""
     check(checkpoint, config)
     try:
         file = open_predictor(checkpoint, prepared)
@@ -88,13 +88,13 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
     """RequestError if the model cannot have predictors, or an option is out of its range."""
     if not checkpoint.config.rectified:
         raise RequestError(
-            f"no neuron of a model with {checkpoint.config.activations} is ever exactly silent, so there is nothing to "
+            f"activations of {checkpoint.config.activations} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
         value = getattr(config, name)
         if not (low <= value <= high and value > 0) and not (name == "lost" and value == 0):
-            raise RequestError(f"--{name} {value} does not lie between {low or 0:g} and {high:g}")
+            raise RequestError(f"--{name} {value} must be between {low or 0:g} and {high:g}")
     if config.steps < 0 or config.batch < 1 or config.seed < 0:
         raise RequestError("--steps and --seed cannot be negative, and --batch must be at least 1")
     if config.type == "q8_0" and checkpoint.config.d_model % 32:
@@ -112,8 +112,8 @@ def train(
     """Make the predictors of a model from its samples, and write them into the folder `prepared` (None: beside it).
 
     threads: of the CPU, 0 for all. Memory: that of one layer (`LayerFit`). The same samples, options, device and number
-    of threads give the same file. RequestError for what cannot be had, ModelError for samples that cannot be used,
-    PowerInferError without torch or when a file cannot be written; the next run takes up the sizes that were finished.
+    of threads give the same file. RequestError for invalid options, ModelError for unusable samples, PowerInferError
+    without torch or if a file cannot be written; the next run reuses the finished sizes.
     """
     begin = time.perf_counter()
     check(checkpoint, config)
@@ -144,7 +144,7 @@ def model_bytes(checkpoint: Checkpoint) -> int:
 
 @dataclass(frozen=True)
 class Point:
-    """A size of a layer that was fitted: all but its weights, which are on disk."""
+    """A fitted size of a layer, without its weights, which are on disk."""
 
     predictor: Predictor
     method: str
@@ -156,7 +156,7 @@ class Point:
 
 
 class _Work:
-    """One run: the points that are known, and the file in the end."""
+    """One run: fits the points, chooses the sizes, writes the file."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Work:
         ranks = []
         for layer in range(len(self._points)):
             rank = self._search(layer)
-            self._point(layer, rank)  # while what fits the layer is in memory; it may not have been tried yet
+            self._point(layer, rank)  # now, while the layer's `LayerFit` is in memory; it may not have been fitted yet
             ranks.append(rank)
         lowered = self._lowered(ranks)
         for layer, rank in enumerate(lowered):
@@ -197,7 +197,7 @@ class _Work:
             self.notes.append(f"{changed} layers were made smaller to keep {self._config.share:.0%} of the model")
         if short:
             self.notes.append(
-                f"{len(short)} of {len(ranks)} layers name more than {self._config.lost:.1%} of the neurons in vain"
+                f"{len(short)} of {len(ranks)} layers have more than {self._config.lost:.1%} false positives"
             )
         file = self._write(lowered)
         self._remove_unfinished()
@@ -209,13 +209,13 @@ class _Work:
         return _bytes(self._checkpoint, self._type, rank)
 
     def _search(self, layer: int) -> int:
-        """The smallest rank that keeps the target, or the one beyond which growing gains nothing."""
+        """The smallest rank that meets the target, or the one beyond which growth gains nothing."""
         ladder = self._ladder
         fit = self._fit(layer)
         if fit.constant:
             self._point(layer, ladder[0])
             return ladder[0]
-        # The target is not kept at low and below, and kept at high and above.
+        # The target is missed at low and below, and met at high and above.
         low, high = -1, len(ladder)
         at = min(len(ladder) - 1, bisect_left(ladder, fit.start_rank()))
         untrained = bisect_left(ladder, True, at, key=lambda rank: fit.low_rank_lost(rank) <= self._config.lost)
@@ -229,7 +229,7 @@ class _Work:
                 return ladder[low]
             else:
                 low = at
-            if low < 0:  # shrink, by ever larger steps, until the target is lost; then halve the gap
+            if low < 0:  # shrink, by growing steps, until the target is missed; then bisect
                 at = max(0, high - step)
             elif high == len(ladder):
                 at = min(len(ladder) - 1, low + step)
@@ -242,12 +242,12 @@ class _Work:
         return point.chosen.lost <= self._config.lost
 
     def _worth(self, layer: int, before: int, after: int) -> bool:
-        """Whether the larger of two sizes, neither of which keeps the target, is better enough to go on growing."""
+        """Whether the larger of two sizes, both of which miss the target, is enough better to continue growing."""
         small, large = (self._points[layer][self._ladder[at]].chosen.lost for at in (before, after))
         return large <= _WORTH * small
 
     def _lowered(self, ranks: list[int]) -> list[int]:
-        """The ranks, lowered until they keep the budget, each time where it is expected to cost least for a byte."""
+        """The ranks, lowered until they fit the budget, each time where the expected loss per byte is least."""
         ranks = list(ranks)
         total = sum(map(self._bytes, ranks))
         while total > self._budget:
@@ -264,7 +264,7 @@ class _Work:
         return ranks
 
     def _expected(self, layer: int, rank: int) -> float:
-        """What a rank would lose: on the line through the known ones, and through rank 0, which names all."""
+        """The expected loss of a rank, interpolated between known ones and rank 0, which selects all neurons."""
         known = sorted((one, point.chosen.lost) for one, point in self._points[layer].items())
         active = self._points[layer][known[0][0]].chosen.active_fraction
         ends = [(0, 1 - active), *known]
@@ -273,7 +273,7 @@ class _Work:
     # ------------------------------------------------------------ points
 
     def _fit(self, layer: int) -> LayerFit:
-        """What fits the layer; only one lies in memory."""
+        """The layer's `LayerFit`; only one is in memory at a time."""
         if self._layer is None or self._layer[0] != layer:
             self._layer = None
             self._samples.file.check()
@@ -283,7 +283,7 @@ class _Work:
         return self._layer[1]
 
     def _point(self, layer: int, rank: int) -> Point:
-        """The point, from an earlier run if that had it."""
+        """The point, fitted or from an earlier run."""
         known = self._points[layer]
         if rank not in known:
             found = self._kept(layer, rank)
@@ -297,7 +297,7 @@ class _Work:
         return known[rank]
 
     def _tell(self, layer: int, points: float) -> None:
-        """Progress after so many sizes of a layer; how many it takes is not known, four are usual."""
+        """Progress after so many sizes of a layer, estimated: four are usual."""
         self._done = max(self._done, layer + 1 - 0.6**points)
         if self._progress is not None:
             total = 1000 * len(self._points)
@@ -318,7 +318,7 @@ class _Work:
         return point
 
     def _kept(self, layer: int, rank: int) -> Point | None:
-        """What an earlier run kept under the same key."""
+        """The point saved by an earlier run with the same key."""
         try:
             description, tensors, _ = self._place(layer, rank).read()
             if description.get("key") != self._key or {t.shape for t in tensors.values()} != self._shapes(rank):
@@ -336,7 +336,7 @@ class _Work:
         return {(rank * kind.row_bytes(config.d_model),), (config.widest_ffn * kind.row_bytes(rank),)}
 
     def _weights(self, layer: int, rank: int) -> tuple[Floats, Floats]:
-        """in and out; written in the same type, they give the same bytes."""
+        """in and out as float32; converted back to their type they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
         config = self._checkpoint.config
@@ -394,9 +394,9 @@ def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Floats:
 
 
 def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
-    """The ranks that are tried: steps of 32, and from 256 on of an eighth to a quarter.
+    """The ranks to try: in steps of 32, from 256 on of an eighth to a quarter.
 
-    RequestError where even the smallest predictors take more than their share.
+    RequestError if even the smallest predictors exceed their share.
     """
     layers, d_model = checkpoint.config.n_layers, checkpoint.config.d_model
     rungs, step = [min(_RUNG, d_model)], _RUNG
@@ -404,7 +404,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
         rungs.append(rungs[-1] + step)
         if rungs[-1] >= 8 * step:
             step *= 2
-    if rungs[-1] < d_model // _RUNG * _RUNG:  # as many units as dimensions: the most that the engine takes
+    if rungs[-1] < d_model // _RUNG * _RUNG:  # as many units as dimensions: the maximum of the engine
         rungs.append(d_model // _RUNG * _RUNG)
     sizes = {rank: _bytes(checkpoint, _type(checkpoint, config), rank) for rank in rungs}
     whole = model_bytes(checkpoint)
@@ -431,7 +431,7 @@ def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:
 
 
 def _key(samples: SamplesFile, config: TrainConfig, type_name: str) -> str:
-    """All that the predictors hang on, beside the model; the device is not told apart: its results are as good."""
+    """Everything but the model that predictors depend on; the device is deliberately not in the key."""
     options = {**asdict(config), "type": type_name}
     del options["device"]
     identity = [samples.file.size, samples.file.modified_ns, samples.rows, samples.about]
@@ -440,7 +440,7 @@ def _key(samples: SamplesFile, config: TrainConfig, type_name: str) -> str:
 
 
 def need_torch() -> None:
-    """PowerInferError, naming the command that installs it, where torch is missing. It is not loaded yet."""
+    """PowerInferError with the command that installs torch, if it is missing. Does not import it."""
     from importlib.util import find_spec
 
     with suppress(ValueError):  # of a module that was put out of reach
@@ -460,13 +460,13 @@ def _import_torch() -> Any:
 def _device(config: TrainConfig) -> str:
     has = _import_torch().cuda.is_available()
     if config.device == "cuda" and not has:
-        raise RequestError("--device cuda: torch finds no GPU here; --device cpu does without")
+        raise RequestError("--device cuda: torch finds no GPU here; use --device cpu")
     return "cuda" if has and config.device != "cpu" else "cpu"
 
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Torch with so many threads of the CPU, 0 for all that the process may use."""
+    """A context in which torch uses so many CPU threads; 0: all that the process may use."""
     from powerinfer.kernels import cpu
 
     torch = _import_torch()

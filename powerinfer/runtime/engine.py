@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, overload
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
-from powerinfer.runtime.request import Completion, Request, SamplingParams, StreamEvent
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import Completion, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
 
@@ -36,6 +37,9 @@ SAMPLE = (
 """A text for measuring a model at load."""
 
 Message = Mapping[str, Any]
+
+Stream = Generator[StreamEvent, None, None]
+"""An answer, token by token; closing it ends the request."""
 
 
 class LLM:
@@ -186,7 +190,7 @@ class LLM:
             )
         return self._complete(prompts, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request."""
         request = self._runner.request(self._encode(prompt), params or SamplingParams())
         return self._follow(request)
@@ -199,7 +203,7 @@ class LLM:
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
-    ) -> Iterator[StreamEvent]:
+    ) -> Stream:
         """Answer a conversation token by token. Earlier turns are taken from the prefix cache."""
         return self.stream(self.encode_chat(messages, **template_options), params)
 
@@ -264,7 +268,7 @@ class LLM:
                 runner.abort(request)
         return [_answer(request) for request in requests]
 
-    def _follow(self, request: Request) -> Iterator[StreamEvent]:
+    def _follow(self, request: Request) -> Stream:
         runner = self._runner
         events = request.events = deque()
         try:

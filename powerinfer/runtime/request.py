@@ -1,104 +1,19 @@
-"""Sampling parameters, completions and stream events, and the state of a request (`Request`)."""
+"""Completions and stream events, and the state of a request (`Request`)."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from powerinfer.config import option
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import PowerInferError
+from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
-    from powerinfer.runtime.sampling import Sampler
+    from powerinfer.runtime.sampling import Sampler, TokenLogprobs
     from powerinfer.runtime.text import TextStream
-
-MAX_TOP_LOGPROBS = 20
-MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one."""
-
-    max_tokens: int | None = option(
-        128, "maximum number of tokens to generate; none: until the context is full", metavar="N"
-    )
-    temperature: float = option(0.8, "0: always the most likely token; higher is more random", metavar="T")
-    top_k: int = option(40, "sample among the K most likely tokens; 0: all", metavar="K")
-    top_p: float = option(0.95, "sample among the most likely tokens that together have this probability", metavar="P")
-    min_p: float = option(0.05, "drop tokens less likely than this fraction of the most likely one", metavar="M")
-    repetition_penalty: float = option(1.0, "divide the logits of tokens that occurred before; 1: off", metavar="R")
-    presence_penalty: float = option(0.0, "subtract this from the logits of tokens already generated", metavar="X")
-    frequency_penalty: float = option(0.0, "subtract this for each occurrence of a generated token", metavar="X")
-    logit_bias: Mapping[int, float] = option((), "token id -> number added to its logit")
-    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S")
-    stop: Sequence[str] = option((), "stop before this text (repeatable)", metavar="TEXT")
-    stop_token_ids: Sequence[int] = option((), "stop at this token (repeatable)", metavar="ID")
-    ignore_eos: bool = option(False, "do not stop at the model's end-of-text token")
-    logprobs: int | None = option(
-        None, "return log-probabilities of the chosen token and of the N most likely", metavar="N"
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
-        _check_int("top_k", self.top_k, -1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError("stop must be one or more non-empty texts")
-        stop_token_ids = tuple(self.stop_token_ids or ())
-        for token in stop_token_ids:
-            _check_int("stop_token_ids", token, 0)
-        # frozen copies: changing the caller's list or dict later does not affect a running request
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        span = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be a whole number {span}, not {value!r}")
-
-
-def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < low or value > high or (open_low and value == low):
-        least = f"above {low:g}" if open_low else f"at least {low:g}"
-        most = "" if high == math.inf else f" and at most {high:g}"
-        raise RequestError(f"{name} must be a number {least}{most}, not {value!r}")
-
-
-def _checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
-    """Token ids may be text, as in JSON keys. -inf forbids a token."""
-    try:
-        checked = {int(token): float(value) for token, value in bias.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise RequestError("logit_bias must map token ids to numbers") from None
-    if any(token < 0 or not (abs(value) <= MAX_BIAS or value == -math.inf) for token, value in checked.items()):
-        raise RequestError(f"logit_bias must map token ids to numbers of at most {MAX_BIAS:g}; -inf forbids a token")
-    return checked
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural-log probabilities under the model itself: before bias, penalties and temperature."""
-
-    logprob: float  # of the chosen token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
 
 
 @dataclass(frozen=True)
@@ -111,7 +26,7 @@ class Timings:
     decode_tok_s: float | None  # tokens after the first per second
 
     def as_dict(self) -> dict[str, float | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.runtime.request import Request, SamplingParams, StreamEvent
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import Request, StreamEvent
 from powerinfer.runtime.sampling import Sampler, token_logprobs
 from powerinfer.runtime.scheduler import Scheduler
 from powerinfer.runtime.text import TextStream

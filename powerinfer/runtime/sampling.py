@@ -20,12 +20,12 @@ The whole vocabulary is never sorted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.runtime.request import SamplingParams, TokenLogprobs
+from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     from numpy.typing import NDArray
@@ -37,6 +37,13 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
 _CONFIDENT = 64  # the top-p set of a confident model is seldom larger
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural-log probabilities under the model itself: before bias, penalties and temperature."""
+
+    logprob: float  # of the chosen token
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
 
 
 class Sampler:

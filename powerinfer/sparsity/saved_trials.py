@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.json_file import parse_json
+from powerinfer.formats.json_file import Between, Length, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.kernels import cpu
 from powerinfer.sparsity.selectors import Selector, Threshold
@@ -30,9 +31,26 @@ FORMAT = 1
 MOST = 16  # trials kept
 LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
-WAYS = {"dense", "exact", "predicted"}
 
 Key = dict[str, str]
+Way = Literal["dense", "exact", "predicted"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    ways: dict[str, Way]
+    seconds: dict[Way, Annotated[float, Between(0, 1e6)]]
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict({**self.ways}, {str(way): value for way, value in self.seconds.items()})
+
+
+@dataclass(frozen=True)
+class _Trial:
+    key: Key
+    layers: Annotated[list[_Layer], Length(1 << 16)]
 
 
 def trial_key(
@@ -114,41 +132,19 @@ def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
-    found = [_trial(one) for one in read_entries(path, KIND)]
-    return [one for one in found if one is not None][:MOST]
+    return [(one.key, [layer.verdict for layer in one.layers]) for one in read_entries(path, KIND, _Trial)[:MOST]]
 
 
-def read_entries(path: Path, kind: str) -> list[Any]:
-    """The trials in a file; an empty list if it is invalid."""
+def read_entries(path: Path, kind: str, entry: type[T]) -> list[T]:
+    """The entries of a file of that kind; none where it is not as it should be, and without entries that are not."""
+    if not path.is_file():  # a pipe would wait for a writer
+        return []
     try:
-        if not path.is_file():
-            return []
-        with open(path, "rb") as file:
-            raw = file.read(LIMIT + 1)
-        document = parse_json(raw, str(path)) if len(raw) <= LIMIT else None
-    except (OSError, ModelError):
+        entries = of_kind(parse_json(read_limited(path, LIMIT), str(path)), kind, FORMAT, str(path)).get(kind)
+    except PowerInferError:
         return []
-    if type(document) is not dict or (document.get("format"), document.get("kind")) != (FORMAT, kind):
-        return []
-    entries = document.get(kind)
-    return entries if type(entries) is list else []
-
-
-def _trial(one: Any) -> tuple[Key, list[Verdict]] | None:
-    """The trial, None if it is invalid."""
-    key, layers = (one.get("key"), one.get("layers")) if type(one) is dict else (None, None)
-    if type(key) is not dict or not all(type(value) is str for value in key.values()) or type(layers) is not list:
-        return None
-    verdicts = [_verdict(layer) for layer in layers]
-    return None if None in verdicts else (key, [verdict for verdict in verdicts if verdict is not None])
-
-
-def _verdict(one: Any) -> Verdict | None:
-    ways, seconds = (one.get("ways"), one.get("seconds")) if type(one) is dict else (None, None)
-    if type(ways) is not dict or not all(type(way) is str and way in WAYS for way in ways.values()):
-        return None
-    if type(seconds) is not dict or not WAYS.issuperset(seconds):
-        return None
-    if not all(type(value) is float and 0 <= value <= 1e6 for value in seconds.values()):
-        return None
-    return Verdict(ways, seconds)
+    found = []
+    for one in entries if type(entries) is list else []:
+        with suppress(ModelError):
+            found.append(checked(entry, one, str(path)))
+    return found

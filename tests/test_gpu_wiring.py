@@ -1,0 +1,209 @@
+"""Every kind of layer that a description can have, wired on a GPU (torch's CPU in its stead), against the reference.
+
+The random models, the reference operators and the bounds are those of test_program.py, with weights in floating point:
+a GPU does not quantise activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_gpu_kernels as kernels  # noqa: E402
+import test_program as programs  # noqa: E402
+
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig  # noqa: E402
+from powerinfer.devices.batch import Batch  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
+from powerinfer.devices.step import Operator  # noqa: E402
+from powerinfer.formats.tensors import RawTensor  # noqa: E402
+from powerinfer.kernels import gpu  # noqa: E402
+
+SETTINGS = {
+    "four norms a layer": replace(
+        programs.SETTINGS["four norms a layer, two tables of angles, scaled"], types="F16", kv_type="f32"
+    ),
+    **{
+        name: programs.SETTINGS[name]
+        for name in ("norms behind, of all heads together", "learned positions, norms behind, projections",
+                     "a norm of all heads, which fill their lanes", "attention and FFN side by side, biases")
+    },
+}  # fmt: skip
+
+
+def config_of(s: programs.Setting) -> ModelConfig:
+    orders = {"shared": "pre", "parallel": "pre"}
+    norms = None if not s.head_norms else "width" if s.wide_norms else "head"
+    layers = tuple(
+        LayerConfig(
+            AttentionConfig(
+                None if base is None or s.rotated == 0 else RopeConfig(theta=base), window or None, s.biases, s.biases,
+                norms, s.scale,
+            ),
+            FfnConfig(s.d_ff, s.activation, s.threshold, s.gated, s.biases),
+            orders.get(s.order, s.order),
+            s.order in orders,
+            s.order == "shared",
+        )
+        for window, base in zip(s.windows, s.rope_bases, strict=True)
+    )  # fmt: skip
+    return ModelConfig(
+        "test", s.d_model, s.heads, s.kv_heads, s.head_dim, s.vocab, 1024, s.eps, layers, norm=s.norm,
+        embed_dim=s.embed_dim or 0,
+    )  # fmt: skip
+
+
+class Wired:
+    """A model of test_program.py on a device. split: the FFNs are two parts, one of them launched anew every time."""
+
+    def __init__(self, weights: programs.Weights, *, split: bool) -> None:
+        self.w, s = weights, weights.s
+        config = config_of(s)
+        rotations = {rope: (weights.frequencies[rope.theta], s.rope_factor) for rope in config.ropes}
+        self.gpu = GpuLayers(
+            config, torch.device("cpu"), layers=weights.layers, pages=8, kv_type=s.kv_type, max_tokens=75,
+            rotations=rotations, split=split,
+        )  # fmt: skip
+        for layer, about in enumerate(config.layers):
+            attn_norm, ffn_norm = (self._norm(f"{layer}.{name}") for name in ("attn_norm", "ffn_norm"))
+            self._attention(layer, None if about.norms == "post" else attn_norm)
+            if not about.parallel:
+                self._project(layer)
+            if about.norms == "post":
+                self.gpu.normalise(layer, attn_norm)
+            self._ffn(layer, None if about.norms == "post" else ffn_norm, split)
+            if about.parallel:
+                self._project(layer)
+            if about.norms == "post":
+                self.gpu.normalise(layer, ffn_norm)
+        projection = self._matrix("project_out") if s.embed_dim else None
+        self.gpu.head(self._norm("final_norm"), self._matrix("head"), projection)
+
+    def _norm(self, name: str) -> Any:
+        weight = self.w.vectors.get(name)
+        return None if weight is None else self.gpu.norm(weight, self.w.vectors.get(f"{name}_bias"))
+
+    def _raw(self, name: str) -> RawTensor:
+        part = name.split(".")[-1]
+        return RawTensor(self.w.s.type_of(part), self.w.s.shape(part), self.w.data[name])
+
+    def _matrix(self, name: str) -> Any:
+        return self.gpu.matrix(self._raw(name))
+
+    def _attention(self, layer: int, norm: Any) -> None:
+        parts = [f"{layer}.{part}" for part in "qkv"]
+        biases = [self.w.vectors.get(f"{part}_bias") for part in parts]
+        own = {f"{part}_norm": self.w.vectors.get(f"{layer}.{part}_norm") for part in "qk"}
+        self.gpu.attention(layer, norm, [self._matrix(part) for part in parts], biases=biases, **own)
+
+    def _project(self, layer: int) -> None:
+        bias, norm = self.w.vectors.get(f"{layer}.o_bias"), self._norm(f"{layer}.attn_out_norm")
+        self.gpu.project(layer, self._matrix(f"{layer}.o"), bias, norm)
+
+    def _ffn(self, layer: int, norm: Any, split: bool) -> None:
+        names = [f"{layer}.{part}" for part in ("gate", "up", "down")]
+        biases = [self.w.vectors.get(f"{name}_bias") for name in names]
+        out_norm = self._norm(f"{layer}.ffn_out_norm")
+        if split:
+            self.gpu.split_ffn(layer, norm, Halves(self, layer, biases), biases[2], out_norm)
+        else:
+            gate, up, down = (self._matrix(name) if name in self.w.data else None for name in names)
+            self.gpu.ffn(layer, norm, gate, up, down, biases, out_norm)
+
+    def logits(self, chunks: list[int]) -> np.ndarray:
+        """Of the first sequence, in chunks."""
+        tokens, reference = self.w.sequences[0], programs.Reference(self.w)
+        x = reference._rows("embed", tokens) * self.w.s.embedding_scale
+        if self.w.s.embed_dim:
+            x = reference._linear(x, "project_in")
+        if self.w.s.learned_positions:
+            x = x + reference._rows("positions", programs.OFFSET + np.arange(len(tokens)))
+        assert sum(chunks) == len(tokens)
+        out, at = [], 0
+        for size in chunks:
+            places, none = np.arange(at, at + size, dtype=np.int32), np.zeros(size, np.int32)
+            batch = Batch(none, places, none, np.array([[5, 2, 7]], np.int32), np.arange(size, dtype=np.int32))
+            out.append(self.gpu.run(batch, x[at : at + size].astype(np.float32)).copy())
+            at += size
+        return np.concatenate(out)
+
+
+class Halves:
+    """The neurons of a layer as two parts, the second of which is launched anew in every step."""
+
+    def __init__(self, wired: Wired, layer: int, biases: list[np.ndarray | None]) -> None:
+        s, half = wired.w.s, wired.w.s.d_ff // 2
+        values = {part: wired._raw(f"{layer}.{part}").float32() for part in s.parts if part in ("gate", "up", "down")}
+        values["down"] = values["down"].T
+        self.layer, self.parts = layer, []
+        for own in (slice(0, half), slice(half, None)):
+            weights = {part: of_rows(s.type_of(part), matrix[own]) for part, matrix in values.items()}
+            of_part = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases[:2]]
+            gate, up, down = weights.get("gate"), weights["up"], weights["down"]
+            self.parts.append(gpu.Neurons(gate, up, down, None, None, *of_part, s.activation, s.threshold))
+
+    def begin(self) -> list[Operator]:
+        return []
+
+    def finish(self) -> list[Operator]:
+        return [Operator("half", self.layer, partial(self._add, part), static=False) for part in self.parts]
+
+    @staticmethod
+    def _add(part: gpu.Neurons, step: Any) -> None:
+        step.add_part(gpu.neuron_sum(part, step.read)[0])
+
+
+def of_rows(kind: str, values: np.ndarray) -> gpu.Weight:
+    dtype = {"F32": torch.float32, "F16": torch.float16}[kind]
+    return gpu.Weight(kind, *values.shape, torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype))
+
+
+def bounded(name: str) -> tuple[programs.Weights, np.ndarray, float]:
+    """A random model, the logits of its first sequence, and how far they may be missed."""
+    weights = programs.Weights(SETTINGS[name], seed=5)
+    exact = programs.Reference(weights).logits(weights.sequences[0])
+    noisy = (programs.Reference(weights, np.random.default_rng(i)).logits(weights.sequences[0]) for i in range(4))
+    return weights, exact, 2 * max(float(np.abs(run - exact).max()) for run in noisy)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["dense", "split"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_are_those_of_the_reference(name: str, split: bool) -> None:
+    weights, exact, bound = bounded(name)
+    wired = Wired(weights, split=split)
+    for chunks in ([75], [33, 1, 41]):
+        assert np.abs(wired.logits(chunks) - exact).max() <= bound
+
+
+@pytest.mark.skipif(not kernels.TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
+def test_the_kernels_of_a_gpu() -> None:
+    """Four norms, gelu_tanh and two rotary tables with Triton's kernels, in its interpreter."""
+    weights, exact, bound = bounded("four norms a layer")
+    weights.sequences[0] = weights.sequences[0][:5]
+    gpu.force_triton(True)
+    try:
+        ours = Wired(weights, split=True).logits([4, 1])
+    finally:
+        gpu.force_triton(False)
+    assert np.abs(ours - exact[:5]).max() <= bound
+
+
+def test_order_of_operators() -> None:
+    """Other devices start as early as their input is known, and their sum is added last."""
+    kinds = {}
+    for name in ("four norms a layer", "attention and FFN side by side, biases"):
+        for split in (False, True):
+            wired = Wired(programs.Weights(SETTINGS[name], seed=5), split=split)
+            kinds[name, split] = [one.kind for one in wired.gpu.operators if one.layer == 1]
+    assert list(kinds.values()) == [
+        ["attention", "project", "ffn"],
+        ["attention", "project", "norm", "half", "half", "normalise"],
+        ["attention", "ffn", "project"],
+        ["norm", "attention", "project", "half", "half", "bias"],
+    ]

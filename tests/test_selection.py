@@ -1,0 +1,155 @@
+"""Which selector `auto` stands for: decided in one function, which every verb asks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama
+
+from powerinfer import LLM, RequestError, SamplingParams
+from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.placement.request import model_subject, shape_subject
+from powerinfer.prepare.pipeline import Work
+from powerinfer.sparsity import selection
+from powerinfer.sparsity.selection import auto, choose, select
+
+PACKAGE = Path(selection.__file__).parent.parent
+ALONE = ["--gpu", "none", "--threads", "1"]
+
+
+def config_of(activation: str, folder: Path) -> Any:
+    return open_checkpoint(tiny_llama(folder / f"{activation}.gguf", activation)).config
+
+
+def test_what_auto_stands_for(tmp_path: Path) -> None:
+    relu, silu = config_of("relu", tmp_path), config_of("silu", tmp_path)
+    assert auto(relu)[0] == "exact" and auto(relu, "no bundles") == ("all", "no bundles")
+    assert auto(relu, predictors=True)[0] == "predicted" and auto(relu, "no bundles", predictors=True)[0] == "all"
+    assert auto(relu, thresholds=True)[0] == "exact"
+    for lacking in (None, "no bundles"):
+        name, why = auto(silu, lacking, predictors=True)
+        assert name == "all" and "silu is never exactly zero" in why
+    assert auto(silu, thresholds=True)[0] == "threshold"
+
+
+def document(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    status = main([*argv, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def loaded(path: Path) -> str:
+    """The selector and the reason, as the loaded model says, which must answer."""
+    with LLM(path, gpu="none", threads=1, trial=False) as llm:
+        llm.generate(TEXT[:20], SamplingParams(max_tokens=2))
+        return llm.choices["selector"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("predictor", [False, True])
+def test_auto_answers_the_same_everywhere(
+    activation: str, predictor: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before and behind `pack`; a plan takes the bundles for granted, so it says what will be true then."""
+    path = give_profile(tiny_llama(tmp_path / "m.gguf", activation))
+    if predictor:
+        give_predictor(path)
+    for packed in (False, True):
+        if packed:
+            give_bundles(path)
+        checkpoint, engine = open_checkpoint(path), EngineConfig(gpu="none")
+        name, why = choose(checkpoint, engine)
+        assert name == ("exact" if packed and activation == "relu" else "all")
+        found = resolve(checkpoint, engine)
+        assert (found.selection.selector.name, found.selection.why) == (name, why)
+        assert (found.selection.bundles is None) == (name == "all")
+        assert document(capsys, "inspect", "-m", str(path))["choices"]["selector"] == f"{name} ({why})"
+        told = loaded(path)
+        assert told.startswith(f"{name} ") and why in told
+        bench = ["bench", "-m", str(path), *ALONE, "--no-trial", "--prompt-tokens", "3", "--gen-tokens", "2"]
+        assert document(capsys, *bench, "--repeat", "1")["choices"]["selector"] == told
+        planned = document(capsys, "plan", "-m", str(path), "--hardware", "pc-8gb", "--context", "64")["selector"]
+        assert planned == model_subject(checkpoint, None, "auto").selector == auto(checkpoint.config)[0]
+        if packed:
+            assert planned == name
+
+
+def test_every_verb_asks_one_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = give_profile(give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf"))))
+    silu = give_profile(tiny_llama(tmp_path / "silu.gguf", "silu"))
+
+    def answers(of: Path) -> list[str]:
+        checkpoint = open_checkpoint(of)
+        work: Any = Work(checkpoint, EngineConfig(), TrainConfig(), PlanConfig(), SimpleNamespace())
+        work.gain = None  # what thresholds would gain is not asked here
+        return [
+            loaded(of).split()[0],
+            resolve(checkpoint, EngineConfig(gpu="none")).selection.selector.name,
+            document(capsys, "inspect", "-m", str(of))["choices"]["selector"].split()[0],
+            document(capsys, "plan", "-m", str(of), "--hardware", "pc-8gb", "--context", "64")["selector"],
+            work.selector,
+        ]
+
+    assert answers(path) == ["exact"] * 4 + ["predicted"], "prepare names the selector that it recommends"
+    assert answers(silu) == ["all"] * 5
+    assert shape_subject("opt-6.7b", "f16", "auto").selector == "predicted"
+    real = selection.auto
+    for module in [module for name, module in sys.modules.items() if name.startswith("powerinfer.")]:
+        if getattr(module, "auto", None) is real:
+            monkeypatch.setattr(module, "auto", lambda *_, **__: ("all", "a test"))
+    assert answers(path) == ["all"] * 5
+    assert shape_subject("opt-6.7b", "f16", "auto").selector == "all"
+
+
+def test_nobody_else_knows_what_auto_means() -> None:
+    """A conditional that gives a selector by the activation would be another opinion."""
+    names = {"exact", "predicted", "threshold"}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path == Path(selection.__file__):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.IfExp):
+                given = {one.value for one in (node.body, node.orelse) if isinstance(one, ast.Constant)}
+                asks = ast.unparse(node.test)
+                assert not (given & names and ("rectified" in asks.lower() or "activation" in asks)), f"{path}: {asks}"
+
+
+def test_a_load_opens_what_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from powerinfer.formats import bundle_file
+
+    path = give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+    real, opened = bundle_file.open_bundles, []
+
+    def noted(*args: Any) -> Any:
+        opened.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(bundle_file, "open_bundles", noted)
+    with LLM(path, selector="predicted", gpu="none", threads=1, trial=False):
+        assert len(opened) == 1
+
+
+def test_what_cannot_be_had_is_refused_before_loading(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "silu.gguf", "silu")
+    checkpoint = open_checkpoint(path)
+    for selector, says in (
+        ("exact", "never exactly zero"),
+        ("predicted", "no predictor"),
+        ("threshold", "--threshold"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            select(checkpoint, EngineConfig(selector=selector))
+    with pytest.raises(RequestError, match="--adjust is for models"):
+        resolve(checkpoint, EngineConfig(adjust=True, gpu="none"))
