@@ -49,8 +49,8 @@ $(VENV)/stamp-core: $(VENV)/stamp-build-tools $(NATIVE)
 # torch first and alone: nothing below may change its version.
 $(VENV)/stamp-dev: $(VENV)/stamp-build-tools $(NATIVE)
 	@echo "installing what the tests need, and building powerinfer (a few minutes the first time)"
-	@$(PIP) install torch==2.13.0
-	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable '.[test,check]'
+	@$(PIP) install --no-compile torch==2.13.0
+	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-compile --no-build-isolation --editable '.[test,check]'
 	@touch $@ $(VENV)/stamp-core
 
 install: $(VENV)/stamp-core

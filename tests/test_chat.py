@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -392,7 +396,7 @@ MISTRAL_NEMO = r"""{%- if messages[0]["role"] == "system" %}
     {%- endif %}
 {%- endfor %}"""  # noqa: E501
 
-# Not a simple template in the sense of sandbox.py: it recurses, and builds lists and dicts as it goes.
+# Recurses, and builds lists and dicts as it goes.
 ODD = """{% macro tree(x) %}{% for y in x %}[{{ y if y is string else tree(y) }}]{% endfor %}{% endmacro %}
 {%- set all = [] %}{% for m in messages %}{% set all = all + [m] %}{{ tree([m.role, [m.content]]) }}{% endfor %}
 {{- '%5.2f|' % 3.14159 }}{{ "x".center(5) }}{{ {"a": messages[0].content}|tojson }}{% generation %}!
@@ -519,29 +523,41 @@ def test_special_tokens_in_contents_do_not_change_the_text(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "odd"])
-def test_common_templates_need_no_process_of_their_own(name: str) -> None:
-    for chat in ("system", "turns", "tool"):
-        variables = {
-            "messages": CHATS[chat],
-            "tools": TOOLS,
-            "bos_token": "",
-            "eos_token": "",
-            "add_generation_prompt": True,
-        }
-        texts = []
-        for isolate in (False, True):
-            try:
-                texts.append(sandbox.render(TEMPLATES[name], variables, isolate=isolate))
-            except sandbox.Refused as error:
-                texts.append(str(error))
-        assert texts[0] == texts[1]
+def test_one_process_renders_all_and_is_replaced_when_it_ends() -> None:
+    source, variables = TEMPLATES["odd"], {"messages": CHATS["one"]}
+    text = sandbox.render(source, variables)
+    assert "[user][[Hello, who are you?]] 3.14|  x  " in text
+    first = sandbox._worker
+    assert first is not None and sandbox.render(source, variables) == text and sandbox._worker is first
+    first.kill()
+    first.wait()
+    assert sandbox.render(source, variables) == text and sandbox._worker is not first
+    second = sandbox._worker
+    with pytest.raises(sandbox.Limit):
+        sandbox.render("{{ range(100000)|join('a' * 1000000) }}", variables)
+    assert sandbox._worker is not second, "what met a limit is not used again"
+    sandbox.stop()
+    assert second is not None and first.returncode is not None and second.returncode is not None
 
 
-def test_an_odd_template_is_rendered_in_a_process_of_its_own() -> None:
-    with pytest.raises(sandbox.Failed, match="process of its own"):
-        sandbox.render(ODD, {"messages": CHATS["one"]}, isolate=False)
-    assert "[user][[Hello, who are you?]] 3.14|  x  " in sandbox.render(ODD, {"messages": CHATS["one"]})
+def test_the_process_ends_with_its_parent() -> None:
+    """Also with one that is killed, which ends nothing itself."""
+    program = (
+        "import os, signal; from powerinfer.formats import sandbox; sandbox.render('x', {})\n"
+        "print(sandbox._worker.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    worker = Path(f"/proc/{int(done.stdout)}/cmdline")
+    deadline = time.monotonic() + 20
+    while worker.exists() and b"template_worker" in worker.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_large_question_and_a_large_answer() -> None:
+    content = "é\n" * 500_000
+    assert sandbox.render("{{ messages[0].content * 2 }}", {"messages": [{"content": content}]}) == content * 2
 
 
 @pytest.mark.parametrize("source", _WRITTEN_OUT)
@@ -770,17 +786,20 @@ def test_a_harmful_template_ends_soon_and_small(source: str, monkeypatch: pytest
     import resource
 
     monkeypatch.setattr(sandbox, "SECONDS", 0.3)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    begin = time.process_time()
+    before, used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    begin, processor = time.monotonic(), time.process_time()
     with pytest.raises(ModelError) as caught:
         ChatTemplate(source).render([USER])
     assert len(str(caught.value).splitlines()) == 1
-    # Compiling a source of that length, rendering, and one operation between two looks at the clock.
-    assert time.process_time() - begin < 2 + sandbox.SECONDS + 1
+    assert time.process_time() - processor < 0.2, "nothing of it runs here"
+    assert time.monotonic() - begin < sandbox.WAIT + 2
+    sandbox.stop()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss  # KiB
-    assert grown < 300 * 1024, "MAX_WORK characters of four bytes, some of them twice"
+    assert grown < 20 * 1024
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert children.ru_maxrss * 1024 < 2 * sandbox.WORKER_BYTES
+    assert children.ru_maxrss * 1024 < 1.2 * sandbox.MEMORY and children.ru_utime - used.ru_utime < 1.5, (
+        "start, compiling, 0.3 s"
+    )
 
 
 def test_the_limits_hold_in_a_thread_and_leave_the_others_alone() -> None:
@@ -803,7 +822,8 @@ def test_the_limits_hold_in_a_thread_and_leave_the_others_alone() -> None:
 @pytest.mark.parametrize("source", [QWEN25, ODD, CHATML, BROKEN["syntax"], HARMFUL["too long"]])
 def test_preparing_a_template_says_nothing_and_changes_nothing(source: str) -> None:
     before = rendered(source, CHATS["one"])
-    sandbox._templates.clear()
+    sandbox.stop()
     ChatTemplate(source).prepare()
-    assert source not in (QWEN25,) or source in sandbox._templates
+    running = sandbox._worker is not None and sandbox._worker.poll() is None
+    assert running == (source not in (CHATML, HARMFUL["too long"]))
     assert rendered(source, CHATS["one"]) == before

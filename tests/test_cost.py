@@ -21,13 +21,13 @@ MACHINE = load("pc-low")
 CPU, GPU = MACHINE.cpu, MACHINE.gpu
 assert GPU is not None and MACHINE.disk is not None
 SYNC = 1e-6 * MACHINE.sync_us
-NAMED = (1.5, 2.5)
+SELECTED = (1.5, 2.5)
 
 
 def small(activation: str = "relu", gated: bool = True, d_ff: int = 200, dtype: str = "f16") -> Model:
     layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), FfnConfig(d_ff, activation, gated=gated))
     config = ModelConfig("llama", 256, 4, 2, 64, 1000, 512, 1e-5, uniform(2, layer))
-    return replace(described_model(config, dtype, "small"), named=NAMED)
+    return replace(described_model(config, dtype, "small"), selected=SELECTED)
 
 
 def row_seconds(device: object, model: Model, part: str) -> float:
@@ -50,7 +50,7 @@ def ffn_seconds(
             sparse += model.bundles.stride / (1e9 * device.dense_gb_s[kind])  # type: ignore[attr-defined]
             continue
         first = row_seconds(device, model, "first")
-        sparse += first * (some(min(1.0, NAMED[layer] * p)) if way == "predicted" else 1.0)
+        sparse += first * (some(min(1.0, SELECTED[layer] * p)) if way == "predicted" else 1.0)
         sparse += row_seconds(device, model, "up") * fires if model.config.gated else 0.0
         sparse += row_seconds(device, model, "down") * some(p)
     return sparse
@@ -64,7 +64,7 @@ def test_a_split_layer_neuron_by_neuron(way: str, activation: str, gated: bool, 
     model = small(activation, gated)
     profile = profile_of(2, 200)
     orders = [profile.order(layer) for layer in range(2)]
-    expected = cost.expected(profile, orders, model.config, NAMED, batch, 64)
+    expected = cost.expected(profile, orders, model.config, SELECTED, batch, 64)
     found = cost.split_time(CPU, GPU, expected, model, way, SYNC)
     assert found.total.shape == (2, 5)
     for layer in range(2):
@@ -79,7 +79,7 @@ def test_a_split_layer_neuron_by_neuron(way: str, activation: str, gated: bool, 
             busy = 1.0 if len(on_cpu) else 0.0
             if way == "predicted":
                 p = profile.counts[layer][on_cpu] / profile.tokens
-                silent = 1 - (1 - (1 - np.minimum(1.0, NAMED[layer] * p)) ** batch)
+                silent = 1 - (1 - (1 - np.minimum(1.0, SELECTED[layer] * p)) ** batch)
                 busy = 1 - float(np.prod(silent)) if len(on_cpu) else 0.0
             wait = busy * (SYNC + 1e-6 * (CPU.op_us + extra * CPU.sparse_us))
             assert found.total[layer, k] == pytest.approx(max(gpu, cpu + wait), rel=1e-9)
@@ -90,7 +90,7 @@ def test_the_cpu_alone_with_and_without_dense_matrices(way: str) -> None:
     model = small(dtype="q4_0")
     profile = profile_of(2, 200)
     orders = [profile.order(layer) for layer in range(2)]
-    expected = cost.expected(profile, orders, model.config, NAMED, 1, 64)
+    expected = cost.expected(profile, orders, model.config, SELECTED, 1, 64)
     for panels in (False, True):
         found = cost.cpu_time(CPU, expected, model, way, panels)
         assert np.isinf(found.total[:, 1:]).all()
@@ -109,14 +109,14 @@ def test_reading_from_disk() -> None:
     model = small()
     profile = profile_of(2, 200)
     orders = [profile.order(layer) for layer in range(2)]
-    expected = cost.expected(profile, orders, model.config, NAMED, 1, 64)
+    expected = cost.expected(profile, orders, model.config, SELECTED, 1, 64)
     disk, stride, first = MACHINE.disk, model.bundles.stride, model.bundles.gate_bytes
     for layer in range(2):
         p = profile.counts[layer][orders[layer]][128:] / profile.tokens  # two groups stay in memory
         streamed = 72 * stride / disk.rate(1 << 20)
         wanted = {
             "all": streamed,
-            "predicted": min(streamed, np.minimum(1, NAMED[layer] * p).sum() * disk.seconds(stride)),
+            "predicted": min(streamed, np.minimum(1, SELECTED[layer] * p).sum() * disk.seconds(stride)),
             "exact": min(streamed, 72 * disk.seconds(first) + p.sum() * disk.seconds(stride - first)),
         }
         for selector, seconds in wanted.items():
@@ -130,7 +130,7 @@ def test_reading_from_disk() -> None:
 def test_expected_is_cumulative_and_batches_need_more(d_ff: int, group: int, seed: int) -> None:
     model, profile = small(d_ff=d_ff), profile_of(2, d_ff, seed)
     orders = [profile.order(layer) for layer in range(2)]
-    one, many = (cost.expected(profile, orders, model.config, NAMED, batch, group) for batch in (1, 8))
+    one, many = (cost.expected(profile, orders, model.config, SELECTED, batch, group) for batch in (1, 8))
     for layer in range(2):
         assert one.all[layer, cost.EACH] == d_ff
         p = profile.fraction(layer)
@@ -139,7 +139,7 @@ def test_expected_is_cumulative_and_batches_need_more(d_ff: int, group: int, see
         assert one.all[layer, cost.SHARED] == pytest.approx(shared, abs=1e-9)
     for found in (one, many):
         assert (np.diff(found.sums, axis=1) >= 0).all() and (found.sums[:, 0] == 0).all()
-        assert (found.sums[..., cost.NAMED] >= found.sums[..., cost.ACTIVE] - 1e-9).all()
+        assert (found.sums[..., cost.SELECTED] >= found.sums[..., cost.ACTIVE] - 1e-9).all()
         assert (found.idle >= 0).all() and (found.idle[:, -1] == 1).all() and (np.diff(found.idle, axis=1) >= 0).all()
     assert (many.sums[..., : cost.SHARED] >= one.sums[..., : cost.SHARED] - 1e-9).all()
     assert (many.all >= one.all - 1e-9).all() and (many.idle <= one.idle + 1e-12).all()

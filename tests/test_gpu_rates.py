@@ -106,7 +106,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def work() -> Any:
-    return gpu_rates._Work(torch.device("cpu"), LITTLE, None)
+    return gpu_rates._GpuSamples(torch.device("cpu"), LITTLE, None)
 
 
 def test_dense_rates_are_those_of_the_products(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

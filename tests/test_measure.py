@@ -19,8 +19,9 @@ from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.tensors import NATIVE_TYPES
 from powerinfer.hardware import cpu_rates, description, disk_rates, measure
-from powerinfer.hardware.cpu_rates import Effort, Group, fit_cache, fit_rows
+from powerinfer.hardware.cpu_rates import Effort, fit_cache
 from powerinfer.hardware.description import Device, load
+from powerinfer.hardware.samples import Group, fit_rows
 from powerinfer.kernels import cpu
 
 ONE = EngineConfig(threads=1)

@@ -231,7 +231,7 @@ def test_the_times_of_both_devices_are_kept_apart(batch: int, goes: str) -> None
         made = make_plan(with_groups(request_of(model, batch=batch), groups))
         request = made.request
         orders = [request.profile.order(layer) for layer in range(4)]
-        wanted = cost.expected(request.profile, orders, model.config, model.named, batch, GROUP)
+        wanted = cost.expected(request.profile, orders, model.config, model.selected, batch, GROUP)
         hardware, ways = request.hardware, cost.WAYS[goes][:1]
         split = [
             cost.split_time(hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us) for way in ways
@@ -597,7 +597,7 @@ def test_the_key_hangs_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     changed.append(replace(request, profile=profile_of(3, 256, seed=9)))
     changed.append(replace(request, hardware=replace(request.hardware, sync_us=31.0)))
     changed.append(replace(request, model=replace(request.model, fingerprint="another")))
-    changed.append(replace(request, model=replace(request.model, named=(2.0,) * 3)))
+    changed.append(replace(request, model=replace(request.model, selected=(2.0,) * 3)))
     keys = {one.key for one in (request, *changed)}
     assert len(keys) == len(changed) + 1 and all(len(key) == 16 for key in keys)
     assert replace(request).key == request.key

@@ -249,7 +249,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("the work began")
 
-    for room, name in ((profiling, "make"), (training, "train"), (packing, "pack")):
+    for room, name in ((profiling, "profile"), (training, "train"), (packing, "pack")):
         monkeypatch.setattr(room, name, never)
 
 

@@ -25,7 +25,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile, open_profile_file
 from powerinfer.formats.samples_file import open_samples
 from powerinfer.models import load
-from powerinfer.prepare import profile, profiling
+from powerinfer.prepare import counting, profiling
 from powerinfer.prepare.calibrate import HALVINGS, MOST, calibrate, held_out, thresholds_at
 from powerinfer.prepare.corpus import open_corpora, read_windows
 
@@ -48,7 +48,7 @@ def corpora(tmp_path: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def made(path: Path, corpora: list[str], force: bool = False, **options: Any) -> profiling.Made:
+def made(path: Path, corpora: list[str], force: bool = False, **options: Any) -> profiling.Profiled:
     """What the verb makes. progress: of `make`; threads and prepared: of the engine."""
     progress = options.pop("progress", None)
     notes = options.pop("notes", [])
@@ -56,7 +56,7 @@ def made(path: Path, corpora: list[str], force: bool = False, **options: Any) ->
     settings = {"corpus": corpora, "window": WINDOW, "samples": 1 << 20} | options
     checkpoint = open_checkpoint(path)
     task = profiling.read(checkpoint, ProfileConfig(**settings), notes.append)
-    return profiling.make(checkpoint, engine, task, notes.append, progress, force)
+    return profiling.profile(checkpoint, engine, task, notes.append, progress, force)
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -128,7 +128,7 @@ def test_it_hangs_neither_on_calls_nor_on_threads(
     expected = files(path)
     assert set(expected) == {"profile.safetensors", "samples.safetensors"}
     for call, chunk, threads in ((1, 512, 1), (WINDOW * 3, 512, 3), (1, 7, 2)):
-        monkeypatch.setattr(profile, "CALL", call)
+        monkeypatch.setattr(counting, "CALL", call)
         monkeypatch.setattr(EngineConfig, "prefill_chunk", chunk)
         made(path, corpora, force=True, threads=threads)
         assert files(path) == expected, (call, chunk, threads)
@@ -182,9 +182,9 @@ def test_what_was_stopped_goes_on_and_ends_the_same(
     expected = files(path)
     for name in expected:
         (Path(f"{path}.powerinfer") / name).unlink()
-    monkeypatch.setattr(profile, "CALL", 1)
+    monkeypatch.setattr(counting, "CALL", 1)
     for save_every in (0.0, 1e9):
-        monkeypatch.setattr(profile, "SAVE_EVERY", save_every)
+        monkeypatch.setattr(counting, "SAVE_EVERY", save_every)
         for stop in (WINDOW, WINDOW * 5, total):
             with pytest.raises(Stop):
                 made(path, corpora, progress=stop_at(stop), **options)
@@ -192,7 +192,7 @@ def test_what_was_stopped_goes_on_and_ends_the_same(
         notes: list[str] = []
         again = made(path, corpora, notes=notes, **options)
         if save_every == 0:
-            assert again.tokens == 0 and "going on" in notes[0] and f"{total} of {total} tokens" in notes[0]
+            assert again.tokens == 0 and "resuming" in notes[0] and f"{total} of {total} tokens" in notes[0]
         else:
             assert again.tokens == total
         assert files(path) == expected
@@ -208,7 +208,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, corpora: list[str]) ->
         (Path(f"{path}.powerinfer") / name).unlink()
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from test_profile import *\n"
-        "profile.CALL, profile.SAVE_EVERY = 1, 0.0\n"
+        "counting.CALL, counting.SAVE_EVERY = 1, 0.0\n"
         "def slow(label, done, total):\n"
         "    if label == 'profiling' and done >= total // 2: print(done, flush=True); time.sleep(60)\n"
         "made(Path(sys.argv[2]), sys.argv[3:], progress=slow)\n"
@@ -233,7 +233,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, corpora: list[str]) ->
 def test_other_options_start_anew(
     change: dict[str, Any], tmp_path: Path, corpora: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(counting, "SAVE_EVERY", 0.0)
     path = tiny_llama(tmp_path / "m.gguf")
     with pytest.raises(Stop):
         made(path, corpora, progress=stop_at(500))
@@ -241,7 +241,7 @@ def test_other_options_start_anew(
     others = [str(tmp_path / name) for name in change.pop("corpus", [])] or corpora
     notes: list[str] = []
     again = made(path, others, notes=notes, **change)
-    assert again.tokens == again.file.profile.tokens and "starts anew" in notes[0]
+    assert again.tokens == again.file.profile.tokens and "starting anew" in notes[0]
     fresh = tiny_llama(tmp_path / "fresh.gguf")
     made(fresh, others, **change)
     assert files(path) == files(fresh)
@@ -260,7 +260,7 @@ def spoilt(raw: bytes) -> list[bytes]:
 def test_a_state_that_is_damaged_does_no_harm(
     tmp_path: Path, corpora: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(counting, "SAVE_EVERY", 0.0)
     path = tiny_llama(tmp_path / "m.gguf")
     made(path, corpora)
     expected = files(path)
@@ -285,7 +285,7 @@ def test_a_state_that_is_damaged_does_no_harm(
 def test_samples_that_are_gone_are_made_again(
     tmp_path: Path, corpora: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(counting, "SAVE_EVERY", 0.0)
     path = tiny_llama(tmp_path / "m.gguf")
     made(path, corpora)
     expected = files(path)

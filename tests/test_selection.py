@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,19 @@ def test_a_load_opens_what_is_prepared_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(bundle_file, "open_bundles", noted)
     with LLM(path, selector="predicted", gpu="none", threads=1, trial=False):
         assert len(opened) == 1
+
+
+def test_a_load_without_a_gpu_imports_no_planner(tmp_path: Path) -> None:
+    """Every start would pay for it."""
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
+    code = (
+        f"import sys\nfrom powerinfer import LLM\nwith LLM({str(path)!r}, gpu='none', threads=1, trial=False) as llm:\n"
+        "    assert llm.choices['selector'].startswith('exact in')\n"
+        "wrong = 'torch', *(f'powerinfer.{room}' for room in ('placement', 'hardware', 'kernels.gpu', 'prepare'))\n"
+        "print([name for name in sys.modules if name.startswith(wrong)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_what_cannot_be_had_is_refused_before_loading(tmp_path: Path) -> None:

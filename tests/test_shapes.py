@@ -104,7 +104,7 @@ def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:
     assert model.bundles == bundles.layout
     assert model.bundles.stride * model.config.widest_ffn * model.config.n_layers == bundles.nbytes
     assert sum(one.stored for pair in model.predictors for one in pair) == open_predictor(checkpoint).nbytes
-    assert model.named == (shapes.NAMED,) * model.config.n_layers
+    assert model.selected == (shapes.SELECTED_PER_FIRING,) * model.config.n_layers
 
 
 def test_a_predictor_that_the_file_brings_along(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_margins_say_who_fires(tmp_path: Path, kind: str) -> None:
     samples = open_samples(checkpoint)
     for layer in range(LAYERS):
         x, fires = held_out(samples, layer, np.arange(400))
-        scale = fitting._scale(torch, checkpoint, 0, torch.from_numpy(x)).numpy()
+        scale = fitting._scale(torch, checkpoint, layer, torch.from_numpy(x)).numpy()
         found = np.ones(fires.shape, bool)
         for one in margins(checkpoint, layer):
             found &= x / scale @ one.weights.T + one.offset > 0

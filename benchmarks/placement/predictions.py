@@ -105,7 +105,7 @@ class Subject:
         self.profile = Profile(PROFILED, d_ff, tuple(counts), (), (), none, active, (0.0,) * layers)
         self.model = checkpoint_model(self.checkpoint, self.prepared)
         if ratios:
-            self.model = dataclasses.replace(self.model, named=tuple(ratios))
+            self.model = dataclasses.replace(self.model, selected=tuple(ratios))
 
     def _links(self, folder: Path) -> str:
         """A folder that shows the model's prepared files: trials are kept in it, and the model's own stays as it is."""
@@ -118,7 +118,7 @@ class Subject:
         return str(own)
 
     def _seen(self, prepared: Path) -> tuple[list[NDArray[np.int64]], list[float]]:
-        """(counts of each layer, named neurons by those that fire), counted once and kept."""
+        """(counts of each layer, selected neurons per neuron that fires), counted once and kept."""
         kept = prepared / f"{self.path.name}.npz"
         if kept.exists():
             with np.load(kept) as file:
@@ -310,7 +310,7 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
         subject.profile,
         [subject.profile.order(layer) for layer in range(config.n_layers)],
         config,
-        model.named,
+        model.selected,
         1,
         GROUP,
     )

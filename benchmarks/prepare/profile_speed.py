@@ -28,7 +28,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.samples_file import row_bytes, write_samples
 from powerinfer.models import load
 from powerinfer.prepare.corpus import Windows
-from powerinfer.prepare.profile import Saved, State, Tally, Task, run_windows
+from powerinfer.prepare.counting import Saved, State, Tally, Task, run_windows
 
 WINDOW = 512
 

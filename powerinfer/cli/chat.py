@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -76,6 +77,9 @@ class Conversation:
 
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  gives input() a line editor and a history
+
+            if llm.template is not None:  # while the user types
+                threading.Thread(target=llm.template.prepare, daemon=True).start()
 
     def _reset(self) -> None:
         self.messages[:] = [] if self._system is None else [{"role": "system", "content": self._system}]

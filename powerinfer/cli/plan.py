@@ -1,17 +1,18 @@
-"""Decide what of a model rests on the GPU, in RAM and on disk under budgets, and predict how fast it decodes.
+"""Decide which parts of a model are placed on the GPU, in RAM and on disk, and predict its decode speed.
 
-Of a model (-m) only the headers are read, and its profile, which `powerinfer profile` makes. --shape plans for a model
-that is only described: a published one by its name, or a config.json; how its neurons fire is then assumed, as
-published for its family, or by --hot-share and --active. The machine is this one, measured, or a described one
-(--hardware). Budgets count everything: weights, predictors, KV cache, working memory, driver and runtime.
+For a model (-m) only its headers and its profile (`powerinfer profile`) are read. --shape plans for a model that is
+only described: a published one by its name, or a config.json; how its neurons fire is then assumed, as published for
+its family, or from --hot-share and --active. The machine is this one, measured, or a described one (--hardware).
+Budgets include everything: weights, predictors, KV cache, working memory, driver and runtime. --selector auto assumes
+that bundles are packed.
 
-The plan is kept beside the model as plan-KEY.json, under a key of all that it hangs on; not with --shape or --dry-run.
+The plan is saved beside the model as plan-KEY.json; the key depends on every input. Not with --shape or --dry-run.
 
-JSON: quantize (the option, or null), weight_type (of most of the FFNs' weights), fits (nothing is read from disk),
-solve_s, mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a step reads), optimal
-(proven; null for greedy and random), policy, bytes (tier: part: bytes), activations (tier: share), layers (layer; gpu,
-cpu, disk: neurons; mass_on_gpu; seconds by what takes them), predicted (decode_tok_s, ms_per_token, at_position,
-policies), reasons, helps (the next budgets at which more fits), assumed, key, path, hardware.
+JSON: quantize (the option, or null), weight_type (of most FFN weights), fits (nothing is read from disk), solve_s,
+mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a step reads), optimal (proven;
+null for greedy and random), policy, bytes (tier: part: bytes), activations (tier: share), layers (layer; gpu, cpu,
+disk: neurons; mass_on_gpu; seconds by component), predicted (decode_tok_s, ms_per_token, at_position, policies),
+reasons, helps (the next budgets at which more fits), assumed, key, path, hardware.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="assume that this share of a layer's neurons carries 80 %% of its activations, instead of a profile",
     )
     parser.add_argument("--active", type=float, metavar="X", help="the same: fraction of neurons that fire for a token")
-    parser.add_argument("--dry-run", action="store_true", help="do not keep the plan")
+    parser.add_argument("--dry-run", action="store_true", help="do not save the plan")
     config_flags(parser, PlanConfig, "plan")
     config_flags(parser, EngineConfig, "engine", only=ENGINE)
 

@@ -1,15 +1,15 @@
-"""Find out all about a model that makes it run better, in one go: measure, profile, train, pack, plan, report.
+"""Prepare a model in one command: measure, profile, train, pack, plan and report.
 
-Each step does what the verb of its name does and leaves the same files, in the folder MODEL.powerinfer or where
---prepared says. What is up to date is not done again, so the command can be stopped at any time and given again: it
-goes on where it was. What can be known beforehand is checked before the long work begins: the corpus, the budgets, room
-on the disk, torch.
+Each step does what the command of its name does and writes the same files, into MODEL.powerinfer or the folder of
+--prepared. Steps that are up to date are skipped, so the command can be stopped at any time and run again: it resumes.
+Whatever can be checked before the long work is checked first: the corpus, the budgets, disk space, torch.
 
-Models with ReLU get a profile, predictors and bundles. Others (SwiGLU) never have a neuron that is exactly silent: they
-get a profile with thresholds, no predictors, and bundles only where the plan finds that leaving neurons out pays.
+ReLU models get a profile, predictors and bundles. Others (SwiGLU) never have a neuron that is exactly zero: they get a
+profile with thresholds, no predictors, and bundles only if skipping neurons is predicted to be faster. With --selector
+auto the plan is for the fastest selector that this allows, and the last line says how to run it.
 
-JSON: model, folder, seconds, steps (by name: state "done", "skipped" (it was up to date) or "not needed"; seconds,
-path, why (of what is not needed), and the verb's key figures), plan (the document of `powerinfer plan`).
+JSON: model, folder, seconds, steps (by name: state "done", "skipped" (up to date) or "not needed"; seconds, path, why
+(not needed), and the key figures of the command), plan (the document of `powerinfer plan`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 
 
 class Display:
-    """The steps one after another: one display of their progress, one line of what came of each."""
+    """Runs steps in order, with one progress bar and one line of result for each."""
 
     def __init__(self, out: Output) -> None:
         self._out = out
@@ -41,7 +41,7 @@ class Display:
         self.outcomes: dict[str, dict[str, Any]] = {}
 
     def take(self, name: str, step: Step) -> None:
-        """The next step."""
+        """Run the next step."""
         from powerinfer.cli.progress import Bar
         from powerinfer.prepare.pipeline import DONE, SKIPPED, STEPS
 
@@ -58,7 +58,7 @@ class Display:
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--no-train", dest="train", action="store_false", help="train no predictors")
-    parser.add_argument("--force", action="store_true", help="do everything anew")
+    parser.add_argument("--force", action="store_true", help="repeat every step")
     config_flags(parser, ProfileConfig, "profile")
     config_flags(parser, TrainConfig, "training", only=TRAINING)
     config_flags(parser, PlanConfig, "plan")
@@ -88,7 +88,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def opened(args: argparse.Namespace, out: Output) -> Work:
-    """The model and the corpus, as far as the flags name any that can be read."""
+    """Open the model and read the corpus."""
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
@@ -110,7 +110,7 @@ def opened(args: argparse.Namespace, out: Output) -> Work:
 
 @contextmanager
 def stoppable(display: Display, out: Output) -> Iterator[None]:
-    """SIGTERM ends the work like Ctrl-C does: files that are not complete go, and a line says how to go on."""
+    """SIGTERM acts like Ctrl-C: incomplete files are removed, and a line says how to resume."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(TERMINATED)

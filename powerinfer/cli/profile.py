@@ -1,18 +1,18 @@
-"""Count how often each neuron of a model fires over a text, as windows of it run through the engine.
+"""Count how often each neuron of a model fires over a text.
 
-What is counted goes into MODEL.powerinfer/profile.safetensors, or where --prepared says, and pairs of (what a predictor
-reads, which neurons fire), evenly spread over the text, into samples.safetensors beside it. When both are up to date
-nothing is done. What is stopped half-way goes on where it was when it is called again with the same options.
+The counts are written to MODEL.powerinfer/profile.safetensors, or to the folder of --prepared; training samples (the
+input of a predictor and which neurons fired), evenly spread over the text, to samples.safetensors beside it. If both
+are up to date nothing is done. An interrupted run resumes when it is repeated with the same options.
 
-Activations that are never exactly zero (SwiGLU) count as firing above a threshold of their layer, which is calibrated
-first: the largest quantile of the magnitudes, one for all layers, that costs at most --perplexity-cost. `--selector
-threshold` takes these thresholds when it is given no other.
+Neurons whose activation is never exactly zero (SwiGLU) count as firing above a threshold of their layer, which is
+calibrated first: the largest quantile of the magnitudes, the same for all layers, that costs at most --perplexity-cost.
+`--selector threshold` uses these thresholds by default.
 
-JSON: path, tokens, window, corpora (name, tokens), active_fraction, hot_share (of the model's neurons, those that carry
-80 % of the activations), reuse (of the neurons that fire for a token, those that fired for the one before), overlap (of
-the most frequent 20 % of the neurons: first, second, share, for each pair of corpora), layers (layer, active_fraction,
-hot_share, reuse, threshold or null), samples (path, bytes, rows; null: none), calibration (null, or quantile,
-perplexity, perplexity_dense, cost, asked, tokens), seconds, tok_s (null when nothing was done).
+JSON: path, tokens, window, corpora (name, tokens), active_fraction, hot_share (share of the model's neurons that carry
+80 % of the activations), reuse (of the neurons that fire for a token, the share that fired for the previous one),
+overlap (of the most frequent 20 % of the neurons: first, second, share, for each pair of corpora), layers (layer,
+active_fraction, hot_share, reuse, threshold or null), samples (path, bytes, rows; null: none), calibration (null, or
+quantile, perplexity, perplexity_dense, cost, asked, tokens), seconds, tok_s (null if nothing was done).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
     with Bar() as bar:
         task = profiling.read(checkpoint, options, out.note, bar)
-        made = profiling.make(checkpoint, engine, task, out.note, bar, args.force)
+        made = profiling.profile(checkpoint, engine, task, out.note, bar, args.force)
     document = profiling.describe(checkpoint, engine.prepared, made)
     _show(document, out)
     out.document(document)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 else:
     Tensor = device = Any
 
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 
-Rotation = tuple[Floats, float]
+Rotation = tuple[Float32, float]
 """Of a rotary embedding: float32 [rotated pairs], radians per position; factor of sine and cosine."""
 
 
@@ -98,7 +98,7 @@ class GpuLayers:
         """A matrix [out, in], to be uploaded by the operator that takes it. row_map: see `StoredMatrix`."""
         return StoredMatrix(tensor, row_map)
 
-    def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Floats | None] = ()) -> Matrices:
+    def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Float32 | None] = ()) -> Matrices:
         """Matrices that multiply the same rows, with their biases; part: of `memory`."""
         own = [self._some(bias) for bias in biases] or [None] * len(matrices)
         together = Matrices(matrices, own, self.device)
@@ -114,20 +114,20 @@ class GpuLayers:
         within = np.arange(dim).reshape(-1, 2).T.reshape(-1)
         return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
 
-    def norm(self, weight: Floats, bias: Floats | None = None) -> GpuNorm:
+    def norm(self, weight: Float32, bias: Float32 | None = None) -> GpuNorm:
         """A norm of the model's kind over rows of d_model."""
         config = self._config
         return GpuNorm(self._vector(weight), self._some(bias), config.norm_eps, config.norm == "layer")
 
-    def _rms(self, weight: Floats | None) -> GpuNorm | None:
+    def _rms(self, weight: Float32 | None) -> GpuNorm | None:
         return None if weight is None else GpuNorm(self._vector(weight), None, self._config.norm_eps, False)
 
-    def _vector(self, values: Floats) -> Tensor:
+    def _vector(self, values: Float32) -> Tensor:
         own = import_torch().from_numpy(np.array(values, np.float32)).to(self.device)
         self._bytes["norms"] += own.nbytes
         return own
 
-    def _some(self, values: Floats | None) -> Tensor | None:
+    def _some(self, values: Float32 | None) -> Tensor | None:
         return None if values is None else self._vector(values)
 
     # ---------------------------------------------------------------- operators, in the order in which they run
@@ -138,9 +138,9 @@ class GpuLayers:
         norm: GpuNorm | None,
         qkv: Sequence[StoredMatrix],
         *,
-        biases: Sequence[Floats | None] = (None, None, None),
-        q_norm: Floats | None = None,
-        k_norm: Floats | None = None,
+        biases: Sequence[Float32 | None] = (None, None, None),
+        q_norm: Float32 | None = None,
+        k_norm: Float32 | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
@@ -170,7 +170,7 @@ class GpuLayers:
         self._add(layer, "attention", run)
 
     def project(
-        self, layer: int, matrix: StoredMatrix, bias: Floats | None = None, norm: GpuNorm | None = None
+        self, layer: int, matrix: StoredMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None
     ) -> None:
         """x += norm(matrix . attended)."""
         out = self._upload("attention", matrix, biases=[bias])
@@ -189,7 +189,7 @@ class GpuLayers:
         gate: StoredMatrix | None,
         up: StoredMatrix,
         down: StoredMatrix,
-        biases: Sequence[Floats | None] = (None, None, None),
+        biases: Sequence[Float32 | None] = (None, None, None),
         out_norm: GpuNorm | None = None,
     ) -> None:
         """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate.
@@ -218,7 +218,7 @@ class GpuLayers:
         layer: int,
         norm: GpuNorm | None,
         parts: FfnParts,
-        bias: Floats | None = None,
+        bias: Float32 | None = None,
         out_norm: GpuNorm | None = None,
     ) -> None:
         """x += out_norm(sum of the parts, given norm(x), + bias of down)."""
@@ -291,7 +291,7 @@ class GpuLayers:
 
     # ---------------------------------------------------------------- running
 
-    def run(self, batch: Batch, x: Floats) -> Floats:
+    def run(self, batch: Batch, x: Float32) -> Float32:
         """x float32 [T, d_model] behind the embedding -> x behind these layers, or logits float32 [R, vocab].
 
         The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
@@ -315,7 +315,7 @@ class GpuLayers:
             self.few_steps += 1
         return result
 
-    def _begin(self, batch: Batch, x: Floats) -> Step:
+    def _begin(self, batch: Batch, x: Float32) -> Step:
         """Bring a step to the device."""
         step = self.buffers.upload(batch, x)
         step.read = None if self.link is None else self.link.read(len(step.x))

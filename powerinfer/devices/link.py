@@ -12,7 +12,7 @@ from powerinfer.kernels.cpu import NEURON_TOKENS
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
@@ -47,7 +47,7 @@ class Link:
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = torch.zeros((max_tokens, d_model), pin_memory=self._cuda)
         self._came = torch.cuda.Event() if self._cuda else None
-        self._views: dict[tuple[int, int], tuple[Floats, Bytes | None, Floats]] = {}
+        self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Link:
         if self._came is not None:
             self._came.synchronize()
 
-    def views(self, tokens: int, cold: int) -> tuple[Floats, Bytes | None, Floats]:
+    def views(self, tokens: int, cold: int) -> tuple[Float32, Bytes | None, Float32]:
         """What arrived: the input, float32 [tokens, d_model], and the selection, uint8 [tokens, cold], None where cold
         is 0; and where the sums are to be written, float32 [tokens, d_model]."""
         key = tokens, cold

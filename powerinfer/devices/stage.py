@@ -35,7 +35,7 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 PIECE = 32 << 20
@@ -106,7 +106,7 @@ class Stage:
         layout: BundleLayout,
         cold: SomeBundles,
         ffn: FfnConfig,
-        biases: Sequence[Floats | None],
+        biases: Sequence[Float32 | None],
         most: float,
     ) -> None:
         """total += what these neurons make of n, both float32 [T, d_model] on the GPU.

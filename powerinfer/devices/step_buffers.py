@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     Tensor = device = Any
 
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 
 
 class StepBuffers:
@@ -54,7 +54,7 @@ class StepBuffers:
         """Where a step's description and its logits are; they change when one comes that is larger than any before."""
         return self._description.address, int(self._host_logits.data_ptr())
 
-    def upload(self, batch: Batch, x: Floats) -> Step:
+    def upload(self, batch: Batch, x: Float32) -> Step:
         """A step on the device: its description and its residual stream, one transfer each."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
@@ -78,7 +78,7 @@ class StepBuffers:
     def _new_logits(self, rows: int) -> Tensor:
         return import_torch().zeros((rows, self._vocab_size), pin_memory=self._cuda)
 
-    def download(self, step: Step, logits: bool) -> Floats:
+    def download(self, step: Step, logits: bool) -> Float32:
         """The logits of a step or its residual stream, once the device is done with it."""
         if logits:
             out = self.logits(len(step.logit_rows))
@@ -89,7 +89,7 @@ class StepBuffers:
         if self._done is not None:
             self._done.record()
             self._done.synchronize()
-        values: Floats = out.numpy()
+        values: Float32 = out.numpy()
         return values
 
 

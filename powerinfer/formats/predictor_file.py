@@ -19,7 +19,7 @@ from powerinfer.formats.json_file import Between, Count, Share
 from powerinfer.formats.layout import MAX_WIDTH
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
-from powerinfer.formats.quant import Floats, block_type, dequantize, quantize
+from powerinfer.formats.quant import Float32, block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.neurons import Predictor
 
@@ -143,7 +143,7 @@ def write_predictor(
     prepared: str | None,
     type_name: str,
     layers: Sequence[Predictor],
-    weights: Iterable[tuple[Floats, Floats]],
+    weights: Iterable[tuple[Float32, Float32]],
     training: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the predictors of a model; the path of the file.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from powerinfer.errors import ModelError
 
 Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 
-def _half(blocks: Bytes, start: int) -> Floats:
+def _half(blocks: Bytes, start: int) -> Float32:
     """The float16 at byte `start` of every block, float32 [n, 1]."""
     return blocks[:, start : start + 2].view("<f2").astype(np.float32)
 
@@ -110,50 +110,50 @@ def _fields(packed: Bytes, span: int, shifts: tuple[int, ...], mask: int) -> Byt
     return shifted.reshape(len(packed), -1)
 
 
-def _f32(blocks: Bytes) -> Floats:
+def _f32(blocks: Bytes) -> Float32:
     return blocks.view("<f4").astype(np.float32)
 
 
-def _f64(blocks: Bytes) -> Floats:
+def _f64(blocks: Bytes) -> Float32:
     with np.errstate(over="ignore"):
         return blocks.view("<f8").astype(np.float32)
 
 
-def _f16(blocks: Bytes) -> Floats:
+def _f16(blocks: Bytes) -> Float32:
     return blocks.view("<f2").astype(np.float32)
 
 
-def _bf16(blocks: Bytes) -> Floats:
+def _bf16(blocks: Bytes) -> Float32:
     return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
+def _q4_0(blocks: Bytes) -> Float32:
     return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
 
 
-def _q4_1(blocks: Bytes) -> Floats:
+def _q4_1(blocks: Bytes) -> Float32:
     return _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2)
 
 
-def _five_bits(high: Bytes, low: Bytes) -> Floats:
+def _five_bits(high: Bytes, low: Bytes) -> Float32:
     """5-bit values: bit i of the 4 `high` bytes is bit 4 of value i."""
     top = np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
     return (_nibbles(low) | top).astype(np.float32)
 
 
-def _q5_0(blocks: Bytes) -> Floats:
+def _q5_0(blocks: Bytes) -> Float32:
     return _half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.float32(16))
 
 
-def _q5_1(blocks: Bytes) -> Floats:
+def _q5_1(blocks: Bytes) -> Float32:
     return _half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _half(blocks, 2)
 
 
-def _q8_0(blocks: Bytes) -> Floats:
+def _q8_0(blocks: Bytes) -> Float32:
     return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
 
 
-def _q2_k(blocks: Bytes) -> Floats:
+def _q2_k(blocks: Bytes) -> Float32:
     scales = blocks[:, :16]
     scale = (_half(blocks, 80) * (scales & 0x0F).astype(np.float32))[:, :, None]
     floor = (_half(blocks, 82) * (scales >> 4).astype(np.float32))[:, :, None]
@@ -161,7 +161,7 @@ def _q2_k(blocks: Bytes) -> Floats:
     return (scale * values - floor).reshape(-1, 256)
 
 
-def _q3_k(blocks: Bytes) -> Floats:
+def _q3_k(blocks: Bytes) -> Float32:
     packed = blocks[:, 96:108]  # 16 scales of 6 bits: 8 bytes of low halves, 4 bytes of high pairs
     scales = _nibbles(packed[:, :8]) | _fields(packed[:, 8:], 4, (0, 2, 4, 6), 3) << np.uint8(4)
     scale = _half(blocks, 108) * (scales.astype(np.float32) - np.float32(32))
@@ -171,7 +171,7 @@ def _q3_k(blocks: Bytes) -> Floats:
     return (scale[:, :, None] * values.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
-def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
+def _k_scales(packed: Bytes) -> tuple[Float32, Float32]:
     """The 8 scales and 8 minima of 6 bits that Q4_K and Q5_K keep in 12 bytes; each float32 [n, 8]."""
     d, m, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([d & 0x3F, (both & 0x0F) | ((d >> 2) & 0x30)], axis=1)
@@ -179,23 +179,23 @@ def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
     return scales.astype(np.float32), floors.astype(np.float32)
 
 
-def _k_values(blocks: Bytes, values: Bytes) -> Floats:
+def _k_values(blocks: Bytes, values: Bytes) -> Float32:
     scales, floors = _k_scales(blocks[:, 4:16])
     scale = (_half(blocks, 0) * scales)[:, :, None]
     floor = (_half(blocks, 2) * floors)[:, :, None]
     return (scale * values.reshape(-1, 8, 32) - floor).reshape(-1, 256)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
+def _q4_k(blocks: Bytes) -> Float32:
     return _k_values(blocks, _fields(blocks[:, 16:], 32, (0, 4), 0x0F))
 
 
-def _q5_k(blocks: Bytes) -> Floats:
+def _q5_k(blocks: Bytes) -> Float32:
     high = _fields(blocks[:, 16:48], 32, (0, 1, 2, 3, 4, 5, 6, 7), 1)
     return _k_values(blocks, _fields(blocks[:, 48:], 32, (0, 4), 0x0F) | high << np.uint8(4))
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: Bytes) -> Float32:
     scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     low = _fields(blocks[:, :128], 64, (0, 4), 0x0F)
     high = _fields(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
@@ -209,21 +209,21 @@ def _trits(packed: Bytes, powers: tuple[int, ...]) -> Bytes:
     return ((digits.astype(np.uint16) * 3) >> 8).astype(np.uint8).reshape(len(packed), -1)
 
 
-def _tq1_0(blocks: Bytes) -> Floats:
+def _tq1_0(blocks: Bytes) -> Float32:
     five = (1, 3, 9, 27, 81)
     digits = [_trits(blocks[:, :32], five), _trits(blocks[:, 32:48], five), _trits(blocks[:, 48:52], five[:4])]
     return _half(blocks, 52) * (np.concatenate(digits, axis=1).astype(np.float32) - np.float32(1))
 
 
-def _tq2_0(blocks: Bytes) -> Floats:
+def _tq2_0(blocks: Bytes) -> Float32:
     return _half(blocks, 64) * (_fields(blocks[:, :64], 32, (0, 2, 4, 6), 3).astype(np.float32) - np.float32(1))
 
 
-def _iq4_nl(blocks: Bytes) -> Floats:
+def _iq4_nl(blocks: Bytes) -> Float32:
     return _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:])]
 
 
-def _iq4_xs(blocks: Bytes) -> Floats:
+def _iq4_xs(blocks: Bytes) -> Float32:
     high = (blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & 3
     low = _fields(blocks[:, 4:8], 1, (0, 4), 0x0F)
     scale = _half(blocks, 0) * ((low | high << np.uint8(4)).astype(np.float32) - np.float32(32))
@@ -231,14 +231,14 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     return (scale[:, :, None] * values.reshape(-1, 8, 32)).reshape(-1, 256)
 
 
-def _mxfp4(blocks: Bytes) -> Floats:
+def _mxfp4(blocks: Bytes) -> Float32:
     exponent = blocks[:, :1].astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(exponent, 1)  # 2**-128 and 2**-127 are subnormal
     scale = np.where(exponent < 2, tiny, np.maximum(exponent, 1) - 1 << np.uint32(23)).view(np.float32)
     return scale * _E2M1[_nibbles(blocks[:, 1:])]
 
 
-def _nvfp4(blocks: Bytes) -> Floats:
+def _nvfp4(blocks: Bytes) -> Float32:
     code = blocks[:, :4]
     exponent, mantissa = (code >> 3 & 15).astype(np.float32), (code & 7).astype(np.float32)
     normal = (1 + mantissa / 8) * np.exp2(exponent - 7)
@@ -248,7 +248,7 @@ def _nvfp4(blocks: Bytes) -> Floats:
     return (scale[:, :, None] * values.reshape(-1, 4, 16)).reshape(-1, 64)
 
 
-_READERS: dict[str, Callable[[Bytes], Floats]] = {
+_READERS: dict[str, Callable[[Bytes], Float32]] = {
     "F32": _f32,
     "F64": _f64,
     "F16": _f16,
@@ -280,7 +280,7 @@ def can_dequantize(type_name: str) -> bool:
     return type_name in _READERS
 
 
-def dequantize(data: Bytes, type_name: str) -> Floats:
+def dequantize(data: Bytes, type_name: str) -> Float32:
     """Values of quantised rows: uint8 [rows, row_bytes] -> float32 [rows, cols].
 
     ModelError for a type that cannot be read or a row that is not whole blocks.
@@ -310,15 +310,15 @@ def dequantize(data: Bytes, type_name: str) -> Floats:
 _ALMOST_HALF = np.float32(0.5) - np.float32(2**-25)  # trunc(x + this) rounds halves away from zero, exactly
 
 
-def _inverse(scale: Floats) -> Floats:
+def _inverse(scale: Float32) -> Float32:
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
 
 
-def _signed_peak(values: Floats) -> Floats:
+def _signed_peak(values: Float32) -> Float32:
     """The value of largest magnitude of each row (the first of equals), [n, 1]."""
     highest, lowest = values.max(axis=1, keepdims=True), values.min(axis=1, keepdims=True)
-    peak: Floats = np.where(highest > -lowest, highest, lowest)
+    peak: Float32 = np.where(highest > -lowest, highest, lowest)
     ties = (highest == -lowest) & (highest != 0)
     if ties.any():  # rare, so the slow exact rule is applied to these rows only
         rows = np.flatnonzero(ties[:, 0])
@@ -327,7 +327,7 @@ def _signed_peak(values: Floats) -> Floats:
     return peak
 
 
-def _codes(values: Floats, inverse: Floats, shift: float, top: int) -> Bytes:
+def _codes(values: Float32, inverse: Float32, shift: float, top: int) -> Bytes:
     """trunc(values * inverse + shift), at most `top`."""
     scaled = values * inverse
     scaled += np.float32(shift)
@@ -344,7 +344,7 @@ def _fifth_bits(codes: Bytes) -> Bytes:
     return np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
 
 
-def _halves(scale: Floats) -> Bytes:
+def _halves(scale: Float32) -> Bytes:
     with np.errstate(over="ignore"):
         half = scale.astype("<f2")
     if not np.isfinite(half).all():
@@ -352,7 +352,7 @@ def _halves(scale: Floats) -> Bytes:
     return half.view(np.uint8)
 
 
-def _to_q8_0(values: Floats) -> Bytes:
+def _to_q8_0(values: Float32) -> Bytes:
     scale = np.abs(values).max(axis=1, keepdims=True)
     scale /= np.float32(127)
     scaled = values * _inverse(scale)
@@ -360,19 +360,19 @@ def _to_q8_0(values: Floats) -> Bytes:
     return np.concatenate([_halves(scale), scaled.astype(np.int8).view(np.uint8)], axis=1)
 
 
-def _to_q4_0(values: Floats) -> Bytes:
+def _to_q4_0(values: Float32) -> Bytes:
     scale = _signed_peak(values) / np.float32(-8)
     codes = _codes(values, _inverse(scale), 8.5, 15)
     return np.concatenate([_halves(scale), _pack_nibbles(codes)], axis=1)
 
 
-def _to_q5_0(values: Floats) -> Bytes:
+def _to_q5_0(values: Float32) -> Bytes:
     scale = _signed_peak(values) / np.float32(-16)
     codes = _codes(values, _inverse(scale), 16.5, 31)
     return np.concatenate([_halves(scale), _fifth_bits(codes), _pack_nibbles(codes)], axis=1)
 
 
-def _affine(values: Floats, top: int) -> tuple[Bytes, Bytes]:
+def _affine(values: Float32, top: int) -> tuple[Bytes, Bytes]:
     """Scale and floor (4 bytes) and codes 0..top of a type that stores both."""
     floor = values.min(axis=1, keepdims=True)
     scale = (values.max(axis=1, keepdims=True) - floor) / np.float32(top)
@@ -380,33 +380,33 @@ def _affine(values: Floats, top: int) -> tuple[Bytes, Bytes]:
     return np.concatenate([_halves(scale), _halves(floor)], axis=1), codes
 
 
-def _to_q4_1(values: Floats) -> Bytes:
+def _to_q4_1(values: Float32) -> Bytes:
     head, codes = _affine(values, 15)
     return np.concatenate([head, _pack_nibbles(codes)], axis=1)
 
 
-def _to_q5_1(values: Floats) -> Bytes:
+def _to_q5_1(values: Float32) -> Bytes:
     head, codes = _affine(values, 31)
     return np.concatenate([head, _fifth_bits(codes), _pack_nibbles(codes)], axis=1)
 
 
-def _to_f32(values: Floats) -> Bytes:
+def _to_f32(values: Float32) -> Bytes:
     return values.astype("<f4").view(np.uint8)
 
 
-def _to_f16(values: Floats) -> Bytes:
+def _to_f16(values: Float32) -> Bytes:
     with np.errstate(over="ignore"):
         return values.astype("<f2").view(np.uint8)
 
 
-def _to_bf16(values: Floats) -> Bytes:
+def _to_bf16(values: Float32) -> Bytes:
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     quiet = bits >> np.uint32(16) | np.uint32(64)  # a NaN must stay one
     return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(np.uint8)
 
 
-_WRITERS: dict[str, Callable[[Floats], Bytes]] = {
+_WRITERS: dict[str, Callable[[Float32], Bytes]] = {
     "F32": _to_f32,
     "F16": _to_f16,
     "BF16": _to_bf16,
@@ -418,7 +418,7 @@ _WRITERS: dict[str, Callable[[Floats], Bytes]] = {
 }
 
 
-def quantize(x: Floats, type_name: str) -> Bytes:
+def quantize(x: Float32, type_name: str) -> Bytes:
     """Rows in a block type: float32 [rows, cols] -> uint8 [rows, row_bytes], rounded as ggml's reference code does.
 
     ModelError for a type that cannot be written (`Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `F16`, `BF16`, `F32` can),

@@ -21,7 +21,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.prepared import SAMPLES, Filling, PreparedFile
-from powerinfer.formats.quant import Bytes, Floats
+from powerinfer.formats.quant import Bytes, Float32
 
 _F16_MAX = 65504.0
 
@@ -95,7 +95,7 @@ class SamplesWriter:
         self._filling = filling
         self.resumed = filling.resumed
 
-    def put(self, layer: int, first: int, x: Floats, active: Bytes) -> None:
+    def put(self, layer: int, first: int, x: Float32, active: Bytes) -> None:
         """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 [n, ceil(d_ff / 8)]."""
         shapes = [(name, shape[1]) for name, _, shape in _of_layer(self._checkpoint, layer, 1)]
         halves = np.ascontiguousarray(np.clip(x, -_F16_MAX, _F16_MAX), "<f2")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize, quantize
+from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.system import usable_cores
 
 NATIVE_TYPES = frozenset(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
@@ -52,7 +52,7 @@ class RawTensor:
         half = len(middle) // 2
         yield from (runs[0, :256].tobytes(), middle[half : half + 256].tobytes(), runs[-1, -256:].tobytes())
 
-    def float32(self) -> Floats:
+    def float32(self) -> Float32:
         """The values, float32 of `shape`; a read-only view where the tensor is stored as F32 and aligned."""
         if self.type == "F32" and self.data.ctypes.data % 4 == 0:
             return self.data.view("<f4").reshape(self.shape)

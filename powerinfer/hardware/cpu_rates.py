@@ -16,28 +16,20 @@ from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from powerinfer.config import (
-    AttentionConfig,
-    EngineConfig,
-    FfnConfig,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-    uniform,
-)
+from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups
+from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.bundle_memory import owned
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.hardware.description import OTHER
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, Group, Samples, figure, fit_rows
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Predictor
+from powerinfer.neurons import Predictor
 from powerinfer.system import available_memory
 
 
@@ -61,18 +53,12 @@ FULL = Effort()
 SAMPLE_BYTES = (256 << 20, 384 << 20)
 """Least and most bytes of a sample's weights: a larger cache, as servers have, is shared, and none gets all of it."""
 
-FRACTIONS = (0.02, 0.1, 0.25, 0.5)
-"""Neurons that fire, layer by layer in turn."""
-
-_HEAD_DIM = 64
-_DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
 _RANK = 128  # of the predictors
 _VOCAB = 8192  # rows of a head that is timed
 _FEW = 256  # rows of one that is not
 _WARM_UP = 2
 _LEAST_STEPS = 3
 _SAMPLE_SECONDS = 0.6  # after which a sample gets no more steps than the least
-_DOWN = {"Q4_0": ACROSS}  # what `pack` takes for down where it is not the type of gate
 _OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
 
 
@@ -85,7 +71,7 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = 
             f"measuring this machine takes {6 * nbytes >> 20} MiB of memory and {free >> 20} MiB are free; "
             "end other programs first"
         )
-    work = _Work(engine, effort, nbytes, progress)
+    work = _CpuSamples(engine, effort, nbytes, progress)
     op_us = work.operator_us()
     dense, head, beside = {}, {}, []
     for name in sorted(NATIVE_TYPES):
@@ -102,27 +88,22 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = 
             extra.append(1e6 * seconds - group.dense_bytes / (1e3 * dense[group.dense_type]) - op_us)
     size, gain = work.cache()
     return {
-        "dense_gb_s": {name: _figure(rate) for name, rate in dense.items()},
-        "head_gb_s": {name: _figure(rate) for name, rate in head.items()},
-        "bundle_gb_s": {name: _figure(rate) for name, rate in bundle.items()},
-        "row_ns": {name: _figure(value) for name, value in row_ns.items()},
-        "op_us": _figure(op_us),
-        "sparse_us": _figure(max(0.0, median(extra))),
-        "step_us": _figure(max(0.0, 1e6 * median(beside))),
-        "kv_gb_s": _figure(work.kv_gb_s(op_us)),
+        "dense_gb_s": {name: figure(rate) for name, rate in dense.items()},
+        "head_gb_s": {name: figure(rate) for name, rate in head.items()},
+        "bundle_gb_s": {name: figure(rate) for name, rate in bundle.items()},
+        "row_ns": {name: figure(value) for name, value in row_ns.items()},
+        "op_us": figure(op_us),
+        "sparse_us": figure(max(0.0, median(extra))),
+        "step_us": figure(max(0.0, 1e6 * median(beside))),
+        "kv_gb_s": figure(work.kv_gb_s(op_us)),
         "cache_bytes": size,
-        "cache_gain": _figure(gain),
+        "cache_gain": figure(gain),
     }
 
 
 def _rate(nbytes: float, seconds: float, fixed_us: float) -> float:
     """GB/s of what takes so long with its fixed times, which are no more than half of it."""
     return nbytes / max(seconds - 1e-6 * fixed_us, 0.5 * seconds) / 1e9
-
-
-def _figure(value: float) -> float:
-    """Four digits: a measurement has no more."""
-    return float(f"{value:.4g}")
 
 
 def largest_cache() -> int:
@@ -138,50 +119,6 @@ def largest_cache() -> int:
 
 
 # ---------------------------------------------------------------- what the times say
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers that differ only in how many neurons fire: one width, one way."""
-
-    d_model: int
-    way: str
-    dense_type: str
-    dense_bytes: int  # of the product that names the neurons: the gate's, the predictor's
-
-
-@dataclass(frozen=True)
-class RowFit:
-    """seconds = fixed[group] + bytes / (1e9 gb_s) + 1e-9 row_ns * rows."""
-
-    gb_s: float
-    row_ns: float
-    fixed: dict[Group, float]
-
-
-def fit_rows(times: Sequence[tuple[Group, float, float, float]], peak_gb_s: float) -> RowFit:
-    """The least squares of (group, rows, bytes, seconds): a rate within (0, peak_gb_s], a row's time from 0 on.
-
-    Residuals count relative to the seconds. At least two rows of one group are needed.
-    """
-    groups = list(dict.fromkeys(group for group, *_ in times))
-    member = np.array([[group == one for one in groups] for group, *_ in times], np.float64)
-    rows, nbytes, seconds = (np.array([entry[at] for entry in times], np.float64) for at in (1, 2, 3))
-
-    def solve(columns: list[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:
-        matrix = np.column_stack([member, *columns]) / seconds[:, None]
-        return [float(value) for value in np.linalg.lstsq(matrix, target / seconds, rcond=None)[0]]
-
-    *fixed, per_byte, per_row = solve([1e-9 * nbytes, 1e-9 * rows], seconds)
-    least = 1 / peak_gb_s  # ns a byte: nothing is read faster than straight through
-    if per_row < 0:
-        per_row = 0.0
-        *fixed, per_byte = solve([1e-9 * nbytes], seconds)
-    if per_byte < least:
-        per_byte = least
-        *fixed, per_row = solve([1e-9 * rows], seconds - 1e-9 * per_byte * nbytes)
-        per_row = max(0.0, per_row)
-    return RowFit(1 / per_byte, per_row, dict(zip(groups, fixed, strict=True)))
 
 
 def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]:
@@ -215,25 +152,18 @@ class Sample:
     beside_s: float
 
 
-class _Work:
+class _CpuSamples(Samples):
     """The samples, one after another; each is gone before the next is made."""
 
     def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress | None) -> None:
+        total = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
+        super().__init__("measuring the CPU", total, effort.context, progress)
         self._effort = effort
         self._nbytes = nbytes
         self._engine = replace(EngineConfig(), threads=engine.threads, isa=engine.isa, max_batch=1)
-        self._random = np.random.default_rng(1)
-        self._progress = progress
-        self._done = 0
-        self._all = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
-
-    def _tick(self) -> None:
-        if self._progress is not None:
-            self._progress("measuring the CPU", self._done, self._all)
-        self._done += 1
 
     def operator_us(self) -> float:
-        """Fixed time of an operator: what layers of two widths take, parted into bytes and operators."""
+        """Fixed time of an operator: what layers of two widths take, separated into bytes and operators."""
         wide, narrow = (self.dense("Q8_0", shape) for shape in (self._effort.wide, self._effort.narrow))
         per_byte = (wide.layer_s - narrow.layer_s) / (wide.layer_bytes - narrow.layer_bytes)
         fixed = narrow.layer_s - narrow.layer_bytes * per_byte
@@ -248,12 +178,12 @@ class _Work:
 
     def dense(self, type_name: str, shape: tuple[int, int], nbytes: int = 0) -> Sample:
         """A transformer of one type, of `nbytes` of weights."""
-        self._tick()
+        self.tick()
         d_model, d_ff = shape
         row = block_type(type_name).row_bytes(d_model)
         layer_bytes = (4 * d_model + 3 * d_ff) * row
         layers = max(1, round((nbytes or self._nbytes) / layer_bytes))
-        heads = d_model // _HEAD_DIM
+        heads = d_model // HEAD_DIM
         vocab = _VOCAB if not nbytes else _FEW  # the head of a sample that caches hold takes none of its bytes
         with self._transformer(layers, d_model, d_ff, heads, heads, vocab) as executor:
             square, up, down = (
@@ -273,14 +203,14 @@ class _Work:
 
     def kv_gb_s(self, op_us: float) -> float:
         """Attention over keys and values of the usual type, four heads of queries to one of keys."""
-        self._tick()
+        self.tick()
         heads, kv_heads, d_model = 32, 8, 128
         tokens = self._effort.context // cpu.PAGE * cpu.PAGE
-        each = 2 * 2 * kv_heads * _HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
+        each = 2 * 2 * kv_heads * HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
         layers = max(1, round(self._nbytes / (tokens * each)))
         with self._transformer(layers, d_model, d_model, heads, kv_heads) as executor:
-            q, kv = (self._matrix("F16", rows * _HEAD_DIM, d_model) for rows in (heads, kv_heads))
-            out, square = (self._matrix("F16", d_model, cols) for cols in (heads * _HEAD_DIM, d_model))
+            q, kv = (self._matrix("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
+            out, square = (self._matrix("F16", d_model, cols) for cols in (heads * HEAD_DIM, d_model))
             for layer in range(layers):
                 executor.attention(layer, self._norm(executor), [executor.matrix(part) for part in (q, kv, kv)])
                 executor.project(layer, executor.matrix(out))
@@ -302,31 +232,16 @@ class _Work:
 
     def sparse_times(self, type_name: str) -> list[tuple[Group, float, float, float]]:
         """(group, rows, bytes, seconds) of sparse FFNs, both ways, every fraction, both widths."""
-        self._tick()
+        self.tick()
         return [entry for shape in self._effort.rows for entry in self._sparse(type_name, shape)]
 
     def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[Group, float, float, float]]:
         d_model, d_ff = shape
-        down_type = _DOWN.get(type_name, type_name)
-        gate_bytes, _ = cpu.part_bytes(type_name, d_model)
-        layout = BundleLayout(d_model, True, type_name, down_type, gate_bytes, *cpu.part_bytes(down_type, d_model))
+        layout, bundles = self.bundles(type_name, shape, cpu.choose_threads(self._engine.threads)[0])
         layers = -(-round(self._nbytes / (d_ff * layout.stride)) // len(FRACTIONS)) * len(FRACTIONS) or len(FRACTIONS)
-        gate = self._normal(type_name, d_ff, d_model)
-        down, groups = self._matrix(type_name, d_model, d_ff), n_groups(d_ff)
-        if down_type == ACROSS:
-            down_rows = self._matrix("Q4_0", groups * d_model, BUNDLE_GROUP)
-        else:
-            down_rows = self._matrix(down_type, d_ff, d_model)
-        inner, outer = self._normal("Q8_0", _RANK, d_model), self._normal("Q8_0", d_ff, _RANK)
-        bundles = np.zeros((groups, layout.group_bytes), np.uint8)
-        threads = cpu.choose_threads(self._engine.threads)[0]
-        for kind, part_type, part, at in (
-            ("dot", type_name, gate, layout.gate_at),
-            ("dot", type_name, gate, layout.up_at),
-            ("add", down_type, down_rows, layout.down_at),
-        ):
-            cpu.pack_part(part_type, kind, d_ff, d_model, part.data, bundles, layout.pitch, at, threads)
-        tiny = self._matrix("F16", _HEAD_DIM, d_model), self._matrix("F16", d_model, _HEAD_DIM)
+        gate, down = self.normal(type_name, d_ff, d_model), self._matrix(type_name, d_model, d_ff)
+        inner, outer = self.normal("Q8_0", _RANK, d_model), self.normal("Q8_0", d_ff, _RANK)
+        tiny = self._matrix("F16", HEAD_DIM, d_model), self._matrix("F16", d_model, HEAD_DIM)
         with self._transformer(layers, d_model, d_ff, 1, 1) as executor:
             up, down_matrix = executor.matrix(gate), executor.matrix(down)  # never used: shared by all layers
             for layer in range(layers):
@@ -372,21 +287,10 @@ class _Work:
         self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, vocab: int = _FEW
     ) -> Iterator[CpuExecutor]:
         """An executor with an embedding; the caller wires the rest."""
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=_HEAD_DIM)), FfnConfig(d_ff, "relu"))
-        config = ModelConfig(
-            architecture="sample",
-            d_model=d_model,
-            n_heads=heads,
-            n_kv_heads=kv_heads,
-            head_dim=_HEAD_DIM,
-            vocab_size=vocab,
-            context_length=self._effort.context,
-            norm_eps=1e-5,
-            layers=uniform(layers, layer),
-        )
-        executor = CpuExecutor(config, self._engine, np.ones(_HEAD_DIM // 2, np.float32), 1.0)
+        config = self.config((d_model, d_ff), layers, heads, kv_heads, vocab)
+        executor = CpuExecutor(config, self._engine, np.ones(HEAD_DIM // 2, np.float32), 1.0)
         try:
-            executor.embed(self._normal("F16", vocab, d_model))
+            executor.embed(self.normal("F16", vocab, d_model))
             yield executor
         finally:
             executor.close()
@@ -397,16 +301,10 @@ class _Work:
     def _matrix(self, type_name: str, rows: int, cols: int) -> RawTensor:
         """A matrix whose values do not matter, as long as they are neither infinite nor tiny, which would be slow."""
         if type_name in FLOAT_TYPES:
-            return self._normal(type_name, rows, cols)
+            return self.normal(type_name, rows, cols)
         nbytes = rows * block_type(type_name).row_bytes(cols)  # no half precision scale of bytes below 64 exceeds 2
         piece = self._random.integers(0, 64, min(nbytes, 1 << 20), np.uint8)
         return RawTensor(type_name, (rows, cols), np.resize(piece, nbytes))
-
-    def _normal(self, type_name: str, rows: int, cols: int) -> RawTensor:
-        """Normal values of variance 1/cols, so that the product with a row that a norm left has variance 1."""
-        values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / math.sqrt(cols)
-        data = quantize(values.astype(np.float32), type_name).reshape(-1)
-        return RawTensor(type_name, (rows, cols), np.resize(data, rows * block_type(type_name).row_bytes(cols)))
 
     # ------------------------------------------------------------ steps
 

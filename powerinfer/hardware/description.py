@@ -151,7 +151,7 @@ class Hardware:
     gpu, disk: None where there is none. sync_us: what a layer pays when both devices work on it: its input out, the
     partial sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
     of CPU and GPU. host_bytes: what libraries and driver of the GPU take in RAM. All three are 0 without a GPU.
-    key: what a measured machine's figures hang on (CPU, engine, threads ...); empty for a described one.
+    key: what a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
     """
 
     name: Line

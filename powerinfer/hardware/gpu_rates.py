@@ -21,19 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_file import ACROSS, PART_TYPES, n_groups
+from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.formats.quant import block_type, quantize
-from powerinfer.formats.tensors import RawTensor
-from powerinfer.hardware.cpu_rates import FRACTIONS, Group, fit_rows
 from powerinfer.hardware.description import NO_GPU, OTHER, Device
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, Group, Samples, figure, fit_rows
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.system import available_memory, cpu_name, resident_memory
@@ -66,14 +63,8 @@ STAND_IN = GpuEffort(4 << 20, (256, 512), (64, 128), ((256, 256), (512, 256)), 5
 MOST_CONTEXT = 1 << 30
 """What the driver's own part for a process is taken to be at most; more in use on a card belongs to others."""
 
-POOLS = 2 * (22 << 20)
-"""Torch's allocator takes segments of 2 and of 20 MiB for small tensors to share; one of each need not be full, where
-tensors stay and where recorded steps pass them on."""
-
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
-_HEAD_DIM = 64
-_DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
 _WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
 _SAMPLE_SECONDS = 0.3  # after which a sample gets no more steps than the least
 _LEAST_STEPS = 3
@@ -101,7 +92,7 @@ def gpu_name(name: str) -> str:
 
 
 def software(name: str) -> dict[str, str]:
-    """What a GPU's rates hang on beside the engine: its kind, and the versions of what runs on it."""
+    """What a GPU's rates depend on beside the engine: its kind, and the versions of what runs on it."""
     import torch
 
     triton = "none"
@@ -137,7 +128,7 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
             f"measuring {gpu_name(name)} takes {6 * effort.sample_bytes >> 20} MiB of its memory and {free >> 20} MiB "
             "are free; end other programs first"
         )
-    work = _Work(chosen, effort, progress)
+    work = _GpuSamples(chosen, effort, progress)
     with gpu_failures("it was measured", "end other programs on it first"), current(chosen):
         op_us, step_us = work.fixed()
         dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
@@ -150,23 +141,22 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
     reserved = 0
     if chosen.type == "cuda":
         reserved = min(in_use, MOST_CONTEXT) + max(0, _driver_bytes(chosen) - in_use)  # kernels and workspaces came
-        reserved += POOLS
     dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
     measured = Device(
         name=gpu_name(name),
         memory_bytes=_memory(name, reserved),
         reserved_bytes=reserved,
         threads=1,
-        dense_gb_s={kind: _figure(rate) for kind, rate in dense.items()},
-        head_gb_s={kind: _figure(rate) for kind, rate in head.items()},
-        bundle_gb_s={kind: _figure(fit.gb_s) for kind, fit in fits.items()},
-        row_ns={kind: _figure(fit.row_ns) for kind, fit in fits.items()},
-        op_us=_figure(op_us),
-        sparse_us=_figure(sparse_us),
-        step_us=_figure(step_us),
-        kv_gb_s=_figure(kv),
+        dense_gb_s={kind: figure(rate) for kind, rate in dense.items()},
+        head_gb_s={kind: figure(rate) for kind, rate in head.items()},
+        bundle_gb_s={kind: figure(fit.gb_s) for kind, fit in fits.items()},
+        row_ns={kind: figure(fit.row_ns) for kind, fit in fits.items()},
+        op_us=figure(op_us),
+        sparse_us=figure(sparse_us),
+        step_us=figure(step_us),
+        kv_gb_s=figure(kv),
     )
-    return GpuRates(measured, _figure(sync_us), _figure(copy))
+    return GpuRates(measured, figure(sync_us), figure(copy))
 
 
 def with_free_memory(device: Device, name: str) -> Device:
@@ -175,8 +165,8 @@ def with_free_memory(device: Device, name: str) -> Device:
 
 
 def _memory(name: str, reserved: int) -> int:
-    """What is free, and what was taken of what is reserved, which segments of tensors to come were not."""
-    return max(1, free_memory(name) + max(0, reserved - POOLS))
+    """What is free, and what is reserved, which was taken when it was measured."""
+    return max(1, free_memory(name) + reserved)
 
 
 def _driver_bytes(chosen: device) -> int:
@@ -214,26 +204,18 @@ def host_bytes(name: str) -> int:
 def _host_bytes_here(name: str) -> int:
     before = resident_memory()
     chosen = choose_device(name)
-    _Work(chosen, STAND_IN, None).fixed()
+    _GpuSamples(chosen, STAND_IN, None).fixed()
     return resident_memory() - before
 
 
-def _figure(value: float) -> float:
-    """Four digits: a measurement has no more."""
-    return float(f"{value:.4g}")
-
-
-class _Work:
+class _GpuSamples(Samples):
     """The samples, one after another; each is gone before the next is made."""
 
     def __init__(self, chosen: device, effort: GpuEffort, progress: Progress | None) -> None:
+        super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(PART_TYPES), effort.context, progress)
         self._device = chosen
         self._cuda = chosen.type == "cuda"
         self._effort = effort
-        self._random = np.random.default_rng(1)
-        self._progress = progress
-        self._done = 0
-        self._all = 4 + 2 * len(gpu.GPU_TYPES) + len(PART_TYPES)
 
     def close(self) -> None:
         """Give back what torch keeps for later."""
@@ -242,16 +224,11 @@ class _Work:
 
             torch.cuda.empty_cache()
 
-    def _tick(self) -> None:
-        if self._progress is not None:
-            self._progress("measuring the GPU", self._done, self._all)
-        self._done += 1
-
     # ------------------------------------------------------------ dense layers
 
     def fixed(self) -> tuple[float, float]:
-        """(op_us, step_us): of narrow layers, whose bytes hardly count; few and many of them part step from layers."""
-        self._tick()
+        """(op_us, step_us) of narrow layers, whose bytes hardly count: two layer counts separate the two."""
+        self.tick()
         few, many = self._effort.layers
         times = [self._step_seconds(self._dense("Q8_0", self._effort.narrow, layers)) for layers in (few, many)]
         each = max(0.0, times[1] - times[0]) / (many - few)
@@ -259,7 +236,7 @@ class _Work:
 
     def dense(self, kind: str, op_us: float, step_us: float) -> float:
         """GB/s of layers of one type."""
-        self._tick()
+        self.tick()
         d_model, d_ff = self._effort.wide
         nbytes = 4 * gpu.weight_bytes(kind, d_model, d_model) + 3 * gpu.weight_bytes(kind, d_ff, d_model)
         layers = max(1, round(self._effort.sample_bytes / nbytes))
@@ -271,7 +248,7 @@ class _Work:
         d_model, d_ff = shape
         made = self._layers(shape, layers)
         parts = ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
-        square, up, down = (self._matrix(kind, *part) for part in parts)
+        square, up, down = (self.normal(kind, *part) for part in parts)
         for layer in range(layers):
             made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
             made.project(layer, made.matrix(square))
@@ -280,23 +257,23 @@ class _Work:
 
     def head(self, kind: str) -> float:
         """GB/s of the output head: one tall matrix."""
-        self._tick()
+        self.tick()
         d_model = self._effort.wide[0]
         rows = max(1, self._effort.sample_bytes // 2 // gpu.weight_bytes(kind, 1, d_model))
-        weight = gpu.upload(self._matrix(kind, rows, d_model), self._device)
-        x = self._normal(1, d_model)
+        weight = gpu.upload(self.normal(kind, rows, d_model), self._device)
+        x = self._input(1, d_model)
         return weight.nbytes / self._seconds([lambda: gpu.linear(weight, x)]) / 1e9
 
     def kv_gb_s(self) -> float:
         """Attention over keys and values of the usual type, four heads of queries to one of keys: far, less near."""
-        self._tick()
+        self.tick()
         heads, kv_heads, d_model = 32, 8, 128
-        each = 2 * 2 * kv_heads * _HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
+        each = 2 * 2 * kv_heads * HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
         far = self._effort.context // cpu.PAGE * cpu.PAGE
         layers = max(1, round(self._effort.sample_bytes / 2 / (far * each)))
         made = self._layers((d_model, d_model), layers, heads, kv_heads, far)
-        q, kv = (self._matrix("F16", rows * _HEAD_DIM, d_model) for rows in (heads, kv_heads))
-        out = self._matrix("F16", d_model, heads * _HEAD_DIM)
+        q, kv = (self.normal("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
+        out = self.normal("F16", d_model, heads * HEAD_DIM)
         for layer in range(layers):
             made.attention(layer, self._norm(made), [made.matrix(part) for part in (q, kv, kv)])
             made.project(layer, made.matrix(out))
@@ -308,13 +285,13 @@ class _Work:
 
     def rows(self, kind: str) -> Iterator[tuple[Group, float, float, float]]:
         """(group, rows, bytes, seconds) of the neurons of an FFN, both ways, every fraction, both widths."""
-        self._tick()
+        self.tick()
         for shape in self._effort.rows:
             layout, neurons = self._neurons(kind, shape)
             copies = [neurons]
             while sum(one.nbytes for one in copies) < self._effort.sample_bytes:
                 copies.append(_copy(neurons))
-            x = self._normal(1, shape[0])
+            x = self._input(1, shape[0])
             for way in ("exact", "predicted"):
                 group = Group(shape[0], way, kind, 0)
                 for fraction in FRACTIONS:
@@ -341,30 +318,18 @@ class _Work:
 
     def _neurons(self, kind: str, shape: tuple[int, int]) -> tuple[BundleLayout, gpu.Neurons]:
         """Neurons from bundles, in the types that `pack` makes of this one."""
-        d_model, n = shape
-        down_type = ACROSS if kind == "Q4_0" else kind
-        gate_bytes, _ = cpu.part_bytes(kind, d_model)
-        layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.part_bytes(down_type, d_model))
-        bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
-        gate = self._matrix(kind, n, d_model)
-        down = self._matrix("Q4_0", len(bundles) * d_model, BUNDLE_GROUP) if down_type == ACROSS else gate
-        threads = cpu.choose_threads(0)[0]
-        for use, part_type, part, at in (
-            ("dot", kind, gate, layout.gate_at),
-            ("dot", kind, gate, layout.up_at),
-            ("add", down_type, down, layout.down_at),
-        ):
-            cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
+        n = shape[1]
+        layout, bundles = self.bundles(kind, shape, cpu.choose_threads(0)[0])
         every = np.arange(n, dtype=np.int32)
-        return layout, gpu.resident(layout, bundles, every, self._device, self._config(shape, 1).layers[0].ffn)
+        return layout, gpu.resident(layout, bundles, every, self._device, self.config(shape, 1).layers[0].ffn)
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
         """(sparse_us, sync_us): what a layer takes longer for a sparse FFN, and for an exchange with an idle CPU."""
-        self._tick()
+        self.tick()
         shape, layers = self._effort.narrow, self._effort.layers[1]
         _, neurons = self._neurons("F16", shape)
         most = NormalDist().inv_cdf(1 - _FEW_FIRE)
-        square = self._matrix("F16", shape[0], shape[0])
+        square = self.normal("F16", shape[0], shape[0])
         times = []
         for exchange in (False, True):
             made = self._layers(shape, layers, split=True)
@@ -383,28 +348,13 @@ class _Work:
         """Between the memories, the slower way."""
         import torch
 
-        self._tick()
+        self.tick()
         here = torch.zeros(self._effort.copy_bytes, dtype=torch.uint8, pin_memory=self._cuda)
         there = torch.zeros(len(here), dtype=torch.uint8, device=self._device)
         ways = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
         return len(here) / max(self._seconds([way]) for way in ways) / 1e9
 
     # ------------------------------------------------------------ samples
-
-    def _config(self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0) -> ModelConfig:
-        d_model, neurons = shape
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=_HEAD_DIM)), FfnConfig(neurons, "relu"))
-        return ModelConfig(
-            architecture="sample",
-            d_model=d_model,
-            n_heads=heads or d_model // _HEAD_DIM,
-            n_kv_heads=kv_heads or d_model // _HEAD_DIM,
-            head_dim=_HEAD_DIM,
-            vocab_size=_HEAD_DIM,
-            context_length=self._effort.context,
-            norm_eps=1e-5,
-            layers=uniform(layers, layer),
-        )
 
     def _layers(
         self,
@@ -417,7 +367,7 @@ class _Work:
         split: bool = False,
     ) -> GpuLayers:
         """Layers without operators, with room for one request."""
-        config = self._config(shape, layers, heads, kv_heads)
+        config = self.config(shape, layers, heads, kv_heads)
         return GpuLayers(
             config,
             self._device,
@@ -425,20 +375,14 @@ class _Work:
             pages=context // cpu.PAGE,
             kv_type="f16",
             max_tokens=1,
-            rotations={rope: (np.ones(_HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
+            rotations={rope: (np.ones(HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
             split=split,
         )
 
     def _norm(self, layers: GpuLayers) -> GpuNorm:
         return layers.norm(np.ones(layers.d_model, np.float32))
 
-    def _matrix(self, kind: str, rows: int, cols: int) -> RawTensor:
-        """Normal values of variance 1/cols, so that the product with a row that a norm left has variance 1."""
-        values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / np.sqrt(cols)
-        data = quantize(values.astype(np.float32), kind).reshape(-1)
-        return RawTensor(kind, (rows, cols), np.resize(data, rows * block_type(kind).row_bytes(cols)))
-
-    def _normal(self, rows: int, cols: int) -> Tensor:
+    def _input(self, rows: int, cols: int) -> Tensor:
         import torch
 
         return torch.from_numpy(self._random.standard_normal((rows, cols), np.float32)).to(self._device)
@@ -463,7 +407,7 @@ class _Work:
         import torch
 
         with torch.inference_mode():
-            run = self._recorded(calls) if self._cuda and gpu.which(self._normal(1, 1)) == "triton" else _all(calls)
+            run = self._recorded(calls) if self._cuda and gpu.which(self._input(1, 1)) == "triton" else _all(calls)
             return median(self._paced(lambda: self._finished(run))) / len(calls)
 
     def _recorded(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 METHOD = 2
 """Incremented when the measuring changes so much that saved figures must not be reused."""
 
-GPU_METHOD = 1
+GPU_METHOD = 2
 """The same for GPUs."""
 
 SOURCE = "measured with the engine's operators, on random weights larger than the caches"

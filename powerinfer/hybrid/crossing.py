@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current, gpu_failures
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.hardware.gpu_rates import software
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.ffn import HybridFfn
-    from powerinfer.sparsity.selection import Selection
+    from powerinfer.hybrid.resolve import Resolved
 
 KIND = "crossings"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -90,9 +89,7 @@ def settle(
     stage: Stage,
     executor: SplitExecutor,
     ffns: Sequence[HybridFfn],
-    checkpoint: Checkpoint,
-    engine: EngineConfig,
-    selection: Selection,
+    resolved: Resolved,
     sample: Callable[[], Sequence[int]],
     progress: Progress | None = None,
 ) -> None:
@@ -101,6 +98,7 @@ def settle(
     sample: the token ids of a text; the KV cache must hold nothing yet. Says what came of it in the executor's choices.
     PowerInferError where the GPU fails or has no memory left.
     """
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
     key = trial_key(checkpoint, engine, selection.selector, selection.files, ())
     key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))

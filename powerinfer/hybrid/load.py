@@ -67,9 +67,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 rotations=dict.fromkeys(config.ropes, (frequencies, factor)),
                 split=split is not None,
             )
-            thresholds = [selection.threshold(layer) for layer in range(config.n_layers)]
-            own = selection.bundles, thresholds, selection.predictors
-            wire(cpu, checkpoint, progress, gpu, *own, split=split, head=resolved.gpu_head)
+            wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
     except BaseException:
         if gpu is not None:
             gpu.close()
@@ -123,9 +121,9 @@ def _settled(
     from powerinfer.hybrid.crossing import settle
     from powerinfer.hybrid.ffn import HybridSparsity
 
-    ffns, stage, selection = split.ffns, split.stage, resolved.selection
+    ffns, stage = split.ffns, split.stage
     if stage is not None:
-        settle(stage, executor, ffns, resolved.checkpoint, resolved.engine, selection, sample, progress)
+        settle(stage, executor, ffns, resolved, sample, progress)
     elif any(len(ffn.cold) for ffn in ffns):
         executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
-    return HybridSparsity(selection.selector.name, executor, ffns, stage)
+    return HybridSparsity(resolved.selection.selector.name, executor, ffns, stage)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from powerinfer import _native
 
-Floats = NDArray[np.float32]
-Biases = Sequence[Floats | None]
+Float32 = NDArray[np.float32]
+Biases = Sequence[Float32 | None]
 """float32 [neurons of the layer] of gate, up and down; None where there is none. A part takes those of gate and up."""
 
 
@@ -106,7 +106,7 @@ class CpuPart:
         own = self._layer, layout, self.bundles, self._biases
         self._neurons = self._cpu.neuron_sum(*own, most=self._threshold, count_fired=True)
 
-    def sum(self, x: Floats, selected: NDArray[np.uint8] | None, out: Floats) -> bool:
+    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
         """out = what the neurons make of x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
 
         False where none is selected: out is zero, and nothing was computed.

@@ -83,11 +83,11 @@ def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | 
 
 def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram; `auto` does without bundles where they do not fit."""
-    from powerinfer.placement.shapes import checkpoint_model
-
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if engine.ram is None:
         return resolved
+    from powerinfer.placement.shapes import checkpoint_model
+
     model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
     if engine.selector == "auto" and selection.bundles and _ram_bytes(model, engine, selection) > engine.ram:
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
-from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type
+from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, Q8_STEP
@@ -421,19 +421,19 @@ def attention(
 def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
     """The neurons that a predictor names for each token: 1 or 0, uint8 [T, d_ff].
 
-    inner: [rank, d_model]; outer: [d_ff, rank]; x: float32 [T, d_model]. A neuron is named when z = outer .
+    inner: [rank, d_model]; outer: [d_ff, rank]; x: float32 [T, d_model]. A neuron is selected when z = outer .
     relu(inner . x) is at least `threshold` (or no number), and where fewer than `floor` are, the `floor` of largest z,
     of equals the first.
     """
     if x.shape[0] <= FEW and _triton(x):
         return _kernels().predict(inner, outer, x, threshold, floor)
     z = linear(outer, linear(inner, x).relu_())
-    named = ~(z < threshold)
+    selected = ~(z < threshold)
     floor = min(floor, outer.rows)
     if floor:
         first = z.nan_to_num_(nan=float("inf")).argsort(dim=-1, descending=True, stable=True)[:, :floor]
-        named.scatter_(1, first, True)
-    return named.byte()
+        selected.scatter_(1, first, True)
+    return selected.byte()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def resident(
     index: NDArray[np.int32],
     device: Any,
     ffn: FfnConfig,
-    biases: Sequence[Floats | None] = (None, None, None),
+    biases: Sequence[Float32 | None] = (None, None, None),
 ) -> Neurons:
     """Some neurons of a layer on a torch device, from their bundles.
 
@@ -576,40 +576,43 @@ def _places(width: int, order: str, each: int) -> Tensor:
     return j
 
 
-def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None = None, most: float = 0.0) -> tuple[Tensor, Tensor]:
+def neuron_sum(
+    neurons: Neurons, x: Tensor, selected: Tensor | None = None, threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """What the neurons add to the output of T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
 
-    x: float32 [T, d_model]; named: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
-    activation of at most `most` in magnitude is zero. A neuron fires for a token when its product h is not zero.
+    x: float32 [T, d_model]; selected: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
+    activation of at most `threshold` in magnitude counts as zero. A neuron fires for a token when its product h is not
+    zero.
     """
     if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
         from powerinfer.kernels import triton_neurons
 
-        return triton_neurons.neuron_sum(neurons, x, named, most)
+        return triton_neurons.neuron_sum(neurons, x, selected, threshold)
     import torch
 
     total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device)
     fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
     if not neurons.n or not x.shape[0]:
         return total, fired
-    h = products(neurons, x, named, most)
+    h = products(neurons, x, selected, threshold)
     torch.sum(h != 0, dim=0, dtype=torch.int32, out=fired)
     for begin, end in _pieces(neurons.n, neurons.down.k):
         total += _product(h[:, begin:end], _operand(neurons.down, begin, end, neurons))
     return total, fired
 
 
-def products(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> Tensor:
+def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> Tensor:
     """h of all neurons, float32 [T, n], with arguments as `neuron_sum`."""
     import torch
 
     first = neurons.up if neurons.gate is None else neurons.gate
     h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
     h = _activate(h, neurons.activation, neurons.threshold)
-    if named is not None:
-        h = h.masked_fill_(named == 0, 0)
-    if most > 0:
-        h = h.masked_fill_(h.abs() <= most, 0)
+    if selected is not None:
+        h = h.masked_fill_(selected == 0, 0)
+    if threshold > 0:
+        h = h.masked_fill_(h.abs() <= threshold, 0)
     if neurons.gate is not None:
         up = linear(neurons.up, x, neurons.up_bias)
         up = up.relu_() if neurons.activation == "drelu" else up

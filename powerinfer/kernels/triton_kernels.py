@@ -552,7 +552,7 @@ def attention(
 
 
 @triton.jit
-def _name_kernel(z, named, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+def _select_kernel(z, selected, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
     """One token: the guesses from the threshold on and, where these are fewer than `floor`, the `floor` largest."""
     t, i = tl.program_id(0), tl.arange(0, BLOCK)
     here = i < n
@@ -573,17 +573,17 @@ def _name_kernel(z, named, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.c
             above, equal = here & (key > last), here & (key == last)
             rank = tl.cumsum(equal.to(tl.int32), 0)
             chosen = above | (equal & (rank <= floor - tl.sum(above.to(tl.int32), 0)))
-    tl.store(named + t * n + i, chosen.to(tl.uint8), mask=here)
+    tl.store(selected + t * n + i, chosen.to(tl.uint8), mask=here)
 
 
 def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
     """`gpu.predict` of at most `gpu.FEW` tokens."""
     z = linear(outer, linear(inner, x, relu=True))
-    named = torch.empty(z.shape, dtype=torch.uint8, device=x.device)
-    if named.numel():
+    selected = torch.empty(z.shape, dtype=torch.uint8, device=x.device)
+    if selected.numel():
         block = triton.next_power_of_2(outer.rows)
         floor = min(floor, outer.rows)
-        _name_kernel[(x.shape[0],)](
-            z, named, outer.rows, threshold, floor, FLOOR=floor > 0, BLOCK=block, num_warps=_warps(block, 16)
+        _select_kernel[(x.shape[0],)](
+            z, selected, outer.rows, threshold, floor, FLOOR=floor > 0, BLOCK=block, num_warps=_warps(block, 16)
         )  # fmt: skip
-    return named
+    return selected

@@ -1,6 +1,6 @@
 """Triton kernels for the neurons of a layer, for few tokens; see `triton_kernels` for the rules and the letters.
 
-[what is named -> a list ->] products of gate and up -> a list of what fires -> sums of down, each of a share of the
+[what is selected -> a list ->] products of gate and up -> a list of what fires -> sums of down, each of a share of the
 list -> one sum. A list has room for every neuron, and its length lies in device memory, where programs read when to
 stop. It is made in two stages: programs count what they have of it; then programs that write a piece of it first add up
 what lies before.
@@ -43,13 +43,13 @@ LIST = 1024  # neurons that one program looks at to list them; a multiple of the
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _count_kernel(named, counts, fired, tokens, n, BLOCK: tl.constexpr):
+def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
     """counts: how many neurons of each block any token names. fired: of none, as yet."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
     wanted = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
-        wanted |= (tl.load(named + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
+        wanted |= (tl.load(selected + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
     tl.store(counts + tl.program_id(0), tl.sum(wanted, 0))
 
 
@@ -93,14 +93,14 @@ def _list_kernel(
 
 
 @triton.jit
-def _active(a, threshold, ACTIVATION: tl.constexpr):
+def _active(a, fatrelu, ACTIVATION: tl.constexpr):
     """The activation; of drelu, the gate's half. NaN propagates."""
     if ACTIVATION == "silu":
         return a / (1 + tl.exp(-a))
     if ACTIVATION == "gelu_tanh":
         return a / (1 + tl.exp(-_GELU_SCALE * (a + _GELU_CUBIC * a * a * a)))
     if ACTIVATION == "fatrelu":
-        return tl.where(a <= threshold, 0.0, a)
+        return tl.where(a <= fatrelu, 0.0, a)
     a = tl.where(a <= 0, 0.0, a)
     return a * a if ACTIVATION == "relu2" else a
 
@@ -114,10 +114,10 @@ def _tokens_of(a, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
-    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, named, listed, length, h, fired, counts, tokens, n, k,
-    threshold, most,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, selected, listed, length, h, fired, counts, tokens, n, k,
+    fatrelu, threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
-    UP_BIAS: tl.constexpr, MOST: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    UP_BIAS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons: rows of up are read where gate has not made it zero.
@@ -134,15 +134,15 @@ def _products_kernel(
     count = 0
     if tl.program_id(0) * R < many:
         a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
-        a = _active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), threshold, ACTIVATION)
-        if MOST:
-            a = tl.where(tl.abs(a) <= most, 0.0, a)
+        a = _active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), fatrelu, ACTIVATION)
+        if THRESHOLD:
+            a = tl.where(tl.abs(a) <= threshold, 0.0, a)
         mine = live
         if T:
             t = tl.arange(0, T)
             mine = live[:, None] & (t < tokens)[None, :]
             if LISTED:
-                mine &= tl.load(named + t[None, :] * n + row[:, None], mask=mine, other=0) != 0
+                mine &= tl.load(selected + t[None, :] * n + row[:, None], mask=mine, other=0) != 0
         a = tl.where(mine, a, 0.0)
         fires = _tokens_of(a, T)
         if GATED:  # noqa: SIM102 - known when it is compiled
@@ -293,7 +293,7 @@ def _sum_kernel(parts, out, size, splits, S: tl.constexpr, BLOCK: tl.constexpr):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -> tuple[Tensor, Tensor]:
+def neuron_sum(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
     """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron."""
     x = x.contiguous()
     tokens, n = x.shape[0], neurons.n
@@ -305,12 +305,12 @@ def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -
 
     fired = numbers(n)
     listed, length = fired, fired
-    if named is not None:
-        named = named.contiguous()
+    if selected is not None:
+        selected = selected.contiguous()
         counts, listed, length = numbers(blocks), numbers(n), numbers(1)
-        _count_kernel[(blocks,)](named, counts, fired, tokens, n, BLOCK=LIST)
+        _count_kernel[(blocks,)](selected, counts, fired, tokens, n, BLOCK=LIST)
         _list_kernel[(blocks,)](
-            named, listed, length, counts, listed, listed, length, tokens, n, blocks, 1,
+            selected, listed, length, counts, listed, listed, length, tokens, n, blocks, 1,
             LISTED=False, KEEP=False, BLOCK=LIST, COUNTS=LIST,
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
@@ -319,16 +319,16 @@ def neuron_sum(neurons: Neurons, x: Tensor, named: Tensor | None, most: float) -
     first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
     _products_kernel[(programs,)](
         x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
-        either(neurons.up_bias, h), either(named, h), listed, length, h, fired, counts, tokens, n, up.k,
-        neurons.threshold, most,
-        GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=named is not None,
-        GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, MOST=most > 0, T=columns(tokens), R=tile.rows,
-        C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
+        either(neurons.up_bias, h), either(selected, h), listed, length, h, fired, counts, tokens, n, up.k,
+        neurons.threshold, threshold,
+        GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
+        GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, THRESHOLD=threshold > 0, T=columns(tokens),
+        R=tile.rows, C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
     rows, total, kept = numbers(n), numbers(1), torch.empty_like(h)
     _list_kernel[(blocks,)](
         h, listed, length, counts, rows, kept, total, tokens, n, programs, LIST // tile.rows,
-        LISTED=named is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
+        LISTED=selected is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
     )  # fmt: skip
     return _down(neurons, kept, rows, total), fired
 

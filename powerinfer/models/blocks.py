@@ -31,6 +31,18 @@ SplitFfns = Callable[["CpuExecutor", "GpuLayers", int, Sequence[Vector]], "FfnPa
 the layer."""
 
 
+class Neurons(Protocol):
+    """Bundles of a model's neurons, None: there are none; predictors: gives that of a layer, None: there are none."""
+
+    @property
+    def bundles(self) -> BundleFile | None: ...
+    @property
+    def predictors(self) -> Callable[[int], Weights] | None: ...
+    def threshold(self, layer: int) -> float:
+        """The magnitude up to which activations of a layer count as zero."""
+        ...
+
+
 class Builder(Protocol[Matrix, Norm]):
     """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which say what the methods do."""
 
@@ -66,17 +78,15 @@ def wire(
     checkpoint: Checkpoint,
     progress: Progress | None,
     first: GpuLayers | None = None,
-    bundles: BundleFile | None = None,
-    most: Sequence[float] | None = None,
-    predictors: Callable[[int], Weights] | None = None,
     *,
+    neurons: Neurons | None = None,
     split: SplitFfns | None = None,
     head: bool = False,
 ) -> None:
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
-    first: takes the layers before the executor's, with FFNs made by `split` if given, and with `head` the head too;
-    bundles, most, predictors: of the executor's layers, see `GpuShare`.
+    neurons: of the executor's FFNs if they have bundles, None: from the checkpoint's matrices. first: gets the layers
+    before the executor's, with FFNs made by `split` if given, and with `head` the head too.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
@@ -91,9 +101,8 @@ def wire(
 
     for layer in range(begin, config.n_layers):
         own: OwnFfn[_native.Norm] | None = None
-        if bundles is not None:
-            weights = None if predictors is None else predictors(layer)
-            own = partial(_bundled, executor, bundles, layer, most[layer] if most else 0.0, weights)
+        if neurons is not None and neurons.bundles is not None:
+            own = partial(_bundled, executor, neurons, layer)
         _layer(executor, checkpoint, layer, own)
         done(layer + 1 - begin)
     if not head:
@@ -178,15 +187,12 @@ def _split(
 
 
 def _bundled(
-    executor: CpuExecutor,
-    bundles: BundleFile,
-    layer: int,
-    most: float,
-    weights: Weights | None,
-    norm: _native.Norm | None,
-    biases: Sequence[Vector],
+    executor: CpuExecutor, neurons: Neurons, layer: int, norm: _native.Norm | None, biases: Sequence[Vector]
 ) -> None:
+    bundles, most = neurons.bundles, neurons.threshold(layer)
+    assert bundles is not None
     bundles.file.check()
+    weights = None if neurons.predictors is None else neurons.predictors(layer)
     rows = bundles.copied(layer)
     executor.bundled_ffn(layer, bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
 

@@ -2,12 +2,13 @@
 
 A layer's attention runs on one device. Of its FFN, device d holds a set S_d of neurons and does, in seconds,
 
-    T_d = fixed_d + sum over i in S_d of ( each_d + P(named_i) named_d + P(fired_i) fired_d + P(active_i) active_d )
+    T_d = fixed_d + sum over i in S_d of ( each_d + P(selected_i) selected_d + P(fired_i) fired_d + P(active_i) active_d
+    )
 
-where `each_d` is spent on every neuron, `named_d` on those whose first row is computed, `fired_d` on those whose first
-row fires, `active_d` on those whose product is not zero. By the way that a layer goes (docs/selectors.md):
+where `each_d` is spent on every neuron, `selected_d` on those whose first row is computed, `fired_d` on those whose
+first row fires, `active_d` on those whose product is not zero. By the way that a layer goes (docs/selectors.md):
 
-    way          every neuron        named        fired        active
+    way          every neuron        selected        fired        active
     all          whole bundle        -            -            -
     exact        first row           -            up row       down row
     predicted    -                   first row    up row       down row
@@ -41,7 +42,7 @@ from powerinfer.hardware.description import Device, Disk
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
 from powerinfer.placement.shapes import Matrix, Model
 
-Floats = NDArray[np.float64]
+Float64 = NDArray[np.float64]
 
 WAYS = {
     "all": ("all",),
@@ -53,23 +54,23 @@ WAYS = {
 
 _STREAM = 1 << 20  # bytes of a read where neurons follow one another on disk
 
-EACH, NAMED, FIRED, ACTIVE, SHARED = _KINDS = range(5)
+EACH, SELECTED, FIRED, ACTIVE, SHARED = _KINDS = range(5)
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
     """Of every layer's groups, from the first: float64 [layers, groups + 1, 5], how many of the neurons so far there
-    are (EACH), for how many a step needs the first row (NAMED), up (FIRED) and down (ACTIVE), and of how many groups of
-    bundles the scales of down (SHARED).
+    are (EACH), for how many a step needs the first row (SELECTED), up (FIRED) and down (ACTIVE), and of how many groups
+    of bundles the scales of down (SHARED).
 
-    idle: float64 [layers, groups + 1], chance that no neuron from there on is named.
+    idle: float64 [layers, groups + 1], chance that no neuron from there on is selected.
     """
 
-    sums: Floats
-    idle: Floats
+    sums: Float64
+    idle: Float64
 
     @property
-    def all(self) -> Floats:
+    def all(self) -> Float64:
         """Of whole layers, [layers, 5]."""
         return np.asarray(self.sums[:, -1])
 
@@ -78,15 +79,15 @@ def expected(
     profile: Profile,
     order: Sequence[Indices],
     config: ModelConfig,
-    named: Sequence[float],
+    selected: Sequence[float],
     batch: int,
     group: int,
 ) -> Expected:
     """What a step of `batch` tokens needs of each layer's groups, `group` neurons of its `order` each.
 
-    named: for each layer, neurons that a predictor names by those that fire. A neuron is needed when some token needs
-    it: 1 - (1 - p) ** batch. A dReLU's gate and up are taken to fire independently and equally often: p(gate) is the
-    root of p(active).
+    selected: for each layer, neurons that a predictor names by those that fire. A neuron is needed when some token
+    needs it: 1 - (1 - p) ** batch. A dReLU's gate and up are taken to fire independently and equally often: p(gate) is
+    the root of p(active).
     """
     groups = -(-profile.d_ff // group)
     starts = np.arange(groups) * group
@@ -96,7 +97,7 @@ def expected(
         p = profile.fraction(layer)[order[layer]]
         active = _any(p, batch)
         fired = _any(np.sqrt(p), batch) if config.layers[layer].ffn.activation == "drelu" else active
-        guessed = _any(np.minimum(1.0, named[layer] * p), batch)
+        guessed = _any(np.minimum(1.0, selected[layer] * p), batch)
         shared = _groups_read(_any(profile.fraction(layer), batch))[order[layer]]
         for kind, values in enumerate((np.ones_like(p), guessed, fired, active, shared)):
             sums[layer, 1:, kind] = np.cumsum(np.add.reduceat(values, starts))
@@ -105,11 +106,11 @@ def expected(
     return Expected(sums, idle)
 
 
-def _any(p: Floats, batch: int) -> Floats:
+def _any(p: Float64, batch: int) -> Float64:
     return p if batch == 1 else np.asarray(-np.expm1(batch * np.log1p(-np.minimum(p, 1 - 1e-15))))
 
 
-def _groups_read(active: Floats) -> Floats:
+def _groups_read(active: Float64) -> Float64:
     """[neurons]: how many groups of bundles have an active neuron, divided among their neurons by each one's chance."""
     starts = np.arange(0, len(active), BUNDLE_GROUP)
     some = -np.expm1(np.add.reduceat(np.log1p(-np.minimum(active, 1 - 1e-15)), starts))
@@ -120,8 +121,8 @@ def _groups_read(active: Floats) -> Floats:
 
 def neuron_seconds(
     device: Device, bundles: BundleLayout, way: str, panels: tuple[Matrix, ...] = (), neurons: int = 1
-) -> Floats:
-    """[EACH, NAMED, FIRED, ACTIVE, SHARED]: seconds that a device spends on one of each.
+) -> Float64:
+    """[EACH, SELECTED, FIRED, ACTIVE, SHARED]: seconds that a device spends on one of each.
 
     panels: the layer's dense matrices where the device keeps them, from which `all` and the first rows of `exact` are
     computed; without them both come from the bundles.
@@ -135,7 +136,7 @@ def neuron_seconds(
             seconds[EACH] = device.dense_seconds(bundles.gate_type, bundles.stride)
         return seconds
     if way == "predicted":
-        seconds[NAMED] = first
+        seconds[SELECTED] = first
     else:
         seconds[EACH] = device.dense_seconds(panels[0].type, panels[0].panels) / neurons if panels else first
     if bundles.gated:
@@ -186,12 +187,12 @@ def end_seconds(device: Device, model: Model, panels: bool) -> float:
 class FfnTime:
     """[layers, groups + 1] each: what GPU and CPU take for FFNs whose first k groups are on the GPU, and T_sync."""
 
-    gpu: Floats
-    cpu: Floats
-    sync: Floats
+    gpu: Float64
+    cpu: Float64
+    sync: Float64
 
     @property
-    def total(self) -> Floats:
+    def total(self) -> Float64:
         """max(T_gpu, T_cpu + T_sync)."""
         return np.asarray(np.maximum(self.gpu, self.cpu + self.sync))
 
@@ -220,29 +221,29 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     return FfnTime(nothing, seconds, nothing.copy())
 
 
-def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Floats:
+def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Float64:
     """[layers, groups + 1]: time of reading, for one step, what is needed of the neurons from each group on.
 
-    `all` streams them. `predicted` reads the bundles that are named. `exact` needs the first row of each neuron, and
+    `all` streams them. `predicted` reads the bundles that are selected. `exact` needs the first row of each neuron, and
     the rest of those that fire; or streams them all, where that is faster.
     """
-    n, named, fired, *_ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
+    n, selected, fired, *_ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
     streamed = n * bundles.stride / disk.rate(_STREAM)
     if selector == "all":
         return np.asarray(streamed)
     if selector == "predicted":
-        return np.asarray(np.minimum(streamed, named * disk.seconds(bundles.stride)))
+        return np.asarray(np.minimum(streamed, selected * disk.seconds(bundles.stride)))
     first, rest = bundles.gate_bytes, bundles.stride - bundles.gate_bytes
     return np.asarray(np.minimum(streamed, n * disk.seconds(first) + fired * disk.seconds(rest)))
 
 
-def neuron_bytes(bundles: BundleLayout, way: str) -> Floats:
-    """[EACH, NAMED, FIRED, ACTIVE, SHARED]: bytes that are read of one of each."""
+def neuron_bytes(bundles: BundleLayout, way: str) -> Float64:
+    """[EACH, SELECTED, FIRED, ACTIVE, SHARED]: bytes that are read of one of each."""
     nbytes = np.zeros(len(_KINDS))
     if way == "all":
         nbytes[EACH] = bundles.stride
         return nbytes
-    nbytes[NAMED if way == "predicted" else EACH] = bundles.gate_bytes
+    nbytes[SELECTED if way == "predicted" else EACH] = bundles.gate_bytes
     nbytes[FIRED] = bundles.gate_bytes if bundles.gated else 0.0
     nbytes[ACTIVE] = bundles.down_bytes
     nbytes[SHARED] = bundles.shared_bytes

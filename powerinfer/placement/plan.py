@@ -4,8 +4,8 @@
     placement = plan.placement(profile)
 
 The dense parts claim their room first (`budget.py`); the neurons share what is left, as a policy decides (`solver.py`)
-by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of everything it hangs on,
-so another budget, context, machine, profile or version is another plan.
+by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of all it depends on, so
+another budget, context, machine, profile or version is another plan.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_METHOD = 7
+GPU_ACCOUNTING = 7
 """Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -71,12 +71,12 @@ _NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """What takes a layer's time: other + max(gpu, cpu + sync) + disk."""
 
-Floats = NDArray[np.float64]
+Float64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All that a plan hangs on.
+    """All that a plan depends on.
 
     vram, ram: budgets in bytes, everything counted; None: all that the machine has. context: tokens of each of `batch`
     requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
@@ -144,7 +144,7 @@ class PlanRequest:
 
     @cached_property
     def key(self) -> str:
-        """16 hex digits that change with everything the plan hangs on."""
+        """16 hex digits that change with everything the plan depends on."""
         facts: dict[str, Any] = {
             "format": FORMAT,
             "version": __version__,
@@ -158,7 +158,7 @@ class PlanRequest:
         if self.hardware.gpu is None:
             del facts["hardware"]["host_bytes"]
         else:
-            facts |= {"gpu_method": GPU_METHOD, "insist": self.insist}
+            facts |= {"gpu_method": GPU_ACCOUNTING, "insist": self.insist}
         if self.together != self.batch:
             facts["requests"] = self.together
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def neurons(self) -> list[dict[Tier, int]]:
-        """For each layer, how many neurons rest where."""
+        """For each layer, how many neurons are placed where."""
         d_ff = self.request.profile.d_ff
         if not self.claims.bundles:
             return [{Tier.GPU: 0, Tier.CPU: d_ff, Tier.DISK: 0} for _ in self.choice.gpu]
@@ -386,13 +386,13 @@ class _Tables:
     on the selector's own way.
     """
 
-    costs: Floats
-    parts: dict[str, Floats]
+    costs: Float64
+    parts: dict[str, Float64]
     ways: NDArray[np.int64]
-    disk: Floats | None
+    disk: Float64 | None
     ends: float
-    mass: Floats
-    work: Floats
+    mass: Float64
+    work: Float64
 
 
 def _orders(request: PlanRequest, policy: str) -> list[Indices]:
@@ -406,7 +406,7 @@ def _orders(request: PlanRequest, policy: str) -> list[Indices]:
 def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> _Tables:
     model, hardware, selector = request.model, request.hardware, request.goes
     config, cpu, gpu = model.config, hardware.cpu, hardware.gpu
-    expected = cost.expected(request.profile, orders, config, model.named, request.batch, GROUP)
+    expected = cost.expected(request.profile, orders, config, model.selected, request.batch, GROUP)
     if not claims.gpu_layers:
         cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
@@ -435,7 +435,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     totals = np.array([ffn.total + other for ffn, other in ways])
     best = totals.argmin(axis=0)
 
-    def of_best(arrays: list[Floats]) -> Floats:
+    def of_best(arrays: list[Float64]) -> Float64:
         return np.asarray(np.take_along_axis(np.array(arrays), best[None], axis=0)[0])
 
     parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
@@ -604,7 +604,7 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
     return reasons, helps
 
 
-def _groups_for(mass: Floats, share: float) -> int:
+def _groups_for(mass: Float64, share: float) -> int:
     """How many groups, of those that fire most, carry that share of the model's activations."""
     each = np.sort(np.diff(mass, axis=1), axis=None)[::-1]
     if share == 1:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from powerinfer.errors import RequestError
 from powerinfer.neurons import Profile
 
-Floats = NDArray[np.float64]
+Float64 = NDArray[np.float64]
 
 TOP = 0.9999
 """The largest probability."""
@@ -55,7 +55,7 @@ FAMILIES: dict[str, Law] = {
 }
 
 
-def power_law(mean: float, skew: float, n: int) -> Floats:
+def power_law(mean: float, skew: float, n: int) -> Float64:
     """n probabilities with that mean, largest first: p(q) = min(TOP, a * q ** -skew) at ranks q = (i + 0.5) / n.
 
     mean: from 0, exclusive, to 1; TOP and above gives TOP for all. skew: from 0, all alike, to 20.

@@ -13,7 +13,14 @@ from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.plan import PlanRequest
 from powerinfer.placement.power_law import Law, assumed_profile
-from powerinfer.placement.shapes import NAMED, Model, checkpoint_model, described_model, find_shape, law_of
+from powerinfer.placement.shapes import (
+    SELECTED_PER_FIRING,
+    Model,
+    checkpoint_model,
+    described_model,
+    find_shape,
+    law_of,
+)
 from powerinfer.sparsity.selection import auto
 from powerinfer.sparsity.selectors import check_suited, selector_named
 
@@ -108,8 +115,8 @@ def shape_subject(
     if selector == "predicted":
         share = sum(one.stored for pair in model.predictors for one in pair) / _weights(model)
         assumed.append(
-            f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that name {NAMED:g} times the neurons "
-            "that fire"
+            f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that select {SELECTED_PER_FIRING:g} "
+            "times the neurons that fire"
         )
     return Subject(model, profile, selector, tuple(assumed))
 

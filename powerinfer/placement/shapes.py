@@ -36,7 +36,7 @@ PREDICTOR_SHARE = 0.0709
 """Weights of the predictors by those of the model: the mean of arXiv 2312.12456."""
 MOST_PREDICTOR = 0.10
 """Predictors are held under this share of the model's bytes, here as by `train`."""
-NAMED = 1.5
+SELECTED_PER_FIRING = 1.5
 """Neurons that a predictor names, by those that fire, where it is not known: ReLU and ProSparse models of 7B and 13B
 have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
@@ -68,11 +68,11 @@ class Model:
     """What a model consists of, layer by layer.
 
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
-    norms and biases, F32; predictors: of each layer in and out, () without any; named: for each layer the neurons that
-    its predictor names by those that fire; tables: embedding and learned positions, as they are stored;
-    projections: around an embedding of another width. bundles: of the FFNs' neurons.
-    fingerprint: of the weights' origin, "" for a model that is only described. quantize: what its float matrices are
-    quantised to on load, as the engine's option; the types of the matrices are those then.
+    norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
+    that its predictor names by those that fire; tables: embedding and learned positions, as they are stored;
+    projections: around an embedding of another width. bundles: of the FFNs' neurons. fingerprint: of the weights'
+    origin, "" for a model that is only described. quantize: what its float matrices are quantised to on load, as the
+    engine's option; the types of the matrices are those then.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Model:
     ffn: tuple[tuple[Matrix, ...], ...]
     vectors: int
     predictors: tuple[tuple[Matrix, Matrix], ...]
-    named: tuple[float, ...]
+    selected: tuple[float, ...]
     tables: int
     projections: tuple[Matrix, ...]
     head: Matrix
@@ -113,7 +113,7 @@ class Model:
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
     def layer_vectors(self, dense: bool) -> int:
-        """Norms and biases of one layer; without `dense` those of gate and up are left out, which rest with neurons."""
+        """Norms and biases of one layer; without `dense` not those of gate and up, which go with neurons."""
         left_out = () if dense else ("layers.0.gate_bias", "layers.0.up_bias")
         return 4 * sum(size for name, size in self._vectors if name.startswith("layers.0.") and name not in left_out)
 
@@ -142,7 +142,7 @@ class Model:
         return 2 * self.bundles.d_model if self.bundles.down_type == ACROSS else 0
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
-        """Bytes of a layer's predictor on a GPU, with the numbers of the neurons that rest here and there."""
+        """Bytes of a layer's predictor on a GPU, with the numbers of its hot and cold neurons."""
         return sum(one.stored for one in pair) + 8 * self.config.widest_ffn
 
     def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
@@ -182,12 +182,12 @@ class Model:
 
 
 def checkpoint_model(
-    checkpoint: Checkpoint, prepared: str | None = None, named: float = NAMED, fresh: bool = False
+    checkpoint: Checkpoint, prepared: str | None = None, selected: float = SELECTED_PER_FIRING, fresh: bool = False
 ) -> Model:
     """The model of a checkpoint, from its headers.
 
     The predictor is the one that was trained for it, else one that its file brings along. Bundles are those that are
-    packed, else those that `pack` would make. named: of predictors whose training is not described; fresh: as if
+    packed, else those that `pack` would make. selected: of predictors whose training is not described; fresh: as if
     nothing were packed or trained yet.
     """
     from powerinfer.formats.bundle_file import open_bundles
@@ -202,7 +202,7 @@ def checkpoint_model(
         types = choose_types(checkpoint)
         layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
-    ratios = (named,) * config.n_layers
+    ratios = (selected,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(_predictor(config, one.predictor.rank, file.type, file.type) for one in file.layers)
@@ -222,7 +222,11 @@ def checkpoint_model(
 
 
 def described_model(
-    config: ModelConfig, dtype: str = "f16", name: str = "", share: float = PREDICTOR_SHARE, named: float = NAMED
+    config: ModelConfig,
+    dtype: str = "f16",
+    name: str = "",
+    share: float = PREDICTOR_SHARE,
+    selected: float = SELECTED_PER_FIRING,
 ) -> Model:
     """A model of which there is only the configuration, all of its matrices of one type (of `DTYPES`).
 
@@ -241,7 +245,7 @@ def described_model(
     if gate == "Q4_0" and config.widest_ffn % BUNDLE_GROUP == 0:
         down = ACROSS
     layout = bundle_layout(config, gate, down, cpu.part_bytes)
-    bare = _model(config, name or config.name, type_of, layout, (), (named,) * config.n_layers)
+    bare = _model(config, name or config.name, type_of, layout, (), (selected,) * config.n_layers)
     total = sum(matrix.stored for layer in (*bare.attention, *bare.ffn) for matrix in layer) + bare.tables
     bytes_of_rank = config.n_layers * (config.d_model + config.widest_ffn) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
     wanted_rank = share * bare.parameters / (config.n_layers * (config.d_model + config.widest_ffn))
@@ -257,12 +261,12 @@ def _predictor(config: ModelConfig, rank: int, inner: str, outer: str) -> tuple[
 
 
 def _named(training: dict[str, Any] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
-    """For each layer, the neurons named by those that fire, as training found; `otherwise` where it does not say."""
+    """For each layer, the neurons selected by those that fire, as training found; `otherwise` where it does not say."""
     if training is None:
         return otherwise
     pairs = [(one["candidate_fraction"], one["active_fraction"]) for one in training["layers"]]
     return tuple(
-        max(1.0, named / fire) if fire else other for (named, fire), other in zip(pairs, otherwise, strict=True)
+        max(1.0, selected / fire) if fire else other for (selected, fire), other in zip(pairs, otherwise, strict=True)
     )
 
 
@@ -272,7 +276,7 @@ def _model(
     type_of: Callable[[str], str],
     layout: BundleLayout,
     predictors: tuple[tuple[Matrix, Matrix], ...],
-    named: tuple[float, ...],
+    selected: tuple[float, ...],
 ) -> Model:
     _check_size(config)
     known = dict(shapes(config))
@@ -296,7 +300,7 @@ def _model(
         ),
         vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
         predictors=predictors,
-        named=named,
+        selected=selected,
         tables=sum(rows * _row_bytes(type_name, cols) for (rows, cols), type_name in tables),
         projections=tuple(matrix(one) for one in ("project_in", "project_out") if one in known),
         head=matrix("embed" if config.tied_embeddings else "head"),

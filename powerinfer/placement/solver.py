@@ -61,7 +61,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import highspy
 
-Floats = NDArray[np.float64]
+Float64 = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 GROUP = 64
@@ -108,7 +108,7 @@ def least_groups(gpu_s: float, cpu_s: float, sync_s: float, group: int = GROUP) 
     return max(1, math.ceil(sync_s / (cpu_s - gpu_s) / group - 1e-9))
 
 
-def mass_costs(impact: Floats, least: Sequence[int | None]) -> Floats:
+def mass_costs(impact: Float64, least: Sequence[int | None]) -> Float64:
     """A_l(k) of the paper's program, [layers, groups + 1]. impact: v of every group, descending, [layers, groups]."""
     costs = np.zeros((impact.shape[0], impact.shape[1] + 1))
     np.cumsum(-impact, axis=1, out=costs[:, 1:])
@@ -118,8 +118,8 @@ def mass_costs(impact: Floats, least: Sequence[int | None]) -> Floats:
 
 
 def solve(
-    gpu_costs: Floats,
-    disk_costs: Floats | None,
+    gpu_costs: Float64,
+    disk_costs: Float64 | None,
     gpu_groups: int,
     ram_groups: int | None,
     time_limit: float = TIME_LIMIT,
@@ -166,19 +166,19 @@ class _Priced:
     y: float
     bound: float
     found: _Found | None
-    gpu_slack: Floats
-    kept_slack: Floats
-    a: Floats
-    b: Floats
+    gpu_slack: Float64
+    kept_slack: Float64
+    a: Float64
+    b: Float64
 
-    def tried(self, slack: Floats, rounding: float) -> list[Numbers]:
+    def tried(self, slack: Float64, rounding: float) -> list[Numbers]:
         """For each layer the numbers k and j that a better answer could have."""
         gap = np.inf if self.found is None else self.found.cost - self.bound
         return [np.flatnonzero(row <= min(gap + rounding, 1e300)) for row in slack]
 
 
 class _Program:
-    def __init__(self, a: Floats, b: Floats | None, gpu_groups: int, ram_groups: int | None) -> None:
+    def __init__(self, a: Float64, b: Float64 | None, gpu_groups: int, ram_groups: int | None) -> None:
         layers, width = a.shape
         assert np.isfinite(a[:, 0]).all() and not np.isnan(a).any() and gpu_groups >= 0
         if b is None:
@@ -213,7 +213,7 @@ class _Program:
         kept = np.where(np.arange(a.shape[1]) >= gpu[:, None], b, np.inf).argmin(axis=1)
         return math.fsum(whole[rows, gpu]) - x * self.capacity[0] - y * self.capacity[1], gpu, kept
 
-    def _with_prices(self, x: float, y: float) -> tuple[Floats, Floats]:
+    def _with_prices(self, x: float, y: float) -> tuple[Float64, Float64]:
         numbers = np.arange(self.a.shape[1])
         return self.a + (x - y) * numbers, self.b + y * numbers
 
@@ -408,7 +408,7 @@ def _highs(**options: Any) -> highspy.Highs:
     return highs
 
 
-def _table(costs: Floats, tried: Sequence[Numbers], room: int, least: int, until: float) -> Numbers | None:
+def _table(costs: Float64, tried: Sequence[Numbers], room: int, least: int, until: float) -> Numbers | None:
     """The best number of groups of each layer, of those to be searched, `least` to `room` in total.
 
     Dynamic programming: layer by layer, the least cost for each number of groups used so far. None: there is none, or
@@ -440,14 +440,14 @@ def _table(costs: Floats, tried: Sequence[Numbers], room: int, least: int, until
     return gpu
 
 
-def _suffix_min(values: Floats) -> Floats:
+def _suffix_min(values: Float64) -> Float64:
     return np.asarray(np.minimum.accumulate(values[:, ::-1], axis=1)[:, ::-1])
 
 
 # ---------------------------------------------------------------- without a solver
 
 
-def greedy(impact: Floats, least: Sequence[int | None], gpu_groups: int) -> Numbers:
+def greedy(impact: Float64, least: Sequence[int | None], gpu_groups: int) -> Numbers:
     """The groups of largest impact, whatever their layer, up to the capacity; int64 [layers].
 
     Layers that would get fewer than `least` are excluded, the worst first, and the rest is distributed again.
@@ -471,7 +471,7 @@ def random_groups(layers: int, groups: int, gpu_groups: int, allowed: NDArray[np
     return np.bincount(which[chosen // groups] if len(chosen) else chosen, minlength=layers).astype(np.int64)
 
 
-def fill(gpu: Numbers, disk_costs: Floats | None, ram_groups: int | None, groups: int) -> Numbers:
+def fill(gpu: Numbers, disk_costs: Float64 | None, ram_groups: int | None, groups: int) -> Numbers:
     """The j_l for given k_l: RAM holds the groups that cost most to read from disk; int64 [layers].
 
     Optimal if the costs are convex, as for groups sorted by impact.

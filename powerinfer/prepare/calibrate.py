@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
-from powerinfer.prepare.profile import run_windows
+from powerinfer.prepare.counting import run_windows
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Progress

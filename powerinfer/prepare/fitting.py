@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from powerinfer.config import TrainConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.quant import Bytes, Floats, dequantize, quantize
+from powerinfer.formats.quant import Bytes, Float32, dequantize, quantize
 from powerinfer.neurons import Predictor
 
 Tensor = Any
@@ -119,8 +119,8 @@ class Fitted:
 class Margins:
     """Of one matrix: positive if weights . (r / scale(r)) + offset > 0; [d_ff, d_model] and [d_ff]."""
 
-    weights: Floats
-    offset: Floats
+    weights: Float32
+    offset: Float32
 
 
 def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:

@@ -21,7 +21,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layout, n_groups, open_bundles, write_bundles
 from powerinfer.formats.bundle_types import PartTypes, by_neuron, row_parts, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint, Progress
-from powerinfer.formats.quant import Bytes, Floats, as_q8_0, block_type, dequantize, quantize
+from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
@@ -166,7 +166,7 @@ class _Source:
             return as_q8_0(stored, self._type), np.zeros(2)
         return self._encoded(dequantize(stored, self._type))
 
-    def _encoded(self, values: Floats) -> tuple[Bytes, Squares]:
+    def _encoded(self, values: Float32) -> tuple[Bytes, Squares]:
         """Values, float32 [neurons, d_model], in the part's type, and the error; ModelError if it cannot hold one."""
         target = self._part.type
         if target == ACROSS:

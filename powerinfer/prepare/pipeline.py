@@ -1,7 +1,7 @@
 """The steps that make a model run better, one after another: measure, profile, train, pack, plan, report.
 
-Each step makes what the verb of its name makes, unless that is up to date; so a run that was stopped continues where it
-was. `check` and `check_budgets` find beforehand what would stop the work later.
+Each step makes what the command of its name makes, unless that is up to date, so an interrupted run resumes. `check`
+and `check_budgets` find what would stop the work later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.prepare.profile import Task
+from powerinfer.prepare.counting import Task
 from powerinfer.sparsity.selection import auto
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step came to. state: `DONE`, `SKIPPED` (it was up to date) or `NOT_NEEDED`.
+    """The result of a step. state: `DONE`, `SKIPPED` (it was up to date) or `NOT_NEEDED`.
 
     said: for people; figures: for the document.
     """
@@ -49,10 +49,10 @@ Step = Callable[["Progress"], Outcome]
 
 @dataclass
 class Work:
-    """What the steps share: the model as it is opened, the options of each, and what was found out so far.
+    """State that the steps share: the opened model, the options of each step, and results.
 
-    task: of the profile, its corpus read; train: predictors are trained where the model has a use for them; force:
-    everything is made anew; say: takes remarks for people. hardware, plan, plan_path: set by the steps that find them.
+    task: of the profile, with its corpus; train: predictors are trained if the model can use them; force: every step is
+    repeated; say: receives notes for the user. hardware, plan, plan_path: set by the steps that find them.
     """
 
     checkpoint: Checkpoint
@@ -93,10 +93,10 @@ class Work:
         return None
 
     def request(self, selector: str, assume: bool = False, fresh: bool = False) -> PlanRequest:
-        """What is planned, with a selector, once the machine is measured.
+        """The plan's request for a selector, once the machine is measured.
 
-        assume: that neurons fire as in models of its family, while there is no profile; fresh: that nothing is packed
-        or trained, whatever is there, for that may be stale.
+        assume: neurons fire as in models of its family, as there is no profile yet; fresh: existing bundles and
+        predictors are ignored, as they may be stale.
         """
         from powerinfer.placement.request import model_subject
         from powerinfer.placement.shapes import law_of
@@ -139,10 +139,8 @@ class Work:
 
 
 def steps(work: Work) -> Iterator[tuple[str, Step]]:
-    """(name, what it does), to be run one by one in this order. Budgets are checked behind the first.
-
-    RequestError where the budgets do not hold the model.
-    """
+    """(name, function) of each step, to be called in this order. RequestError, after the first, if the budgets do not
+    hold the model."""
     yield "measure", partial(measure, work)
     check_budgets(work)
     for name, step in (("profile", profile), ("train", train), ("pack", pack), ("plan", plan), ("report", report)):
@@ -171,7 +169,7 @@ def measure(work: Work, progress: Progress) -> Outcome:
 def profile(work: Work, progress: Progress) -> Outcome:
     from powerinfer.prepare import profiling
 
-    made = profiling.make(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
+    made = profiling.profile(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
     document = profiling.describe(work.checkpoint, work.engine.prepared, made)
     shown = ("path", "tokens", "active_fraction", "hot_share", "reuse", "samples", "calibration")
     said = (
@@ -223,7 +221,7 @@ def pack(work: Work, progress: Progress) -> Outcome:
 
 
 def _packed_bundles(work: Work) -> BundleFile | None:
-    """The bundles that are there, of whatever types, if they can be used; None as well where all is made anew."""
+    """The existing bundles, of any types; None if they cannot be used, or if every step is repeated."""
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.kernels.cpu import part_bytes
 
@@ -236,7 +234,7 @@ def _packed_bundles(work: Work) -> BundleFile | None:
 
 
 def _why_all(work: Work) -> str:
-    """How near leaving neurons out comes, where that was asked."""
+    """The predicted speeds with and without thresholds, if they decided."""
     from powerinfer.placement.plan_document import rate
 
     if work.gain is None:
@@ -291,7 +289,7 @@ def _not_needed(why: str) -> Outcome:
 
 
 def check(work: Work) -> None:
-    """Raise now, in one line, what would stop the work later; budgets follow once the machine is known."""
+    """Raise now the error that would stop the work later; budgets are checked once the machine is known."""
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.prepared import PREDICTOR, PreparedFile
     from powerinfer.kernels import cpu
@@ -309,7 +307,7 @@ def check(work: Work) -> None:
 
 
 def check_budgets(work: Work) -> None:
-    """RequestError where the budgets, or the machine, do not hold the model however its neurons fire."""
+    """RequestError if the budgets or the machine do not hold the model, however its neurons fire."""
     from powerinfer.placement.plan import make_plan
 
     selector = work.engine.selector
@@ -319,12 +317,12 @@ def check_budgets(work: Work) -> None:
 
 
 def needed_bytes(work: Work) -> int:
-    """About the bytes that the steps will write; files that they replace stay until then, so they do not count."""
+    """Estimate of the bytes that the steps will write. Files that they replace stay until then and do not count."""
     from powerinfer.formats.bundle_file import bundle_layout
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.kernels.cpu import part_bytes
-    from powerinfer.prepare.profile import current as current_profile
+    from powerinfer.prepare.counting import current as current_profile
     from powerinfer.prepare.training import model_bytes
 
     config, prepared = work.checkpoint.config, work.engine.prepared
@@ -341,7 +339,7 @@ def needed_bytes(work: Work) -> int:
 
 
 def check_folder(folder: Path, needed: int) -> None:
-    """PowerInferError where the folder cannot be written, or the disk lacks room for `needed` bytes."""
+    """PowerInferError if the folder cannot be written, or the disk has less than `needed` bytes free."""
     import tempfile
     from shutil import disk_usage
 

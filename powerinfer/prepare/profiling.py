@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.errors import RequestError
-from powerinfer.prepare.profile import Task
+from powerinfer.prepare.counting import Task
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from powerinfer.formats.profile_file import ProfileFile
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.prepare.corpus import Windows
-    from powerinfer.prepare.profile import State
+    from powerinfer.prepare.counting import State
 
 WINDOW = 512
-"""Tokens of a window, where none are asked for and the model takes as many."""
+"""Default number of tokens of a window; fewer if the model's context is shorter."""
 LEAST_WINDOW = 8
 
 
 @dataclass(frozen=True)
-class Made:
-    """A profile that is there. tokens: that were computed for it now, 0 where it was up to date; seconds: what took."""
+class Profiled:
+    """A profile. tokens: number computed now, 0 if the profile was up to date; seconds: the time that it took."""
 
     file: ProfileFile
     tokens: int
@@ -36,7 +36,7 @@ class Made:
 
 
 def check(options: ProfileConfig) -> None:
-    """RequestError for options that cannot be met."""
+    """RequestError for an option out of its range."""
     for field in dataclasses.fields(ProfileConfig):
         value, least = getattr(options, field.name), field.metadata.get("least", 1)
         if field.type == "int" and (type(value) is not int or value < least):
@@ -45,19 +45,18 @@ def check(options: ProfileConfig) -> None:
     if 0 < options.window < LEAST_WINDOW:
         raise RequestError(f"--window must be a whole number of at least {LEAST_WINDOW}, not {options.window}")
     if not 0 < options.perplexity_cost <= 1:
-        raise RequestError(f"--perplexity-cost must lie between 0 and 1 (0.01 is 1 %), not {options.perplexity_cost}")
+        raise RequestError(f"--perplexity-cost must be between 0 and 1 (0.01 is 1 %), not {options.perplexity_cost}")
 
 
 def read(
     checkpoint: Checkpoint, options: ProfileConfig, say: Callable[[str], None], progress: Progress | None = None
 ) -> Task:
-    """The corpus, read, and what is to be made of it. say: takes remarks for people.
+    """Read the corpus; what is to be counted in it. say: receives notes for the user.
 
-    RequestError for a corpus that cannot be read, or options that do not suit the model.
+    RequestError for a corpus that cannot be read, or options that the model cannot meet.
     """
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora, read_windows
-    from powerinfer.prepare.profile import Task
 
     config = checkpoint.config
     if options.window > config.context_length:
@@ -71,31 +70,31 @@ def read(
     return Task(windows, rows, None if config.rectified else options.perplexity_cost)
 
 
-def make(
+def profile(
     checkpoint: Checkpoint,
     engine: EngineConfig,
     task: Task,
     say: Callable[[str], None],
     progress: Progress | None = None,
     force: bool = False,
-) -> Made:
-    """The profile of a model, made now unless it is there already.
+) -> Profiled:
+    """The profile of a model: the existing one if it is up to date, otherwise a new one.
 
-    say: takes remarks for people. ModelError for a model that computes numbers which are not finite, PowerInferError
-    when something cannot be written.
+    say: receives notes for the user. ModelError if the model computes numbers that are not finite, PowerInferError if a
+    file cannot be written.
     """
-    from powerinfer.prepare.profile import Saved, State, current, profile
+    from powerinfer.prepare.counting import Saved, State, count, current
 
     config, windows = checkpoint.config, task.windows
     found = None if force else current(checkpoint, engine.prepared, task)
     if found is not None:
-        return Made(found, 0, 0.0)
+        return Profiled(found, 0, 0.0)
     saved = Saved(checkpoint, engine.prepared, task)
     state = None if force else saved.load()
     if state is not None and (state.windows or state.measured):
-        say(f"going on where it was stopped: {state.windows * windows.size} of {windows.tokens} tokens are done")
+        say(f"resuming: {state.windows * windows.size} of {windows.tokens} tokens are done")
     elif saved.exists() and not force:
-        say("an unfinished profile was of another text, other options or another model: this one starts anew")
+        say("an unfinished profile was made from another text, other options or another model: starting anew")
     state = state or State(config, len(windows.corpora))
     executor = _load(checkpoint, engine, windows, progress)
     try:
@@ -105,17 +104,17 @@ def make(
                 executor, checkpoint.tokenizer(), checkpoint, windows, state, task.cost, saved.save, progress
             )
         begin, before = time.perf_counter(), state.windows
-        made = profile(
+        made = count(
             checkpoint, engine.prepared, executor, task, state, thresholds, {"calibration": calibration}, progress
         )
-        return Made(made, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
+        return Profiled(made, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
     finally:
         executor.close()
 
 
 def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress | None) -> CpuExecutor:
     from powerinfer.models import load
-    from powerinfer.prepare.profile import contexts
+    from powerinfer.prepare.counting import contexts
 
     together = contexts(windows.size)
     chunk = max(EngineConfig.prefill_chunk, together * windows.size) if together > 1 else EngineConfig.prefill_chunk
@@ -179,7 +178,7 @@ def _calibrated(
     return thresholds_at(state.magnitudes, quantile), calibration
 
 
-def describe(checkpoint: Checkpoint, prepared: str | None, made: Made) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, prepared: str | None, made: Profiled) -> dict[str, Any]:
     """The profile as a document."""
     from powerinfer.formats.prepared import SAMPLES, PreparedFile
 

@@ -29,7 +29,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
 from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
-from powerinfer.formats.quant import Bytes, Floats, block_type, dequantize
+from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.neurons import Predictor
 from powerinfer.prepare.fitting import Figures, Fitted, LayerFit, split_rows
@@ -335,7 +335,7 @@ class _Work:
         kind, config = block_type(self._type), self._checkpoint.config
         return {(rank * kind.row_bytes(config.d_model),), (config.widest_ffn * kind.row_bytes(rank),)}
 
-    def _weights(self, layer: int, rank: int) -> tuple[Floats, Floats]:
+    def _weights(self, layer: int, rank: int) -> tuple[Float32, Float32]:
         """in and out as float32; converted back to their type they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
@@ -389,7 +389,7 @@ def _told(point: Point) -> dict[str, Any]:
     }
 
 
-def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Floats:
+def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Float32:
     return dequantize(data.reshape(shape[0], -1), type_name).reshape(shape)
 
 

@@ -21,7 +21,7 @@ class Sparsity:
         return None
 
     def clear(self) -> None:
-        """Start the counts of `report` anew."""
+        """Reset the statistics of `report`."""
 
     def suspended(self) -> AbstractContextManager[None]:
         """Meanwhile the selector is `all`, or, where a device lacks the dense matrices, `exact`."""

@@ -1,4 +1,4 @@
-"""Sparse decode on the CPU: bundles and predictors beside a model's dense weights, and which way each layer goes."""
+"""Sparse decode on the CPU: bundles and predictors beside a model's dense weights, and each layer's way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CpuSparsity(Sparsity):
-    """Of a model on the CPU whose layers have bundles beside their dense weights."""
+    """Of a model on the CPU whose layers have bundles beside their dense weights. verdicts: of the layers."""
 
     def __init__(self, selector: str, executor: CpuExecutor, verdicts: list[Verdict]) -> None:
         self.selector = selector
@@ -29,34 +29,35 @@ class CpuSparsity(Sparsity):
         self.verdicts = verdicts
 
     def report(self) -> dict[str, Any]:
-        """Per layer and in all: the way of each batch size with its reason, and what the tokens so far needed.
+        """Per layer and in total: the way of each batch size with its reason, and statistics of the sparse tokens.
 
-        Of tokens that were computed sparsely. Fractions are of the neurons; bytes_per_token those of the FFN weights.
-        recall: of the neurons that fired, how many the predictor had named, on sampled tokens; None without samples.
+        Fractions are of the neurons; bytes_per_token: of FFN weights. recall: the share of the firing neurons that the
+        predictor selected, on sampled tokens; None without samples.
         """
-        d_ff = self.executor.config.widest_ffn
+        sizes = self.executor.config.ffn_sizes
         layers: list[dict[str, Any]] = []
-        totals = dict.fromkeys(_COUNTED, 0)
+        totals = dict.fromkeys((*_COUNTED, "neurons"), 0)
         for layer, verdict in enumerate(self.verdicts):
             counts = self.executor.neuron_counts(layer)
-            for name in _COUNTED:
+            counts["neurons"] = counts["tokens"] * sizes[layer]
+            for name in totals:
                 totals[name] += counts[name]
-            layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **_rates(counts, d_ff)})
-        whole = _rates(totals, d_ff)
-        for name in ("tokens", "sampled"):  # each layer met the same ones
+            layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **_rates(counts)})
+        whole = _rates(totals)
+        for name in ("tokens", "sampled"):  # every layer computed the same ones
             whole[name] = max(layer[name] for layer in layers)
         if whole["tokens"]:
             whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
         return {"selector": self.selector, "layers": layers, **whole}
 
     def clear(self) -> None:
-        """Start the counts of `report` anew."""
+        """Reset the statistics of `report`."""
         for layer in range(len(self.verdicts)):
             self.executor.clear_neuron_counts(layer)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """All layers dense meanwhile."""
+        """All layers are dense inside the context."""
         from powerinfer.sparsity.trial import apply
 
         for layer in range(len(self.verdicts)):
@@ -81,12 +82,13 @@ class CpuSparsity(Sparsity):
 _COUNTED = ("tokens", "active", "candidates", "bytes", "sampled_tokens", "sampled_active", "sampled_found")
 
 
-def _rates(counts: dict[str, int], d_ff: int) -> dict[str, Any]:
-    tokens, fired = counts["tokens"], counts["sampled_active"]
+def _rates(counts: dict[str, int]) -> dict[str, Any]:
+    """neurons: that the tokens would have computed densely."""
+    tokens, neurons, fired = counts["tokens"], counts["neurons"], counts["sampled_active"]
     return {
         "tokens": tokens,
-        "active_fraction": counts["active"] / (tokens * d_ff) if tokens else None,
-        "candidate_fraction": counts["candidates"] / (tokens * d_ff) if tokens else None,
+        "active_fraction": counts["active"] / neurons if tokens else None,
+        "candidate_fraction": counts["candidates"] / neurons if tokens else None,
         "bytes_per_token": counts["bytes"] / tokens if tokens else None,
         "sampled": counts["sampled_tokens"],
         "recall": counts["sampled_found"] / fired if fired else None,

@@ -225,7 +225,7 @@ class Tally:
         self._x = None
 
 
-def profile(
+def count(
     checkpoint: Checkpoint,
     prepared: str | None,
     executor: CpuExecutor,

@@ -1,0 +1,127 @@
+"""The program that renders chat templates: questions on standard input, answers on standard output, a JSON line each.
+
+A template is a program out of a model file. Jinja's sandbox keeps it from Python's internals, and the system ends this
+process when a rendering takes too much time or memory (`_limit`). It imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+MAX_OUTPUT = 1 << 22  # characters, and as many times the question as below
+MAX_GROWTH = 16
+MAX_TEMPLATES = 8  # compiled ones that are kept
+
+
+class Refused(Exception):
+    """The template called raise_exception: it does not take these messages."""
+
+
+class Limit(Exception):
+    """The template goes beyond its limits."""
+
+
+def environment() -> Any:
+    """Jinja as transformers sets it up for chat templates."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what an assistant wrote, for training: here its body is all there is to it."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    env: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return env
+
+
+def _tojson(
+    x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as transformers writes it: unlike Jinja's own filter, without escapes for HTML."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise Refused(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _text(template: Any, variables: dict[str, Any], limit: int) -> str:
+    parts, length = [], 0
+    for part in template.generate(variables):
+        length += len(part)
+        if length > limit:
+            raise Limit(f"it writes more than {limit} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def answer(
+    env: Any, templates: dict[str, Any], source: str, variables: dict[str, Any] | None, size: int
+) -> tuple[str, str]:
+    """(kind, text) for a question of `size` bytes; kind: text, refused, failed or limit.
+
+    variables: None: only compile.
+    """
+    try:
+        if source not in templates:
+            while len(templates) >= MAX_TEMPLATES:
+                templates.pop(next(iter(templates)))
+            templates[source] = env.from_string(source)
+        limit = MAX_OUTPUT + MAX_GROWTH * size
+        return "text", "" if variables is None else _text(templates[source], variables, limit)
+    except Refused as error:
+        return "refused", str(error)[:1000]
+    except Limit as error:
+        return "limit", str(error)
+    except (MemoryError, RecursionError):
+        return "limit", "it nests or grows too far"
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {error}"[:1000]
+
+
+def _limit(seconds: float, memory: int | None) -> None:
+    """The system ends the process after so many seconds of processor time (0: never), and gives it no more memory."""
+    try:
+        import resource
+        import signal
+    except ImportError:  # Windows: there the caller's clock is the only limit
+        return
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which nobody handles
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if memory is None or (hard != resource.RLIM_INFINITY and memory > hard):
+        memory = hard
+    resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    sys.path[:] = json.loads(sys.stdin.buffer.readline())
+    env, templates = environment(), dict[str, Any]()
+    for line in sys.stdin.buffer:
+        question = json.loads(line)
+        _limit(question["seconds"], question["memory"] + MAX_GROWTH * len(line))
+        found = answer(env, templates, question["source"], question["variables"], len(line))
+        _limit(0, None)
+        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

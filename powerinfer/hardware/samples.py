@@ -1,0 +1,141 @@
+"""What the rates of CPU and GPU are measured through: random layers and neurons, and the fit of their times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.formats.bundle_file import ACROSS, n_groups
+from powerinfer.formats.checkpoint import Progress
+from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+
+FRACTIONS = (0.02, 0.1, 0.25, 0.5)
+"""Of the neurons of sparse FFNs, those that fire."""
+
+HEAD_DIM = 64
+
+_DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
+_ACROSS = {"Q4_0": ACROSS}  # what `pack` takes for down where it is not the type of gate
+
+
+class Samples:
+    """Makes random weights, one sample after another, and reports how many are done. what, total: for `progress`."""
+
+    def __init__(self, what: str, total: int, context: int, progress: Progress | None) -> None:
+        """context: tokens that the sample models take."""
+        self._random = np.random.default_rng(1)
+        self._what = what
+        self._total = total
+        self._context = context
+        self._progress = progress
+        self._done = 0
+
+    def tick(self) -> None:
+        """Another sample begins."""
+        if self._progress is not None:
+            self._progress(self._what, self._done, self._total)
+        self._done += 1
+
+    def config(
+        self, shape: tuple[int, int], layers: int, heads: int = 0, kv_heads: int = 0, vocab: int = HEAD_DIM
+    ) -> ModelConfig:
+        """A transformer of d_model and neurons `shape`; as many heads as d_model holds, unless they are given."""
+        d_model, neurons = shape
+        layer = LayerConfig(AttentionConfig(RopeConfig(dim=HEAD_DIM)), FfnConfig(neurons, "relu"))
+        return ModelConfig(
+            architecture="sample",
+            d_model=d_model,
+            n_heads=heads or d_model // HEAD_DIM,
+            n_kv_heads=kv_heads or d_model // HEAD_DIM,
+            head_dim=HEAD_DIM,
+            vocab_size=vocab,
+            context_length=self._context,
+            norm_eps=1e-5,
+            layers=uniform(layers, layer),
+        )
+
+    def normal(self, kind: str, rows: int, cols: int) -> RawTensor:
+        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1."""
+        values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / math.sqrt(cols)
+        data = quantize(values.astype(np.float32), kind).reshape(-1)
+        return RawTensor(kind, (rows, cols), np.resize(data, rows * block_type(kind).row_bytes(cols)))
+
+    def bundles(self, kind: str, shape: tuple[int, int], threads: int) -> tuple[BundleLayout, NDArray[np.uint8]]:
+        """Gated neurons as bundles, in the types that `pack` makes of this one; gate and up are the same normal rows.
+
+        uint8 [groups, layout.group_bytes].
+        """
+        d_model, n = shape
+        down_type = _ACROSS.get(kind, kind)
+        gate_bytes, _ = cpu.part_bytes(kind, d_model)
+        layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.part_bytes(down_type, d_model))
+        bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
+        gate = self.normal(kind, n, d_model)
+        down = self.normal("Q4_0", len(bundles) * d_model, BUNDLE_GROUP) if down_type == ACROSS else gate
+        for use, part_type, part, at in (
+            ("dot", kind, gate, layout.gate_at),
+            ("dot", kind, gate, layout.up_at),
+            ("add", down_type, down, layout.down_at),
+        ):
+            cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
+        return layout, bundles
+
+
+# ---------------------------------------------------------------- what the times say
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that differ only in how many neurons fire: one width, one way."""
+
+    d_model: int
+    way: str
+    dense_type: str
+    dense_bytes: int  # of the product that selects the neurons: the gate's, the predictor's
+
+
+@dataclass(frozen=True)
+class RowFit:
+    """seconds = fixed[group] + bytes / (1e9 gb_s) + 1e-9 row_ns * rows."""
+
+    gb_s: float
+    row_ns: float
+    fixed: dict[Group, float]
+
+
+def fit_rows(times: Sequence[tuple[Group, float, float, float]], peak_gb_s: float) -> RowFit:
+    """The least squares of (group, rows, bytes, seconds): a rate within (0, peak_gb_s], a row's time from 0 on.
+
+    Residuals count relative to the seconds. At least two rows of one group are needed.
+    """
+    groups = list(dict.fromkeys(group for group, *_ in times))
+    member = np.array([[group == one for one in groups] for group, *_ in times], np.float64)
+    rows, nbytes, seconds = (np.array([entry[at] for entry in times], np.float64) for at in (1, 2, 3))
+
+    def solve(columns: list[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:
+        matrix = np.column_stack([member, *columns]) / seconds[:, None]
+        return [float(value) for value in np.linalg.lstsq(matrix, target / seconds, rcond=None)[0]]
+
+    *fixed, per_byte, per_row = solve([1e-9 * nbytes, 1e-9 * rows], seconds)
+    least = 1 / peak_gb_s  # ns a byte: nothing is read faster than straight through
+    if per_row < 0:
+        per_row = 0.0
+        *fixed, per_byte = solve([1e-9 * nbytes], seconds)
+    if per_byte < least:
+        per_byte = least
+        *fixed, per_row = solve([1e-9 * rows], seconds - 1e-9 * per_byte * nbytes)
+        per_row = max(0.0, per_row)
+    return RowFit(1 / per_byte, per_row, dict(zip(groups, fixed, strict=True)))
+
+
+def figure(value: float) -> float:
+    """Four digits: a measurement has no more."""
+    return float(f"{value:.4g}")
