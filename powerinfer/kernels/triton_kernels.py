@@ -1,12 +1,12 @@
 """Triton kernels of `gpu`: one program makes its outputs alone, so nothing is added atomically and bits repeat.
 
-Launches hang on shapes only, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
-`gpu` imports this file where its kernels are to run, and nobody else: that takes a second and needs Triton.
+Launches depend on shapes only, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
+`gpu` alone imports this file, where its kernels are to run: that takes a second and needs Triton.
 
 In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token),
 R and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Numbers that change from step to step
-are not specialised on, nor is where the parts of a step's description lie: else a kernel would be compiled while a
-request waits.
+are not specialised on, nor are the addresses of the parts of a step's description: otherwise a kernel would be compiled
+while a request waits.
 """
 
 from __future__ import annotations
@@ -58,67 +58,102 @@ ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
 
 
 @triton.jit
+def nibbles(pairs):
+    """The low and the high values in bytes of Q4_0 codes, sixteen times as large, as float32."""
+    low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32)
+    return low, (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _dots_4bit(
+    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`row_dots` of Q4_0: C bytes of a row at a time."""
+    B: tl.constexpr = C // 16
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else B), tl.float32)
+    blocks = k // 32
+    for b0 in range(0, blocks, B):
+        b = b0 + tl.arange(0, B)
+        j = tl.arange(0, 16)[None, :]
+        here = live[:, None] & (b < blocks)[None, :]
+        at = row[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
+        pairs = tl.load(data + at, mask=here[:, :, None], other=0)
+        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32) * 0.0625
+        low, high = nibbles(pairs)
+        if T:
+            c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
+            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            x_at = x + t[None, :] * k + c[:, None]
+            low, high = tl.reshape(low * d[:, :, None], (R, C)), tl.reshape(high * d[:, :, None], (R, C))
+            acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(high, tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
+        else:
+            x_at = x + b[:, None] * 32 + j
+            x_low = tl.load(x_at, mask=(b < blocks)[:, None], other=0)
+            x_high = tl.load(x_at + 16, mask=(b < blocks)[:, None], other=0)
+            acc += tl.sum(low * x_low[None] + high * x_high[None], 2) * d
+    return acc
+
+
+@triton.jit
+def _dots_8bit(
+    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`row_dots` of Q8_0."""
+    B: tl.constexpr = C // 32
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else B), tl.float32)
+    blocks = k // 32
+    for b0 in range(0, blocks, B):
+        b = b0 + tl.arange(0, B)
+        c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        here = live[:, None] & (b < blocks)[None, :]
+        codes = tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0).to(tl.float32)
+        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+        if T:
+            c = b0 * 32 + tl.arange(0, C)
+            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+            acc = tl.dot(tl.reshape(codes * d[:, :, None], (R, C)), v, acc, input_precision=PRECISION)
+        else:
+            v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
+            acc += tl.sum(codes * v[None], 2) * d
+    return acc
+
+
+@triton.jit
+def _dots_float(
+    x, data, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`row_dots` of F32, F16 and BF16."""
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else C), tl.float32)
+    for k0 in range(0, k, C):
+        c = k0 + tl.arange(0, C)
+        here = live[:, None] & (c < k)[None, :]
+        w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(tl.float32)
+        if T:
+            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+            acc = tl.dot(w, v, acc, input_precision=PRECISION)
+        else:
+            acc += w * tl.load(x + c, mask=c < k, other=0)[None, :]
+    return acc
+
+
+@triton.jit
 def row_dots(
     x, data, scales, row, live, tokens, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN."""
-    t = tl.arange(0, T if T else 1)
     if TYPE == "Q4_0":
-        B: tl.constexpr = C // 16
-        acc = tl.zeros((R, T if T else B), tl.float32)
-        blocks = k // 32
-        for b0 in range(0, blocks, B):
-            b = b0 + tl.arange(0, B)
-            j = tl.arange(0, 16)[None, :]
-            here = live[:, None] & (b < blocks)[None, :]
-            at = row[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
-            pairs = tl.load(data + at, mask=here[:, :, None], other=0)
-            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32) * 0.0625
-            low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32)  # sixteen times the value
-            high = (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32)
-            if T:
-                c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
-                ok = (c < k)[:, None] & (t < tokens)[None, :]
-                x_at = x + t[None, :] * k + c[:, None]
-                low, high = tl.reshape(low * d[:, :, None], (R, C)), tl.reshape(high * d[:, :, None], (R, C))
-                acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
-                acc = tl.dot(high, tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
-            else:
-                x_at = x + b[:, None] * 32 + j
-                x_low = tl.load(x_at, mask=(b < blocks)[:, None], other=0)
-                x_high = tl.load(x_at + 16, mask=(b < blocks)[:, None], other=0)
-                acc += tl.sum(low * x_low[None] + high * x_high[None], 2) * d
+        acc = _dots_4bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
     elif TYPE == "Q8_0":
-        BLOCKS: tl.constexpr = C // 32
-        acc = tl.zeros((R, T if T else BLOCKS), tl.float32)
-        blocks = k // 32
-        for b0 in range(0, blocks, BLOCKS):
-            b = b0 + tl.arange(0, BLOCKS)
-            c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
-            here = live[:, None] & (b < blocks)[None, :]
-            codes = tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0).to(tl.float32)
-            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
-            if T:
-                c = b0 * 32 + tl.arange(0, C)
-                ok = (c < k)[:, None] & (t < tokens)[None, :]
-                v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-                acc = tl.dot(tl.reshape(codes * d[:, :, None], (R, C)), v, acc, input_precision=PRECISION)
-            else:
-                v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
-                acc += tl.sum(codes * v[None], 2) * d
+        acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
     else:
-        acc = tl.zeros((R, T if T else C), tl.float32)
-        for k0 in range(0, k, C):
-            c = k0 + tl.arange(0, C)
-            here = live[:, None] & (c < k)[None, :]
-            w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(tl.float32)
-            if T:
-                ok = (c < k)[:, None] & (t < tokens)[None, :]
-                v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-                acc = tl.dot(w, v, acc, input_precision=PRECISION)
-            else:
-                acc += w * tl.load(x + c, mask=c < k, other=0)[None, :]
+        acc = _dots_float(x, data, row, live, tokens, k, T, R, C, PRECISION)
     return acc if T else tl.sum(acc, 1)
 
 
@@ -185,8 +220,9 @@ def _values_kernel(
         j = tl.arange(0, 16)[None, :]
         c = b[:, None] * 32 + j
         pairs = tl.load(data + row * (blocks * 16) + b[:, None] * 16 + j, mask=here, other=0)
-        low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
-        high = (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
+        low, high = nibbles(pairs)
+        low *= 0.0625
+        high *= 0.0625
         if TYPE == "Q4_0X32":
             d_at = shared + tl.load(group + row).to(tl.int64) * k + c
             low *= tl.load(d_at, mask=here, other=0).to(tl.float32)
