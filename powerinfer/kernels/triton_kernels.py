@@ -1,12 +1,12 @@
 """Triton kernels of `gpu`: one program makes its outputs alone, so nothing is added atomically and bits repeat.
 
-Launches hang on shapes only, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
-`gpu` imports this file where its kernels are to run, and nobody else: that takes a second and needs Triton.
+Launches depend on shapes only, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
+`gpu` alone imports this file, where its kernels are to run: that takes a second and needs Triton.
 
 In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token),
 R and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Numbers that change from step to step
-are not specialised on, nor is where the parts of a step's description lie: else a kernel would be compiled while a
-request waits.
+are not specialised on, nor are the addresses of the parts of a step's description: otherwise a kernel would be compiled
+while a request waits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time: rows of a matrix, columns (of Q4_0 bytes, two columns each), and its warps."""
+    """The tile of a program: rows of a matrix, columns (of Q4_0 bytes, two columns each), and its warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# One token: every thread has a few bytes of each of several rows, so that a program has some eight kilobytes under way.
+# One token: every thread loads a few bytes of each of several rows, so that a program has about 8 KB in flight.
 ONE = {
     "F32": Tile(4, 512, 4),
     "F16": Tile(4, 1024, 4),
@@ -47,14 +47,99 @@ ONE = {
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
-ROUNDS = tl.constexpr(1.5 * 2**23)  # added and taken away again, it leaves a whole number, to even
+ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
-ATTENTION_PROGRAMS = 264  # a context is split until there are so many programs,
+ATTENTION_PROGRAMS = 264  # a context is split until there are this many programs,
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of a matrix against the activations
+
+
+@triton.jit
+def nibbles(pairs):
+    """The low and the high values in bytes of Q4_0 codes, sixteen times as large, as float32."""
+    low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32)
+    return low, (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _dots_4bit(
+    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`row_dots` of Q4_0: C bytes of a row at a time."""
+    B: tl.constexpr = C // 16
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else B), tl.float32)
+    blocks = k // 32
+    for b0 in range(0, blocks, B):
+        b = b0 + tl.arange(0, B)
+        j = tl.arange(0, 16)[None, :]
+        here = live[:, None] & (b < blocks)[None, :]
+        at = row[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
+        pairs = tl.load(data + at, mask=here[:, :, None], other=0)
+        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32) * 0.0625
+        low, high = nibbles(pairs)
+        if T:
+            c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
+            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            x_at = x + t[None, :] * k + c[:, None]
+            low, high = tl.reshape(low * d[:, :, None], (R, C)), tl.reshape(high * d[:, :, None], (R, C))
+            acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(high, tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
+        else:
+            x_at = x + b[:, None] * 32 + j
+            x_low = tl.load(x_at, mask=(b < blocks)[:, None], other=0)
+            x_high = tl.load(x_at + 16, mask=(b < blocks)[:, None], other=0)
+            acc += tl.sum(low * x_low[None] + high * x_high[None], 2) * d
+    return acc
+
+
+@triton.jit
+def _dots_8bit(
+    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`row_dots` of Q8_0."""
+    B: tl.constexpr = C // 32
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else B), tl.float32)
+    blocks = k // 32
+    for b0 in range(0, blocks, B):
+        b = b0 + tl.arange(0, B)
+        c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        here = live[:, None] & (b < blocks)[None, :]
+        codes = tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0).to(tl.float32)
+        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+        if T:
+            c = b0 * 32 + tl.arange(0, C)
+            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+            acc = tl.dot(tl.reshape(codes * d[:, :, None], (R, C)), v, acc, input_precision=PRECISION)
+        else:
+            v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
+            acc += tl.sum(codes * v[None], 2) * d
+    return acc
+
+
+@triton.jit
+def _dots_float(
+    x, data, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`row_dots` of F32, F16 and BF16."""
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else C), tl.float32)
+    for k0 in range(0, k, C):
+        c = k0 + tl.arange(0, C)
+        here = live[:, None] & (c < k)[None, :]
+        w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(tl.float32)
+        if T:
+            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+            acc = tl.dot(w, v, acc, input_precision=PRECISION)
+        else:
+            acc += w * tl.load(x + c, mask=c < k, other=0)[None, :]
+    return acc
 
 
 @triton.jit
@@ -63,68 +148,18 @@ def row_dots(
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN."""
-    t = tl.arange(0, T if T else 1)
     if TYPE == "Q4_0":
-        B: tl.constexpr = C // 16
-        acc = tl.zeros((R, T if T else B), tl.float32)
-        blocks = k // 32
-        for b0 in range(0, blocks, B):
-            b = b0 + tl.arange(0, B)
-            j = tl.arange(0, 16)[None, :]
-            here = live[:, None] & (b < blocks)[None, :]
-            at = row[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
-            pairs = tl.load(data + at, mask=here[:, :, None], other=0)
-            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32) * 0.0625
-            low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32)  # sixteen times the value
-            high = (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32)
-            if T:
-                c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
-                ok = (c < k)[:, None] & (t < tokens)[None, :]
-                x_at = x + t[None, :] * k + c[:, None]
-                low, high = tl.reshape(low * d[:, :, None], (R, C)), tl.reshape(high * d[:, :, None], (R, C))
-                acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
-                acc = tl.dot(high, tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
-            else:
-                x_at = x + b[:, None] * 32 + j
-                x_low = tl.load(x_at, mask=(b < blocks)[:, None], other=0)
-                x_high = tl.load(x_at + 16, mask=(b < blocks)[:, None], other=0)
-                acc += tl.sum(low * x_low[None] + high * x_high[None], 2) * d
+        acc = _dots_4bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
     elif TYPE == "Q8_0":
-        BLOCKS: tl.constexpr = C // 32
-        acc = tl.zeros((R, T if T else BLOCKS), tl.float32)
-        blocks = k // 32
-        for b0 in range(0, blocks, BLOCKS):
-            b = b0 + tl.arange(0, BLOCKS)
-            c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
-            here = live[:, None] & (b < blocks)[None, :]
-            codes = tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0).to(tl.float32)
-            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
-            if T:
-                c = b0 * 32 + tl.arange(0, C)
-                ok = (c < k)[:, None] & (t < tokens)[None, :]
-                v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-                acc = tl.dot(tl.reshape(codes * d[:, :, None], (R, C)), v, acc, input_precision=PRECISION)
-            else:
-                v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
-                acc += tl.sum(codes * v[None], 2) * d
+        acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
     else:
-        acc = tl.zeros((R, T if T else C), tl.float32)
-        for k0 in range(0, k, C):
-            c = k0 + tl.arange(0, C)
-            here = live[:, None] & (c < k)[None, :]
-            w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(tl.float32)
-            if T:
-                ok = (c < k)[:, None] & (t < tokens)[None, :]
-                v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-                acc = tl.dot(w, v, acc, input_precision=PRECISION)
-            else:
-                acc += w * tl.load(x + c, mask=c < k, other=0)[None, :]
+        acc = _dots_float(x, data, row, live, tokens, k, T, R, C, PRECISION)
     return acc if T else tl.sum(acc, 1)
 
 
 @triton.jit
 def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
-    """Adds, if there is one, what belongs to the rows of `row_dots`."""
+    """Adds the bias, if any, to the rows of `row_dots`."""
     if BIAS:
         b = tl.load(bias + row, mask=live, other=0)
         sums += b[:, None] if T else b
@@ -185,8 +220,9 @@ def _values_kernel(
         j = tl.arange(0, 16)[None, :]
         c = b[:, None] * 32 + j
         pairs = tl.load(data + row * (blocks * 16) + b[:, None] * 16 + j, mask=here, other=0)
-        low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
-        high = (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
+        low, high = nibbles(pairs)
+        low *= 0.0625
+        high *= 0.0625
         if TYPE == "Q4_0X32":
             d_at = shared + tl.load(group + row).to(tl.int64) * k + c
             low *= tl.load(d_at, mask=here, other=0).to(tl.float32)
@@ -210,17 +246,17 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
 
 
 def columns(tokens: int) -> int:
-    """Columns of a product with so many tokens: 0 for one, else what tensor cores take."""
+    """Columns of a product with so many tokens: 0 for one, otherwise a size for tensor cores."""
     return 0 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
 
 
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer for an argument that may not be read."""
+    """A valid pointer for an argument that is not read."""
     return other if tensor is None else tensor
 
 
 def precision(x: Tensor) -> str:
-    """How tensor cores multiply float32: as three products of TF32, nearly as exact. Before Ampere there are none."""
+    """How tensor cores multiply float32: as three products of TF32, nearly as exact. Not available before Ampere."""
     return "tf32x3" if not x.is_cuda or _capability(x.device.index) >= 8 else "ieee"
 
 
@@ -306,13 +342,13 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
 
 @triton.jit
 def _half(y):
-    """What float16 can hold of it."""
+    """Clipped to float16."""
     return tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
 
 
 @triton.jit
 def _stored(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """A head's key or value goes to its slot; y [BLOCK] is zero from `dims` on."""
+    """Store a head's key or value in its slot; y [BLOCK] is zero from `dims` on."""
     row = slot * heads + head
     there = tl.where(slot >= 0, dims, 0)
     if KIND == "Q8_0":  # as `gpu.quantised`
@@ -416,7 +452,7 @@ def rotate_and_store(
 
 @triton.jit
 def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys or values [32, BLOCK] of a page: those of rows that live, zeros for the others."""
+    """Keys or values [32, BLOCK] of a page: zeros for rows that are not live."""
     if KIND == "Q8_0":
         b = tl.arange(0, BLOCK // 32)
         each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -553,17 +589,17 @@ def attention(
 
 @triton.jit
 def _select_kernel(z, selected, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: the guesses from the threshold on and, where these are fewer than `floor`, the `floor` largest."""
+    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest."""
     t, i = tl.program_id(0), tl.arange(0, BLOCK)
     here = i < n
     guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
     chosen = here & ((guess >= threshold) | (guess != guess))
     if FLOOR:  # noqa: SIM102 - known when it is compiled
         if tl.sum(chosen.to(tl.int32), 0) < floor:
-            # Whole numbers in the order of the guesses, what is no number above all.
+            # Integers in the order of z, NaN above all.
             bits = (guess + 0.0).to(tl.int32, bitcast=True)
             key = tl.where(guess != guess, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-            # The largest key that `floor` of them reach, by halving what it may be.
+            # The largest key that `floor` of them reach, by bisection.
             low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
             for _ in range(32):
                 middle = (low + high + 1) >> 1

@@ -1,9 +1,9 @@
 """Triton kernels for the neurons of a layer, for few tokens; see `triton_kernels` for the rules and the letters.
 
-[what is selected -> a list ->] products of gate and up -> a list of what fires -> sums of down, each of a share of the
-list -> one sum. A list has room for every neuron, and its length lies in device memory, where programs read when to
-stop. It is made in two stages: programs count what they have of it; then programs that write a piece of it first add up
-what lies before.
+[selected neurons -> a list ->] products of gate and up -> a list of the neurons that fire -> sums of down, each over a
+share of the list -> one sum. A list has room for every neuron, and its length is in device memory, where programs read
+it. It is made in two stages: programs count their entries; then programs add up the counts before them and write
+theirs.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE
-from powerinfer.kernels.triton_kernels import Tile, add_bias, columns, either, precision, row_dots
+from powerinfer.kernels.triton_kernels import Tile, add_bias, columns, either, nibbles, precision, row_dots
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.kernels.gpu_types import Neurons
 
-# Products of listed neurons, for one token and for several: fewer rows than in a whole matrix, for there are fewer.
+# Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
 DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 64, 2)), "Q4_0": Tile(32, 32, 2)}
-# Sums of rows of down, likewise; the rows are those taken at a time.
+# Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
     **dict.fromkeys(("F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
 ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
-ADD_PROGRAMS = 1056  # lists are cut until there are so many programs, eight for each processor of the largest GPUs,
-ADD_ROUNDS = 2  # but, were all neurons listed, into no fewer than so many tiles
-SUM = (16, 128)  # splits, and sums of each, that a program adds up at a time
+ADD_PROGRAMS = 1056  # lists are split until there are this many programs, eight per multiprocessor of the largest GPUs,
+ADD_ROUNDS = 2  # but into pieces of at least so many tiles, if all neurons are listed
+SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
-LIST = 1024  # neurons that one program looks at to list them; a multiple of the rows of tiles
+LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ LIST = 1024  # neurons that one program looks at to list them; a multiple of the
 
 @triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
-    """counts: how many neurons of each block any token names. fired: of none, as yet."""
+    """counts: neurons of each block that any token selects. fired: set to 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
     wanted = tl.zeros((BLOCK,), tl.int32)
@@ -58,7 +58,7 @@ def _list_kernel(
     source, before, length, counts, listed, kept, total, tokens, n, pieces, per,
     LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Lists ascending what is not zero for any token in source [tokens, n].
+    """List, ascending, the neurons that are not zero for some token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
     [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, what
@@ -107,7 +107,7 @@ def _active(a, fatrelu, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _tokens_of(a, T: tl.constexpr):
-    """How many tokens each row of a is not zero for, int32 [R]."""
+    """Number of tokens for which each row of a is not zero, int32 [R]."""
     fires = (a != 0).to(tl.int32)
     return tl.sum(fires, 1) if T else fires
 
@@ -120,9 +120,9 @@ def _products_kernel(
     UP_BIAS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """h [tokens, n] at places of the list, of R neurons: rows of up are read where gate has not made it zero.
+    """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
 
-    fired: at neurons; counts: of the R neurons those that fire. Without GATED, gate and its like are up's.
+    fired: by neuron; counts: number of the R neurons that fire. Without GATED, the gate arguments are up's.
     """
     place = tl.program_id(0) * R + tl.arange(0, R)
     many, neuron = n, place
@@ -184,6 +184,101 @@ def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.
     return row, of, by
 
 
+@triton.jit
+def _add_floats(
+    data, group, listed, h, parts, begin, end, tokens, n, k,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_add_kernel` of F16 and BF16."""
+    r, t = tl.arange(0, R), tl.arange(0, T if T else 1)[:, None]
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    acc = tl.zeros((T if T else R, C), tl.float32)
+    row, _of, by = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
+    for i in range(begin, end, R):
+        here = (i + r < end)[:, None] & (c < k)[None, :]
+        w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0)
+        row, _of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
+        if T:
+            acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
+        else:
+            acc += w.to(tl.float32) * by[:, None]
+        by = then
+    if T:
+        tl.store(parts + t * k + c[None, :], acc, mask=(t < tokens) & (c < k)[None, :])
+    else:
+        tl.store(parts + c, tl.sum(acc, 0), mask=c < k)
+
+
+@triton.jit
+def _add_blocks(
+    data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_add_kernel` of quantised types, in blocks of 32 columns.
+
+    Of 4 bits, first[b, j] is the column of a byte's low nibble; that of its high one is 16 further on.
+    """
+    PAIRS: tl.constexpr = TYPE != "Q8_0"
+    E: tl.constexpr = 16 if PAIRS else 32
+    B: tl.constexpr = C // E
+    r, blocks = tl.arange(0, R), k // 32
+    b = tl.program_id(0) * B + tl.arange(0, B)
+    j = tl.arange(0, E)[None, :]
+    first = b[:, None] * 32 + j
+    acc = tl.zeros((T, C) if T else (R, B, E), tl.float32)
+    acc_high = tl.zeros((T, C) if T else (R, B, E), tl.float32)
+    row, of, by = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
+    for i in range(begin, end, R):
+        here = (i + r < end)[:, None] & (b < blocks)[None, :]
+        codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
+        codes = tl.load(codes_at, mask=here[:, :, None], other=0)
+        if TYPE == "Q4_0X32":
+            d_at = shared + of[:, None, None] * k + first[None]
+            d_low = tl.load(d_at, mask=here[:, :, None], other=0)
+            d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0)
+        else:
+            d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+        row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
+        if PAIRS:
+            low, high = nibbles(codes)
+            low *= 0.0625
+            high *= 0.0625
+        else:
+            low = codes.to(tl.float32)
+        if TYPE == "Q4_0X32":
+            low *= d_low.to(tl.float32)
+            high *= d_high.to(tl.float32)
+            if not T:
+                low *= by[:, None, None]
+                high *= by[:, None, None]
+        else:
+            if not T:
+                d *= by[:, None]
+            low *= d[:, :, None]
+            if PAIRS:
+                high *= d[:, :, None]
+        if T:
+            acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
+            if PAIRS:
+                acc_high = tl.dot(by, tl.reshape(high, (R, C)), acc_high, input_precision=PRECISION)
+        else:
+            acc += low
+            if PAIRS:
+                acc_high += high
+        by = then
+    if T:
+        t = tl.arange(0, T)[:, None]
+        c = tl.program_id(0) * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
+        ok = (t < tokens) & (c < k)[None, :]
+        tl.store(parts + t * k + c[None, :], acc, mask=ok)
+        if PAIRS:
+            tl.store(parts + t * k + c[None, :] + 16, acc_high, mask=ok)
+    else:
+        tl.store(parts + first, tl.sum(acc, 0), mask=(b < blocks)[:, None])
+        if PAIRS:
+            tl.store(parts + first + 16, tl.sum(acc_high, 0), mask=(b < blocks)[:, None])
+
+
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_kernel(
     data, scales, shared, group, listed, total, h, parts, tokens, n, k, splits,
@@ -193,94 +288,22 @@ def _add_kernel(
     """Sum of h [tokens, n] times the listed rows of down over a share of the list, in C columns of parts [splits,
     tokens, k].
 
-    Which rows come next is looked up while the last ones are on their way: they need not wait for it.
+    The next rows are looked up while the last ones are being loaded, so that they need not wait for it.
     """
     count = tl.load(total)
     share = (count + splits - 1) // splits
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
-    r, t = tl.arange(0, R), tl.arange(0, T if T else 1)[:, None]
-    row, of, by = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
     if TYPE == "F16" or TYPE == "BF16":
-        c = tl.program_id(0) * C + tl.arange(0, C)
-        acc = tl.zeros((T if T else R, C), tl.float32)
-        for i in range(begin, end, R):
-            here = (i + r < end)[:, None] & (c < k)[None, :]
-            w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0)
-            row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
-            if T:
-                acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
-            else:
-                acc += w.to(tl.float32) * by[:, None]
-            by = then
-        if T:
-            tl.store(parts + t * k + c[None, :], acc, mask=(t < tokens) & (c < k)[None, :])
-        else:
-            tl.store(parts + c, tl.sum(acc, 0), mask=c < k)
+        _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION)
     else:
-        # Blocks of 32 columns; of 4 bits, first[b, j] is the column of a byte's low nibble, its high one 16 further on.
-        PAIRS: tl.constexpr = TYPE != "Q8_0"
-        E: tl.constexpr = 16 if PAIRS else 32
-        B: tl.constexpr = C // E
-        blocks = k // 32
-        b = tl.program_id(0) * B + tl.arange(0, B)
-        j = tl.arange(0, E)[None, :]
-        first = b[:, None] * 32 + j
-        acc = tl.zeros((T, C) if T else (R, B, E), tl.float32)
-        acc_high = tl.zeros((T, C) if T else (R, B, E), tl.float32)
-        for i in range(begin, end, R):
-            here = (i + r < end)[:, None] & (b < blocks)[None, :]
-            codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
-            codes = tl.load(codes_at, mask=here[:, :, None], other=0)
-            if TYPE == "Q4_0X32":
-                d_at = shared + of[:, None, None] * k + first[None]
-                d_low = tl.load(d_at, mask=here[:, :, None], other=0)
-                d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0)
-            else:
-                d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
-            row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
-            if PAIRS:
-                low = (codes << 4).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
-                high = (codes & 0xF0).to(tl.int8, bitcast=True).to(tl.float32) * 0.0625
-            else:
-                low = codes.to(tl.float32)
-            if TYPE == "Q4_0X32":
-                low *= d_low.to(tl.float32)
-                high *= d_high.to(tl.float32)
-                if not T:
-                    low *= by[:, None, None]
-                    high *= by[:, None, None]
-            else:
-                if not T:
-                    d *= by[:, None]
-                low *= d[:, :, None]
-                if PAIRS:
-                    high *= d[:, :, None]
-            if T:
-                acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
-                if PAIRS:
-                    acc_high = tl.dot(by, tl.reshape(high, (R, C)), acc_high, input_precision=PRECISION)
-            else:
-                acc += low
-                if PAIRS:
-                    acc_high += high
-            by = then
-        if T:
-            c = tl.program_id(0) * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
-            ok = (t < tokens) & (c < k)[None, :]
-            tl.store(parts + t * k + c[None, :], acc, mask=ok)
-            if PAIRS:
-                tl.store(parts + t * k + c[None, :] + 16, acc_high, mask=ok)
-        else:
-            tl.store(parts + first, tl.sum(acc, 0), mask=(b < blocks)[:, None])
-            if PAIRS:
-                tl.store(parts + first + 16, tl.sum(acc_high, 0), mask=(b < blocks)[:, None])
+        _add_blocks(data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _sum_kernel(parts, out, size, splits, S: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the splits, S at a time."""
+    """Sum of the splits, S at a time."""
     i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
     acc = tl.zeros((S, BLOCK), tl.float32)
     for first in range(0, splits, S):
