@@ -358,7 +358,7 @@ def refused(model: Checkpoint, why: str) -> None:
     ("change", "why"),
     [
         ({"d_model": 65}, "states a d_model of '65', and the model has 128"),
-        ({"d_ff": 1 << 80}, "states a d_ff"),
+        ({"neurons": [1 << 80] * 2}, "states a neurons"),
         ({"n_layers": None}, "states a n_layers of 'None'"),
         ({"gated": False}, "kind of FFN"),
         ({"gated": 1}, "kind of FFN"),

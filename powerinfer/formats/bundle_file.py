@@ -75,7 +75,7 @@ def bundle_layout(config: ModelConfig, gate_type: str, down_type: str, part_byte
 def can_hold(config: ModelConfig, part: str, type_name: str) -> bool:
     """Whether rows of gate, up or down of this type are whole blocks."""
     if type_name == ACROSS:
-        return part == "down" and config.d_model % 32 == 0 and config.widest_ffn % BUNDLE_GROUP == 0
+        return part == "down" and not any(size % BUNDLE_GROUP for size in (*config.ffn_sizes, config.d_model))
     return type_name in PART_TYPES and config.d_model % block_type(type_name).block == 0
 
 
@@ -92,7 +92,7 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     place = PreparedFile(BUNDLES, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
-    for name, size in (("d_model", config.d_model), ("d_ff", config.widest_ffn), ("n_layers", config.n_layers)):
+    for name, size in (("d_model", config.d_model), ("neurons", list(config.ffn_sizes)), ("n_layers", config.n_layers)):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     if description.get("gated") is not config.gated:
@@ -102,9 +102,9 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
         if not can_hold(config, part, name):
             raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
     layout = bundle_layout(config, gate_type, down_type, part_bytes)
-    groups = n_groups(config.widest_ffn)
     layers = []
-    for layer in range(config.n_layers):
+    for layer, size in enumerate(config.ffn_sizes):
+        groups = n_groups(size)
         tensor = tensors.pop(_name(layer), None)
         if tensor is None or tensor.type != "U8" or tensor.shape != (groups, layout.group_bytes):
             raise place.bad(f"does not hold layer {layer} as {groups} groups of {layout.group_bytes} bytes")
@@ -128,15 +128,15 @@ def write_bundles(
     config = checkpoint.config
     description = {
         "d_model": config.d_model,
-        "d_ff": config.widest_ffn,
+        "neurons": list(config.ffn_sizes),
         "n_layers": config.n_layers,
         "gated": config.gated,
         "gate_type": layout.gate_type,
         "down_type": layout.down_type,
         "source_type": checkpoint.main_type,
     }
-    shape = (n_groups(config.widest_ffn), layout.group_bytes)
-    tensors = [(_name(layer), "U8", shape) for layer in range(config.n_layers)]
+    shapes = [(n_groups(size), layout.group_bytes) for size in config.ffn_sizes]
+    tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes)]
     with PreparedFile(BUNDLES, checkpoint, prepared).write(description, tensors) as write:
         yield lambda layer, rows: write(_name(layer), rows)
 

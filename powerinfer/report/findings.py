@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +77,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
-        f"{config.n_layers} layers of {config.widest_ffn} neurons, {config.activations}",
+        f"{_layers(config.ffn_sizes)}, {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
         _found(
@@ -104,10 +104,12 @@ def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Check
 
 def of_plan(plan: PlanDocument, path: Path) -> Findings:
     """A plan alone, for a model that is not available."""
-    layers, d_ff = plan.sizes
-    return Findings(
-        (plan.model or path.name)[:200], f"{layers} layers of {d_ff} neurons", Found("plan", plan, path, None, "")
-    )
+    return Findings((plan.model or path.name)[:200], _layers(plan.sizes), Found("plan", plan, path, None, ""))
+
+
+def _layers(sizes: Sequence[int]) -> str:
+    """How many layers there are, of how many neurons each."""
+    return f"{len(sizes)} layers of {' or '.join(map(str, sorted(set(sizes))))} neurons"
 
 
 def _found(
