@@ -691,7 +691,7 @@ def test_a_plan_that_cannot_be_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
     law = FAMILIES[name]
-    profile = assumed_profile(law, 48, 8192)
+    profile = assumed_profile(law, (8192,) * 48)
     assert profile.active_fraction() == pytest.approx(law.active, rel=1e-3)
     assert np.mean([profile.hot_share(layer) for layer in range(48)]) == pytest.approx(law.hot, abs=0.003)
     assert all((np.diff(counts) <= 0).all() for counts in profile.counts)
@@ -701,7 +701,7 @@ def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "layers", "share"), [("opt", 48, 0.17), ("reglu-70b", 80, 0.26)])
 def test_assumed_profiles_have_the_papers_share_of_the_model(name: str, layers: int, share: float) -> None:
-    assert assumed_profile(FAMILIES[name], layers, 8192).model_hot_share() == pytest.approx(share, abs=0.005)
+    assert assumed_profile(FAMILIES[name], (8192,) * layers).model_hot_share() == pytest.approx(share, abs=0.005)
 
 
 @pytest.mark.parametrize("law", [Law(0.5, 0.1), Law(0.1, 0.9), Law(0.9, 0.5)])

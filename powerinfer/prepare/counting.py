@@ -219,7 +219,7 @@ class Tally:
         before = np.concatenate([self._before[layer][None], active[:-1]])
         state.pairs[layer, 0] += int(np.bitwise_count(active & before)[follows].sum(dtype=np.int64))
         state.pairs[layer, 1] += int(number[follows].sum())
-        self._before[layer] = active[-1]
+        self._before[layer][:] = active[-1]
         if self._samples is not None and self._x is not None:
             self._samples.put(layer, self._row, self._x, active[self._sampled])
         self._x = None

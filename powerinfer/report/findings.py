@@ -94,10 +94,9 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Checkpoint) -> Findings:
     """The same with the plan of the file `path`. RequestError if it is for a model of other sizes."""
     config = checkpoint.config
-    if plan.sizes != (config.n_layers, config.widest_ffn):
+    if plan.sizes != config.ffn_sizes:
         raise RequestError(
-            f"{path} is a plan for {plan.sizes[0]} layers of {plan.sizes[1]} neurons, but {found.model} has "
-            f"{config.n_layers} of {config.widest_ffn}"
+            f"{path} is a plan for {_layers(plan.sizes)}, but {found.model} has {_layers(config.ffn_sizes)}"
         )
     return replace(found, plan=Found("plan", plan, path, None, ""))
 
