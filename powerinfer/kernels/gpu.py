@@ -1,6 +1,6 @@
-"""Kernels over torch tensors: plain torch on any device, or Triton on a GPU, chosen by where the tensors lie.
+"""Kernels over torch tensors: plain torch on any device, or Triton on a GPU, chosen by the device of the tensors.
 
-Activations are float32 between operators; weights rest in their own type and are dequantised on their way into a
+Activations are float32 between operators; weights keep their own type and are dequantised on their way into a
 product, whose sums are float32. The plain functions here are what the Triton kernels must compute. Every sum has a
 fixed order: the same arguments give the same bits. Many tokens at once, of a prompt, are multiplied in the narrow
 types of tensor cores, on a GPU.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
 
-_LOADED = 1 << 24  # bytes of bundles that are brought to a device at a time
+_LOADED = 1 << 24  # bytes of bundles that are uploaded at a time
 
 _SIGNS = np.uint8(0x88)  # turns two codes that lie 8 above their values into two's complement, and back
 
@@ -54,7 +54,7 @@ def force_triton(on: bool) -> None:
 
 
 def which(tensor: Tensor) -> str:
-    """ "triton" or "torch": the kind of kernel that serves tensors which lie where this one does."""
+    """ "triton" or "torch": the kind of kernel that serves tensors on this one's device."""
     return "triton" if _triton(tensor) else "torch"
 
 
@@ -78,7 +78,7 @@ def _has_triton() -> bool:
 
 
 def gpu_type(type_name: str, k: int = 32) -> str:
-    """The type in which a matrix with rows of k elements, stored as `type_name`, lies on a GPU."""
+    """The type in which a matrix with rows of k elements, stored as `type_name`, gets on a GPU."""
     if type_name in GPU_TYPES:
         return type_name
     if block_type(type_name).block == 1:  # F64 and the like
@@ -521,7 +521,7 @@ def unpack(
 
 
 def _order(kind: str, use: str) -> tuple[str, int]:
-    """How the codes of a part lie, and the bytes that stay together."""
+    """The order of a part's codes, and the bytes that stay together."""
     if kind in FLOAT_TYPES:
         return "as it is", 2
     if use == "dot":
@@ -557,7 +557,7 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: in
 
 
 def _places(width: int, order: str, each: int) -> Tensor:
-    """Where the units of a row lie in its part, int64 [width]; each: units of a block of 32 elements.
+    """Where the units of a row are in its part, int64 [width]; each: units of a block of 32 elements.
 
     blocks: word by word of sixteen blocks, or of those that are left. Of 128 elements: bytes: byte 4 l + z is to be
     16 z + l; words: word 4 a + z is to be 4 z + a.

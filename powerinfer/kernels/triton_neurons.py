@@ -1,9 +1,9 @@
 """Triton kernels for the neurons of a layer, for few tokens; see `triton_kernels` for the rules and the letters.
 
 [what is selected -> a list ->] products of gate and up -> a list of what fires -> sums of down, each of a share of the
-list -> one sum. A list has room for every neuron, and its length lies in device memory, where programs read when to
+list -> one sum. A list has room for every neuron, and its length is in device memory, where programs read when to
 stop. It is made in two stages: programs count what they have of it; then programs that write a piece of it first add up
-what lies before.
+what is before.
 """
 
 from __future__ import annotations
