@@ -25,9 +25,11 @@ class RopeConfig:
 
     theta: base of the frequencies; dim: rotated dimensions of a head; interleaved: pairs are (2i, 2i+1), as GGUF
     files of architecture `llama` store them, instead of (i, i + dim/2).
-    scaling: None, "linear", "llama3" or "yarn"; the fields below it hold that scaling's parameters, named as in a
-    Hugging Face `rope_scaling` (Llama 3: low/high_freq_factor; YaRN, arXiv 2309.00071: beta_fast/slow,
+    scaling: None, "linear", "llama3", "yarn" or "longrope"; the fields below it hold that scaling's parameters, named
+    as in a Hugging Face `rope_scaling` (Llama 3: low/high_freq_factor; YaRN, arXiv 2309.00071: beta_fast/slow;
     attention_factor, None when it follows from `factor`).
+    divisors: of the frequencies, one for each rotated pair; () where all are 1. long_divisors: those of LongRoPE (arXiv
+    2402.13753) for contexts beyond original_context_length.
     """
 
     theta: float = 10000.0
@@ -41,6 +43,8 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")

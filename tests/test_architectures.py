@@ -13,6 +13,7 @@ Families that `transformers` does not have are its nearest one with another FFN,
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import math
@@ -61,6 +62,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
     "nemotron": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE),
 }
+FAMILIES |= {
+    "gemma3_text": dict(
+        intermediate_size=88, num_key_value_heads=2, head_dim=24, rms_norm_eps=1e-5, num_hidden_layers=6,
+        sliding_window=20, query_pre_attn_scalar=24, tie_word_embeddings=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+            "sliding_attention": PLAIN_ROPE,
+        },
+    ),
+    "phi3": dict(
+        intermediate_size=88, num_key_value_heads=2, rms_norm_eps=1e-5, sliding_window=None,
+        original_max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+    ),
+    "olmo3": LLAMA | dict(num_hidden_layers=4, sliding_window=20),
+}  # fmt: skip
+# The module in `transformers`, where it is not called like the kind.
+MODULES = {"gemma3_text": "gemma3"}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
 OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
 
@@ -87,7 +105,7 @@ class Case:
     def config(self, **changes: Any) -> Any:
         settings = SIZES | FAMILIES.get(self.kind, LLAMA) | self.settings | changes
         if "rope_parameters" in settings:
-            settings["rope_parameters"] = dict(settings["rope_parameters"])
+            settings["rope_parameters"] = copy.deepcopy(settings["rope_parameters"])
         config = transformers.AutoConfig.for_model(self.base, **settings)
         config._attn_implementation = "eager"
         return config
@@ -106,6 +124,18 @@ LLAMA3 = rope(
     original_max_position_embeddings=64,
 )
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+FACTORS = np.random.default_rng(2).uniform(1.0, 40.0, (2, 6)).round(3).tolist()
+LONGROPE = HALF_ROPE | {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "short_factor": FACTORS[0],
+    "long_factor": FACTORS[1],
+}
+LONGROPE_KEYS = {
+    "rope.dimension_count": 12,
+    "rope.scaling.attn_factor": math.sqrt(1 + math.log(2) / math.log(64)),
+    "rope.scaling.original_context_length": 64,
+}
 YARN_KEYS = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
@@ -220,6 +250,57 @@ CASES = [
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
         {"hidden_act": "relu"},
     ),
+    Case(
+        "gemma3",
+        "gemma3_text",
+        {},
+        {"sliding_window": 21},
+        metadata={
+            "attention.sliding_window": 20,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 4.0,
+        },
+    ),
+    Case(
+        "gemma3-no-windows",
+        "gemma3_text",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 10,
+            "rope_parameters": {"full_attention": PLAIN_ROPE, "sliding_attention": PLAIN_ROPE},
+        },
+        {"query_pre_attn_scalar": 11},
+        ("folder",),
+    ),
+    Case("phi3", "phi3", {"sliding_window": 20}, {"sliding_window": 21}, metadata={"attention.sliding_window": 20}),
+    Case(
+        "phi3-long",
+        "phi3",
+        {"rope_parameters": LONGROPE, "tie_word_embeddings": True},
+        {"rope_parameters": LONGROPE | {"long_factor": FACTORS[0]}},
+        metadata=LONGROPE_KEYS,
+    ),
+    Case(
+        "phi3-short",
+        "phi3",
+        {"rope_parameters": LONGROPE, "max_position_embeddings": 256, "original_max_position_embeddings": CONTEXT},
+        {"rope_parameters": LONGROPE | {"short_factor": FACTORS[1]}},
+        metadata=LONGROPE_KEYS
+        | {
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(2) / math.log(CONTEXT)),
+            "rope.scaling.original_context_length": CONTEXT,
+        },
+    ),
+    Case("olmo2", "olmo2", {}, {"rms_norm_eps": 1e-3}),
+    Case(
+        "olmo3",
+        "olmo3",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE}},
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}},
+        metadata=YARN_KEYS | {"attention.sliding_window": 20},
+    ),
 ]
 
 
@@ -268,7 +349,7 @@ class DoubleTorch:
 @contextlib.contextmanager
 def double_precision(kind: str) -> Iterator[None]:
     """`transformers` computes norms, softmax and angles in float32 whatever the model's type; here in float64."""
-    names = ["transformers.modeling_rope_utils", f"transformers.models.{kind}.modeling_{kind}"]
+    names = ["transformers.modeling_rope_utils", "transformers.models.{0}.modeling_{0}".format(MODULES.get(kind, kind))]
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(importlib.import_module(name), "torch", DoubleTorch())
@@ -310,6 +391,9 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
         config["hidden_act"] = "fatrelu" if case.kind == "sparsellama" else "relu"
     if version4:
         parameters = config.pop("rope_parameters")
+        if "sliding_attention" in parameters:
+            config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+            parameters = parameters["full_attention"]
         config["rope_theta"] = parameters.pop("rope_theta")
         if "partial_rotary_factor" in parameters:
             config["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
@@ -343,6 +427,10 @@ GGUF_NAMES = {
     "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
+    "pre_feedforward_layernorm": "ffn_norm",  # Gemma 3, and OLMo
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.qkv_proj": "attn_qkv",  # Phi-3
+    "mlp.gate_up_proj": "ffn_up",
 }
 GGUF_OUTER = {
     "model.embed_tokens": "token_embd",
@@ -377,16 +465,18 @@ def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> I
             continue
         values = parameter.numpy()
         module, _, kind = name.rpartition(".")
-        if architecture == "nemotron" and "norm" in module and kind == "weight":
+        if architecture in ("nemotron", "gemma3") and "norm" in module and kind == "weight":
             values = values + np.float32(1)  # what the class adds when it runs
         if module in GGUF_OUTER:
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
         layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
         short = GGUF_NAMES[inner]
+        if architecture in ("gemma3", "olmo2") and inner == "post_attention_layernorm":
+            short = "post_attention_norm"
         if architecture in ("llama", "bamboo") and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
-        if short == "attn_qkv":
+        if architecture == "falcon" and short == "attn_qkv":
             values = one_after_another(values, config.num_attention_heads, kv_heads)
         yield f"blk.{layer}.{short}.{kind}", values
 
@@ -402,8 +492,13 @@ def llama3_factors(config: Any) -> np.ndarray:
     return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
 
 
+def rope_type(config: Any) -> str:
+    return str(config.rope_parameters.get("rope_type"))
+
+
 def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
-    architecture = {"mistral": "llama", "sparsellama": "llama"}.get(case.kind, case.kind)
+    others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+    architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings + (2 if opt else 0))  # PowerInfer's converter: 2050
@@ -424,7 +519,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        rope = config.rope_parameters
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
@@ -438,8 +534,12 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
     for key, value in case.metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(f"{architecture}.{key}", value)
-    if not opt and config.rope_parameters["rope_type"] == "llama3":
+    if not opt and rope_type(config) == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config))
+    if not opt and rope_type(config) == "longrope":
+        for length in ("short", "long"):
+            factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     for name, values in gguf_tensors(config, model, architecture, kv_heads):
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -519,7 +619,8 @@ def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> Non
 
 @pytest.mark.parametrize("isa", cpu.levels()[1:])
 @pytest.mark.parametrize(
-    "name", ["llama3", "mistral-window", "qwen3", "turbosparse", "opt-post-norm", "falcon-7b", "nemotron"]
+    "name",
+    ["llama3", "mistral-window", "qwen3", "turbosparse", "opt-post-norm", "falcon-7b", "nemotron", "gemma3", "olmo3"],
 )
 def test_logits_on_every_instruction_set(name: str, isa: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)

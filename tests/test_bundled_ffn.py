@@ -31,7 +31,7 @@ def executor_of(layer: Layer, threads: int) -> CpuExecutor:
     layers = (LayerConfig(AttentionConfig(RopeConfig(dim=16)), ffn),)
     config = ModelConfig("sample", K, 1, 1, 16, K, 64, 1e-5, layers)
     engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)
-    return CpuExecutor(config, engine, np.ones(8, np.float32), 1.0)
+    return CpuExecutor(config, engine, dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0)))
 
 
 def some(share: float, seed: int = 0) -> np.ndarray:

@@ -254,7 +254,7 @@ def test_gguf_llama3_factors(tmp_path: Path) -> None:
     builder = tiny_gguf().tensor("rope_freqs.weight", factors)
     checkpoint = open_checkpoint(builder.write(tmp_path / "m.gguf"))
     assert checkpoint.config.ropes[0].scaling is None
-    assert np.array_equal(checkpoint.take("rope_factors").float32(), factors)
+    assert checkpoint.config.ropes[0].divisors == tuple(map(float, factors))
     for bad in (0.0, -1.0, np.nan, np.inf):
         wrong = tiny_gguf().tensor("rope_freqs.weight", np.where(factors == 1, np.float32(bad), factors))
         refused(wrong.write(tmp_path / "m.gguf"), "rope_freqs.weight holds")
@@ -270,8 +270,25 @@ def test_gguf_windows(tmp_path: Path) -> None:
     window.put("qwen2.attention.sliding_window_pattern", ARRAY, Array(BOOL, [1, 0]))
     config = open_checkpoint(window.write(path)).config
     assert [layer.attention.window for layer in config.layers] == [20, None]
-    window.put("qwen2.attention.sliding_window_pattern", U32, 2)
+    window.put("qwen2.attention.sliding_window_pattern", U32, 1)  # of so many layers the last has none
+    assert [layer.attention.window for layer in open_checkpoint(window.write(path)).config.layers] == [None, None]
+    window.put("qwen2.attention.sliding_window_pattern", U32, 0)
     refused(window.write(path), "sliding_window_pattern")
+    window.put("qwen2.attention.sliding_window_pattern", ARRAY, Array(BOOL, [1]))
+    refused(window.write(path), "sliding_window_pattern")
+
+
+def test_gguf_layers_of_several_sizes(tmp_path: Path) -> None:
+    builder = tiny_gguf().put("llama.feed_forward_length", ARRAY, Array(U32, [FF, FF // 2]))
+    rng = np.random.default_rng(1)
+    for name, shape in (("gate", (FF // 2, D)), ("up", (FF // 2, D)), ("down", (D, FF // 2))):
+        at = next(i for i, one in enumerate(builder.tensors) if one.name == f"blk.1.ffn_{name}.weight")
+        del builder.tensors[at]
+        builder.tensor(f"blk.1.ffn_{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    config = open_checkpoint(builder.write(tmp_path / "m.gguf")).config
+    assert config.ffn_sizes == (FF, FF // 2) and config.widest_ffn == FF and config.n_neurons == FF + FF // 2
+    builder.put("llama.feed_forward_length", ARRAY, Array(U32, [FF, FF // 2, FF]))
+    refused(builder.write(tmp_path / "m.gguf"), "feed_forward_length is .*, not a size for every layer")
 
 
 FOLDER_CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -576,7 +593,8 @@ GGUF_REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "theta inf": (put("llama.rope.freq_base", F32, float("inf")), "freq_base"),
     "theta 0": (put("llama.rope.freq_base", F32, 0.0), "freq_base"),
     "partial rotation": (put("llama.rope.dimension_count", U32, 8), "rope.dimension_count is '8'"),
-    "rope type": (put("llama.rope.scaling.type", STRING, "longrope"), "'longrope', which is not supported"),
+    "rope type": (put("llama.rope.scaling.type", STRING, "dynamic"), "'dynamic', which is not supported"),
+    "longrope alone": (put("llama.rope.scaling.type", STRING, "longrope"), "not both rope_factors_short.weight and"),
     "rope factor": (put("llama.rope.scaling.factor", F32, float("nan")), "factor is 'nan'"),
     "yarn extrapolation": (put("llama.rope.scaling.yarn_ext_factor", F32, 0.5), "yarn_ext_factor"),
     "yarn log": (put("llama.rope.scaling.yarn_log_multiplier", F32, 0.1), "yarn_log_multiplier"),

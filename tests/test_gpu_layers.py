@@ -99,8 +99,8 @@ class Truth:
 def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
     """In one go, in chunks, token by token, two sequences together; all on the GPU, then a part of it."""
     truth = Truth(case, layout, tmp_path)
-    tokens, total = truth.texts[0], families.TOKENS
-    with opened(truth.path, ALL) as executor:
+    tokens, total, every = truth.texts[0], families.TOKENS, truth.config.num_hidden_layers
+    with opened(truth.path, on_gpu(every, head=True)) as executor:
         pages = families.scattered_pages(executor, 4)
         truth.check(families.run_chunks(executor, tokens, [total], pages[0]), what="whole")
         truth.check(families.run_chunks(executor, tokens, [1, 7, 32, 2, total - 42], pages[1]), what="in chunks")
@@ -108,7 +108,7 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
         together = families.run_two(executor, *truth.texts, pages[2:])
         for text, ours in enumerate(together):
             truth.check(ours, text, "in a batch")
-    for layers in (1, LAYERS):  # the head, and of one layer the others, on the CPU
+    for layers in (1, every):  # the head, and of one layer the others, on the CPU
         with opened(truth.path, on_gpu(layers)) as executor:
             truth.check(families.run_chunks(executor, tokens, [50, 1, total - 51], pages[3]), what=f"{layers} layers")
 

@@ -43,7 +43,8 @@ class Case:
         """One FFN of these neurons between the rows of an embedding and a head that shows the residual stream."""
         layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
         config = ModelConfig("sample", D_MODEL, 1, 1, 16, D_MODEL, 64, 1e-5, uniform(2, layer))
-        executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), np.ones(8, np.float32), 1.0)
+        rotations = dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0))
+        executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), rotations)
         table = np.zeros((D_MODEL, D_MODEL), np.float32)
         table[:TOKENS] = self.w["x"]
         executor.embed(half(table))

@@ -229,8 +229,8 @@ def _layer_lines(kinds: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """The first of them: a model with several kinds of layers has them in turn."""
-    return "layer " + ", ".join(map(str, numbers[:3])) + (" .." if len(numbers) > 3 else "")
+    """The first two of them: a model with several kinds of layers has them in turn."""
+    return f"layer {', '.join(map(str, numbers[:2]))}{' ..' if len(numbers) > 2 else ''}"
 
 
 def _layer(kind: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from powerinfer.neurons import BundleLayout, Predictor
 
 Floats = NDArray[np.float32]
+
+Rotation = tuple[Floats, float]
+"""Of a rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
+multiplied by."""
 
 Weights = tuple["Predictor", RawTensor, RawTensor]
 """A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
@@ -96,14 +100,13 @@ class CpuExecutor:
         self,
         config: ModelConfig,
         engine: EngineConfig,
-        frequencies: Floats,
-        rope_factor: float,
+        rotations: Mapping[RopeConfig, Rotation],
         *,
         first_layer: int = 0,
         pages: int | None = None,
         room: int | None = None,
     ) -> None:
-        """frequencies: float32 [rotated pairs], radians per position; rope_factor multiplies sine and cosine.
+        """rotations: of every rotary embedding of these layers.
 
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
         and room: the most bytes that they may take then. RequestError for options that cannot be met.
@@ -152,7 +155,7 @@ class CpuExecutor:
             config.head_dim,
             config.embed_dim or config.d_model,
         )
-        self._rope = self._program.add_rope(frequencies, rope_factor) if frequencies.size else -1
+        self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
@@ -185,12 +188,19 @@ class CpuExecutor:
         return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
 
     def embed(
-        self, tensor: RawTensor, positions: RawTensor | None = None, projection: _native.Matrix | None = None
+        self,
+        tensor: RawTensor,
+        positions: RawTensor | None = None,
+        projection: _native.Matrix | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """x = projection . row of the embedding + row of positions; rows are looked up in the model file's own type."""
+        """x = projection . (scale * row of the embedding) + row of positions.
+
+        Rows are looked up in the model file's own type.
+        """
         table = self._table(tensor)
         rows = self._table(positions) if positions is not None else None
-        self._program.embed(table, rows, self.config.position_offset, projection)
+        self._program.embed(table, rows, self.config.position_offset, projection, scale)
         self._embedded = self._program.size
 
     def _table(self, tensor: RawTensor) -> _native.Table:
@@ -208,16 +218,23 @@ class CpuExecutor:
         q_norm: Floats | None = None,
         k_norm: Floats | None = None,
     ) -> None:
-        """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages."""
+        """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
+
+        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width".
+        """
+        about = self.config.layers[layer].attention
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
-        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, self._rope)
-        self._program.attention(own, self.config.layers[layer].attention.window or 0)
+        rope = -1 if about.rope is None else self._ropes[about.rope]
+        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, about.scale)
+        self._program.attention(own, about.window or 0)
 
-    def project(self, layer: int, matrix: _native.Matrix, bias: Floats | None = None) -> None:
-        """x += matrix . attended."""
-        self._program.project(matrix, bias)
+    def project(
+        self, layer: int, matrix: _native.Matrix, bias: Floats | None = None, norm: _native.Norm | None = None
+    ) -> None:
+        """x += norm(matrix . attended)."""
+        self._program.project(matrix, bias, norm)
 
     def ffn(
         self,
@@ -227,15 +244,17 @@ class CpuExecutor:
         up: _native.Matrix,
         down: _native.Matrix,
         biases: Sequence[Floats | None] = (None, None, None),
+        out_norm: _native.Norm | None = None,
     ) -> None:
-        """x += down . (act(gate . n) * (up . n)) with n = norm(x), or down . act(up . n) without a gate.
+        """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate.
 
         biases: of gate, up and down.
         """
         op = self._program.size
         gate_bias, up_bias, down_bias = biases
         about = self.config.layers[layer].ffn
-        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, about.activation, about.threshold)
+        kind = about.activation, about.threshold
+        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, *kind, out_norm)
         total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
         self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
@@ -256,12 +275,14 @@ class CpuExecutor:
         bundles: NDArray[np.uint8] | SomeBundles,
         *,
         norm: _native.Norm | None = None,
+        out_norm: _native.Norm | None = None,
         biases: Sequence[Floats | None] = (None, None, None),
         replace: bool = False,
         most: float = 0.0,
         predictor: Weights | None = None,
     ) -> int:
-        """The FFN of a layer that has its neurons as bundles alone: x += their sum, or, with `replace`, x = their sum.
+        """The FFN of a layer that has its neurons as bundles alone: x += out_norm(their sum), or, with
+        `replace`, x = their sum.
 
         bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
         layer's neurons; most: activations up to this magnitude count as zero; predictor: names, of all neurons, those
@@ -284,7 +305,7 @@ class CpuExecutor:
             inner, outer = self._pack(predictor[1]), self._pack(predictor[2])
             guess = inner, outer, predictor[0].threshold, predictor[0].floor
             self.predictor_bytes += inner.nbytes + outer.nbytes
-        self._program.neurons_ffn(norm, native, biases[2], replace, most, *guess)
+        self._program.neurons_ffn(norm, native, biases[2], replace, most, *guess, out_norm)
         return op
 
     @property

@@ -45,7 +45,7 @@ def some_bytes(layout: BundleLayout, index: Indices) -> int:
 def own_pages(nbytes: int) -> Bytes:
     """Memory that takes room as it is written: uint8 [nbytes]."""
     memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # rows that lie anywhere touch many pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # scattered rows touch many pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
@@ -53,7 +53,7 @@ def own_pages(nbytes: int) -> Bytes:
 def owned(rows: Bytes) -> Bytes:
     """A copy in pages of its own, huge ones where the system has them.
 
-    Files are mostly mapped in pages of 4 KB, and out of those rows that lie anywhere take a quarter longer to read.
+    Files are mostly mapped in pages of 4 KB, and from those, scattered rows take a quarter longer to read.
     """
     own = own_pages(rows.nbytes).reshape(rows.shape)
     own[:] = rows

@@ -5,11 +5,11 @@
     checkpoint.finish()
 
 Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
-`rope_factors`, and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm ffn_norm gate up down`, with `_bias` behind
-the name of a matrix or a LayerNorm; which of them a model has follows from its configuration (`layout.py`). A file may
-bring `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] along for every layer, and may keep `down` as
-`down_rows` [neurons, d_model]; then there are both. All matrices are [out_features, in_features]. Opening reads headers
-only; tensors are views of mapped files.
+and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_norm gate up down ffn_out_norm`, with
+`_bias` behind the name of a matrix or a LayerNorm; which of them a model has follows from its configuration
+(`layout.py`). A file may bring `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] along for every
+layer, and may keep `down` as `down_rows` [neurons, d_model]; then there are both. All matrices are [out_features,
+in_features]. Opening reads headers only; tensors are views of mapped files.
 """
 
 from __future__ import annotations

@@ -30,6 +30,13 @@ _LLAMA = Names(
         "predictor_out": "mlp.predictor.fc2",
     },
 )
+_FOUR_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_out_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_out_norm": "post_feedforward_layernorm",
+}
+_PHI3 = dict.fromkeys("qkv", "self_attn.qkv_proj") | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
 _OPT = Names(
     outer={
         "embed": "model.decoder.embed_tokens",
@@ -62,16 +69,30 @@ _FALCON = Names(
     },
 )
 _FALCON_TWO_NORMS = replace(_FALCON, inner=_FALCON.inner | {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
+_NAMES = {
+    "opt": _OPT,
+    "falcon": _FALCON,
+    "gemma3_text": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
+    "olmo2": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
+    "olmo3": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
+    "phi3": replace(_LLAMA, inner=_LLAMA.inner | _PHI3),
+}
+_NORMS_LESS_ONE = ("nemotron", "gemma3_text")
 _MAX_SHARDS = 1 << 12
 
 
 def _names(config: ModelConfig) -> Names:
-    if config.architecture == "opt":
-        return _OPT
+    layer = config.layers[0]
+    if config.architecture == "falcon" and layer.parallel and not layer.shared_norm:
+        return _FALCON_TWO_NORMS
+    return _NAMES.get(config.architecture, _LLAMA)
+
+
+def _fused(config: ModelConfig) -> list[Fused]:
+    """What the files of a family have in one tensor."""
     if config.architecture == "falcon":
-        layer = config.layers[0]
-        return _FALCON_TWO_NORMS if layer.parallel and not layer.shared_norm else _FALCON
-    return _LLAMA
+        return [Fused(("q", "k", "v"), config.n_kv_heads)]
+    return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if config.architecture == "phi3" else []
 
 
 def open_folder(folder: Path) -> Source:
@@ -89,9 +110,8 @@ def open_folder(folder: Path) -> Source:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
-    fused = Fused(config, grouped=True) if config.architecture == "falcon" else None
-    tensors = collect(config, stored, names, str(folder), extra, fused)
-    if config.architecture == "nemotron":
+    tensors = collect(config, stored, names, str(folder), extra, _fused(config))
+    if config.architecture in _NORMS_LESS_ONE:
         _add_one_to_norms(tensors, files)
     source = Source("hf", folder, config, metadata, tensors, [config_file, *files])
     if not predictors:
@@ -101,7 +121,7 @@ def open_folder(folder: Path) -> Source:
 
 
 def _add_one_to_norms(tensors: dict[str, RawTensor], files: list[MappedFile]) -> None:
-    """Nemotron's files keep the weights of its norms less one."""
+    """Some families' files keep the weights of their norms less one."""
     for file in files:
         file.check()
     for name, tensor in tensors.items():

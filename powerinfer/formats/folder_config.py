@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
@@ -26,6 +28,10 @@ ARCHITECTURES = {
     "OPTForCausalLM": "opt",
     "FalconForCausalLM": "falcon",
     "NemotronForCausalLM": "nemotron",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -227,11 +233,106 @@ def _nemotron(fields: Fields, architecture: str, name: str) -> ModelConfig:
     )
 
 
+def _gemma3(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    n_layers = fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS, 26)
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH, 2304)
+    head_dim = fields.integer("head_dim", 2, layout.MAX_HEAD_DIM, 256)
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        fields.only(key)
+    fields.only("use_bidirectional_attention", False)
+    bias = fields.flag("attention_bias", False)
+    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 131072)
+    activation = _activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"} | _GATED, "gelu_tanh")
+    attention = AttentionConfig(
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        scale=fields.number("query_pre_attn_scalar", 1e-6, layout.MAX_SCALE, 256.0) ** -0.5,
+    )
+    ffn = FfnConfig(fields.integer("intermediate_size", 1, layout.MAX_WIDTH, 9216), activation)
+    every = fields.integer("sliding_window_pattern", 1, layout.MAX_CONTEXT, 6)
+    kinds = _kinds(fields, attention, _ropes(fields, head_dim, context, 1e6, 1e4))
+    return ModelConfig(
+        architecture=architecture,
+        d_model=d_model,
+        n_heads=fields.integer("num_attention_heads", 1, layout.MAX_HEADS, 8),
+        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, 4),
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB, 262208),
+        context_length=context,
+        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
+        layers=tuple(LayerConfig(kinds[one], ffn, norms="both") for one in _layer_types(fields, n_layers, every)),
+        embedding_scale=float(np.sqrt(np.float32(d_model))),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        name=name,
+    )
+
+
+def _olmo(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    n_layers = fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS)
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    head_dim = _head_dim(fields, architecture, d_model, n_heads)
+    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 2048)
+    bias = fields.flag("attention_bias", False)
+    attention = AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm="width")
+    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
+    ffn = FfnConfig(size, _activation(fields, "hidden_act", _GATED, "silu"))
+    if architecture == "olmo2":
+        every = [replace(attention, rope=_rope(fields, head_dim, context))] * n_layers
+    else:
+        kinds = _kinds(fields, attention, _ropes(fields, head_dim, context, 5e5, None))
+        every = [kinds[one] for one in _layer_types(fields, n_layers, 4)]
+    return ModelConfig(
+        architecture=architecture,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, n_heads),
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB, 50304),
+        context_length=context,
+        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-5),
+        layers=tuple(LayerConfig(one, ffn, norms="output") for one in every),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        name=name,
+    )
+
+
+def _phi3(fields: Fields, architecture: str, name: str) -> ModelConfig:
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    head_dim = _head_dim(fields, architecture, d_model, n_heads)
+    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 4096)
+    attention = AttentionConfig(
+        rope=_rope(fields, head_dim, context, partial=1.0, original=4096),
+        window=fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None),
+    )
+    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
+    layer = LayerConfig(attention, FfnConfig(size, _activation(fields, "hidden_act", _GATED, "silu")))
+    return ModelConfig(
+        architecture=architecture,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, n_heads),
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB, 32064),
+        context_length=context,
+        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-5),
+        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        name=name,
+    )
+
+
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
     "opt": _opt,
     "falcon": _falcon,
     "nemotron": _nemotron,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "olmo2": _olmo,
+    "olmo3": _olmo,
 }
 
 
@@ -276,26 +377,65 @@ def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]
     if not fields.flag("use_sliding_window", False):
         window = None
     first = fields.integer("max_window_layers", 0, layout.MAX_CONTEXT, 28)
+    if not fields.has("layer_types"):
+        return [window if layer >= first else None for layer in range(layers)]
+    return [window if kind == _LOCAL else None for kind in _layer_types(fields, layers)]
+
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+
+
+def _layer_types(fields: Fields, layers: int, every: int = 1) -> list[str]:
+    """The kind of each layer's attention; every: without `layer_types` the last of so many layers is global."""
     kinds = fields.get("layer_types", None)
     if kinds is None:
-        return [window if layer >= first else None for layer in range(layers)]
-    return [window if slides else None for slides in _sliding(fields, kinds, layers)]
-
-
-def _sliding(fields: Fields, kinds: Any, layers: int) -> list[bool]:
-    """Which layers have a window, by `layer_types`."""
+        return [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
     if type(kinds) is not list or len(kinds) != layers:
         raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
-    strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    strange = [kind for kind in kinds if kind not in (_GLOBAL, _LOCAL)]
     if strange:
         raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
-    return [kind == "sliding_attention" for kind in kinds]
+    return kinds
 
 
-def _rope(fields: Fields, head_dim: int, context: int, partial: float | None = None) -> RopeConfig:
+def _kinds(fields: Fields, attention: AttentionConfig, ropes: dict[str, RopeConfig]) -> dict[str, AttentionConfig]:
+    """Attention with a window and without, each with its rotary embedding."""
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None if fields.stated("sliding_window") else 4096)
+    windows = {_GLOBAL: None, _LOCAL: window}
+    return {kind: replace(attention, rope=rope, window=windows[kind]) for kind, rope in ropes.items()}
+
+
+def _ropes(
+    fields: Fields, head_dim: int, context: int, theta: float, local_theta: float | None
+) -> dict[str, RopeConfig]:
+    """The rotary embedding of each kind of attention. `rope_scaling` is that of global attention only.
+
+    local_theta: default of the local one's base, in `rope_local_base_freq`; None: the base is that of the global one.
+    """
+    new = fields.get("rope_parameters", None)
+    if type(new) is dict and set(new) & {_GLOBAL, _LOCAL}:
+        defaults = {_GLOBAL: theta, _LOCAL: local_theta or theta}
+        parts = {kind: Fields({"rope_parameters": new.get(kind)}, f"{fields.where}: {kind}") for kind in defaults}
+        return {kind: _rope(parts[kind], head_dim, context, theta=default) for kind, default in defaults.items()}
+    whole = _rope(fields, head_dim, context, theta=theta)
+    local = whole.theta
+    if local_theta is not None:
+        local = fields.number("rope_local_base_freq", 1.0001, layout.MAX_THETA, local_theta)
+    return {_GLOBAL: whole, _LOCAL: RopeConfig(theta=local, dim=head_dim)}
+
+
+def _rope(
+    fields: Fields,
+    head_dim: int,
+    context: int,
+    partial: float | None = None,
+    theta: float = 10000.0,
+    original: int | None = None,
+) -> RopeConfig:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as earlier versions did.
 
-    partial: the family's default share of a head that is rotated; None: the whole head is, always.
+    partial: the family's default share of a head that is rotated; None: the whole head is, always. theta, original:
+    its defaults of the base, and of the context that the model was trained with first.
     """
     new, old = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
     if new is not None and old is not None and new != old:
@@ -305,8 +445,8 @@ def _rope(fields: Fields, head_dim: int, context: int, partial: float | None = N
         raise fields.bad("rope_parameters", f"is {shown(values)}, not an object")
     rope = Fields(values, f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}")
     dim = _rotated(fields, rope, head_dim, partial)
-    outer_theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, 10000.0)
-    outer_original = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, None)
+    outer_theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, theta)
+    outer_original = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, original)
     theta = rope.number("rope_theta", 1.0001, layout.MAX_THETA, outer_theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
     result = _SCALINGS[kind](rope, theta, dim, outer_original, context) if kind in _SCALINGS else None
@@ -371,4 +511,34 @@ def _yarn(rope: Fields, theta: float, dim: int, original: int | None, context: i
     )
 
 
-_SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
+    first = _original(rope, original, context)
+    short, long = (_divisors(rope, key, dim // 2) for key in ("short_factor", "long_factor"))
+    return RopeConfig(
+        theta=theta,
+        dim=dim,
+        scaling="longrope",
+        factor=rope.number("factor", 1e-6, layout.MAX_SCALE, context / first),
+        original_context_length=first,
+        attention_factor=rope.number("attention_factor", 1e-6, layout.MAX_SCALE, None),
+        divisors=short,
+        long_divisors=long,
+    )
+
+
+def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
+    values: Any = rope.get(key, None)
+    right = type(values) is list and len(values) == count
+    if not right or not all(type(one) in (int, float) and 1e-6 < one < layout.MAX_SCALE for one in values):
+        raise rope.bad(key, f"is not a list of {count} positive numbers")
+    return tuple(map(float, values))
+
+
+_SCALINGS = {
+    "default": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # as the first files of Phi-3 call it
+}

@@ -16,23 +16,35 @@ from powerinfer.config import ACTIVATIONS, AttentionConfig, FfnConfig, LayerConf
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.gguf import GGUFFile
+from powerinfer.formats.gguf import GGUFFile, GGUFTensor
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import Fused, Names, Source, collect, printable
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
 
 
 @dataclass(frozen=True)
 class _Family:
     """What the name of an architecture says; the rest is in the metadata and in which tensors there are.
 
-    activation: what a file means that does not say; interleaved: as in `RopeConfig`.
+    activation: what a file means that does not say; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
+    qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: of
+    so many layers the last has no window, where the file states a window and no pattern, 0: all have it; local_theta:
+    base of the frequencies of the layers with a window, None: as the others, always without scaling where full_every
+    is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     """
 
     activation: str
     gated: bool = True
     norm: str = "rms"
     interleaved: bool = False
+    norms: str = "pre"
+    qk_norm: str | None = None
+    qkv_bias: bool = False
+    partial: bool = False
+    full_every: int = 0
+    local_theta: float | None = None
+    scaled: bool = False
+    fused: tuple[Fused, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -42,12 +54,15 @@ class _Family:
 
 ARCHITECTURES = {
     "llama": _Family("silu", interleaved=True),
-    "qwen2": _Family("silu"),
-    "qwen3": _Family("silu"),
+    "qwen2": _Family("silu", qkv_bias=True),
+    "qwen3": _Family("silu", qk_norm="head"),
+    "gemma3": _Family("gelu_tanh", norms="both", qk_norm="head", full_every=6, local_theta=10000.0, scaled=True),
+    "phi3": _Family("silu", partial=True, fused=(Fused(("gate", "up")),)),
+    "olmo2": _Family("silu", norms="output", qk_norm="width", full_every=4),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
-    "nemotron": _Family("relu2", gated=False, norm="layer"),
+    "nemotron": _Family("relu2", gated=False, norm="layer", partial=True),
 }
 
 _NAMES = Names(
@@ -56,12 +71,13 @@ _NAMES = Names(
         "positions": "position_embd",
         "head": "output",
         "final_norm": "output_norm",
-        "rope_factors": "rope_freqs",
     },
     layers="blk",
     inner={
         "attn_norm": "attn_norm",
+        "attn_out_norm": "post_attention_norm",
         "ffn_norm": "ffn_norm",
+        "ffn_out_norm": "post_ffw_norm",
         "q": "attn_q",
         "k": "attn_k",
         "v": "attn_v",
@@ -73,7 +89,8 @@ _NAMES = Names(
         "down": "ffn_down",
     },
 )
-_FUSED = dict.fromkeys("qkv", "attn_qkv")
+_QKV = Fused(("q", "k", "v"))
+_DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 _BOOKKEEPING = ("tensor_data_layout",)  # says how the converter got the weights; nothing depends on it
 
@@ -81,49 +98,50 @@ _BOOKKEEPING = ("tensor_data_layout",)  # says how the converter got the weights
 def open_gguf(file: GGUFFile) -> Source:
     """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
     config = read_config(file)
-    names, extra = names_of(file, config), _factors(file, config)
-    tensors = collect(config, stored_tensors(file), names, str(file.path), extra, fused(file, config))
-    if "rope_factors" in tensors:
-        _check_factors(file, config, tensors["rope_factors"])
+    tensors = collect(
+        config, stored_tensors(file, config), names_of(file, config), str(file.path), fused=fused(file, config)
+    )
     return Source("gguf", file.path, config, file.metadata, tensors, file.files)
 
 
-def stored_tensors(file: GGUFFile) -> dict[str, RawTensor]:
-    """The tensors under the names of the file."""
-    return {name: RawTensor(t.type.name, t.shape, t.data) for name, t in file.tensors.items()}
+def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
+    """The tensors under the names of the file, without those that became part of the configuration."""
+    read = [f"{name}.weight" for name in _DIVISORS] if config.ropes else []
+    return {name: _raw(tensor) for name, tensor in file.tensors.items() if name not in read}
+
+
+def _raw(tensor: GGUFTensor) -> RawTensor:
+    return RawTensor(tensor.type.name, tensor.shape, tensor.data)
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
-    inner = _NAMES.inner | (_FUSED if _is_fused(file) else {})
+    inner = dict(_NAMES.inner)
+    for one in fused(file, config):
+        inner |= dict.fromkeys(one.parts, "attn_qkv" if one == _QKV else inner[one.parts[-1]])
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
     return replace(_NAMES, inner=inner)
 
 
-def fused(file: GGUFFile, config: ModelConfig) -> Fused | None:
-    """How Q, K and V are cut, if they are one tensor."""
-    return Fused(config, grouped=False) if _is_fused(file) else None
+def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
+    """What the file has in one tensor."""
+    qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
+    return [*qkv, *ARCHITECTURES[config.architecture].fused]
 
 
-def _is_fused(file: GGUFFile) -> bool:
-    return "blk.0.attn_qkv.weight" in file.tensors
-
-
-def _factors(file: GGUFFile, config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    if not config.ropes or "rope_freqs.weight" not in file.tensors:
-        return []
-    return [("rope_factors", (config.ropes[0].dim // 2,))]
-
-
-def _check_factors(file: GGUFFile, config: ModelConfig, tensor: RawTensor) -> None:
-    scaling = config.ropes[0].scaling
-    if scaling is not None:
-        raise ModelError(f"{file.path}: has both rope_freqs.weight and RoPE scaling {scaling!r}")
+def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
+    """Divisors of the frequencies, as the file has them; () where it has none."""
+    tensor = file.tensors.get(f"{name}.weight")
+    if tensor is None:
+        return ()
+    if tensor.shape != (dim // 2,) or tensor.type.name not in FLOAT_TYPES:
+        raise ModelError(f"{file.path}: {name}.weight is not {dim // 2} numbers")
     file.check()
-    factors = tensor.float32()
-    if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelError(f"{file.path}: rope_freqs.weight holds values that are not positive numbers")
+    values = _raw(tensor).float32()
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise ModelError(f"{file.path}: {name}.weight holds values that are not positive numbers")
+    return tuple(map(float, values))
 
 
 def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> ModelConfig:
@@ -163,6 +181,7 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         norm=family.norm,
         positions="learned" if learned else "rope",
         position_offset=_OPT_OFFSET if learned else 0,
+        embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else 1.0,
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
@@ -177,24 +196,37 @@ def _layers(
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
     names, falcon = file.tensors, architecture == "falcon"
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
+    rope = None if architecture == "opt" else _rope(file, fields, family, head_dim)
+    local = rope
+    if rope is not None and family.full_every:
+        theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
+        local = RopeConfig(theta, rope.dim, rope.interleaved)
     attention = AttentionConfig(
-        rope=None if architecture == "opt" else _rope(fields, _rotated(fields, architecture, head_dim), family),
-        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
+        qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         o_bias="blk.0.attn_output.bias" in names,
-        qk_norm="head" if architecture == "qwen3" else None,
+        qk_norm=family.qk_norm,
+        scale=_scale(fields, architecture, n_layers),
     )
     activation, threshold = _activation(fields, family)
     bias = "blk.0.ffn_up.bias" in names
-    shared_norm = falcon and "blk.0.attn_norm_2.weight" not in names
     return tuple(
         LayerConfig(
-            replace(attention, window=window),
+            replace(attention, rope=rope if window is None else local, window=window),
             FfnConfig(size, activation, threshold, family.gated, bias),
+            norms=family.norms,
             parallel=falcon,
-            shared_norm=shared_norm,
+            shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
         )
-        for size, window in zip(_ffn_sizes(fields, n_layers), _windows(fields, n_layers), strict=True)
+        for size, window in zip(_ffn_sizes(fields, n_layers), _windows(fields, n_layers, family), strict=True)
     )
+
+
+def _scale(fields: Fields, architecture: str, n_layers: int) -> float | None:
+    """Of attention's scores. No key states it: llama.cpp knows Gemma 3 27B by its number of layers."""
+    if architecture != "gemma3" or n_layers != 62:
+        return None
+    width = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
+    return float((width // fields.integer("attention.head_count", 1, layout.MAX_HEADS)) ** -0.5)
 
 
 def _architecture(general: Fields, published: Collection[str] | None) -> str:
@@ -226,14 +258,6 @@ def _epsilon(fields: Fields, family: _Family, architecture: str) -> float:
     return float(fields.number("attention.layer_norm_epsilon", 1e-12, 0.1, **default))
 
 
-def _rotated(fields: Fields, architecture: str, head_dim: int) -> int:
-    """Rotated dimensions of a head."""
-    if architecture == "nemotron":
-        return int(fields.integer("rope.dimension_count", 2, head_dim, head_dim))
-    fields.only("rope.dimension_count", head_dim)
-    return head_dim
-
-
 def _table(file: GGUFFile, fields: Fields) -> int:
     """The context that OPT's table of positions allows; writers state it with or without the rows of the offset."""
     table = file.tensors.get("position_embd.weight")
@@ -257,13 +281,17 @@ def _vocabulary(file: GGUFFile, fields: Fields) -> int:
     return shape[0]
 
 
-def _rope(fields: Fields, dim: int, family: _Family) -> RopeConfig:
-    interleaved = family.interleaved
+def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> RopeConfig:
+    interleaved, dim = family.interleaved, head_dim
+    if family.partial:
+        dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
+    fields.only("rope.dimension_count", dim)
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
     kind = fields.text("rope.scaling.type", "linear")
-    if kind not in ("none", "linear", "yarn"):
-        raise fields.bad("rope.scaling.type", f"is {shown(kind)}, which is not supported (only none, linear, yarn)")
+    known = "none", "linear", "yarn", "longrope"
+    if kind not in known:
+        raise fields.bad("rope.scaling.type", f"is {shown(kind)}, which is not supported (only {', '.join(known)})")
     old = fields.number("rope.scale_linear", 0, layout.MAX_SCALE, 0.0)
     factor = fields.number("rope.scaling.factor", 0, layout.MAX_SCALE, old) or 1.0
     original = fields.integer("rope.scaling.original_context_length", 1, layout.MAX_CONTEXT, 0)
@@ -275,7 +303,23 @@ def _rope(fields: Fields, dim: int, family: _Family) -> RopeConfig:
     fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_attn_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_log_multiplier", 0.0)
-    plain = RopeConfig(theta=theta, dim=dim, interleaved=interleaved)
+    divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
+    if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
+        raise ModelError(f"{fields.where}: has both rope_freqs.weight and RoPE scaling {kind!r}")
+    plain = RopeConfig(theta=theta, dim=dim, interleaved=interleaved, divisors=divisors)
+    if short and long:
+        context = fields.integer("context_length", 1, layout.MAX_CONTEXT)
+        return replace(
+            plain,
+            scaling="longrope",
+            factor=context / (original or context),
+            original_context_length=original or context,
+            attention_factor=gain,
+            divisors=short,
+            long_divisors=long,
+        )
+    if short or long or kind == "longrope":
+        raise ModelError(f"{fields.where}: has not both rope_factors_short.weight and rope_factors_long.weight")
     if kind == "yarn":
         return RopeConfig(
             theta=theta,
@@ -305,12 +349,16 @@ def _ffn_sizes(fields: Fields, n_layers: int) -> list[int]:
     return sizes
 
 
-def _windows(fields: Fields, n_layers: int) -> list[int | None]:
+def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]:
     """The sliding window of each layer."""
     window = fields.integer("attention.sliding_window", 0, layout.MAX_CONTEXT, 0)
     pattern = fields.get("attention.sliding_window_pattern", None)
-    if not window or pattern is None:
-        return [window or None] * n_layers
+    if not window:
+        return [None] * n_layers
+    if pattern is None or type(pattern) is int:
+        implied = family.full_every or n_layers + 1
+        every = fields.integer("attention.sliding_window_pattern", 1, layout.MAX_LAYERS, implied)
+        return [window if (layer + 1) % every else None for layer in range(n_layers)]
     if type(pattern) is not list or len(pattern) != n_layers or not all(type(slides) is bool for slides in pattern):
         raise fields.bad("attention.sliding_window_pattern", f"is {shown(pattern)}, not a truth value for every layer")
     return [window if slides else None for slides in pattern]

@@ -29,6 +29,11 @@ _MATRICES = {
 }
 
 
+NORMS = ("attn_norm", "attn_out_norm", "ffn_norm", "ffn_out_norm")
+"""Norms of a layer: of what attention reads, of what it adds, and of the FFN's. `norms` "post" has the two of what is
+read, for their sums."""
+
+
 def matrix_names(config: ModelConfig) -> Iterator[str]:
     """Canonical names of the matrices: those of the layers, and around them what is a tensor of its own."""
     for layer in range(config.n_layers):
@@ -40,7 +45,7 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
 
 
 def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(canonical name, shape) of every tensor that a model of that configuration has; `rope_factors` is extra."""
+    """(canonical name, shape) of every tensor that a model of that configuration has."""
     width = config.embed_dim or config.d_model
     yield "embed", (config.vocab_size, width)
     if config.positions == "learned":
@@ -63,6 +68,12 @@ def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]
         yield f"{name}_bias", (config.d_model,)
 
 
+def _layer_norms(layer: LayerConfig) -> list[str]:
+    outer = layer.norms in ("output", "both")
+    names = [name for name in NORMS if (outer if "_out_" in name else layer.norms != "output")]
+    return [name for name in names if name != "ffn_norm" or not layer.shared_norm]
+
+
 def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     attention, ffn = layer.attention, layer.ffn
     sizes = {
@@ -78,9 +89,8 @@ def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
         biases |= {"o"}
     if ffn.bias:
         biases |= {"gate", "up", "down"}
-    yield from _norm(config, "attn_norm")
-    if not layer.shared_norm:
-        yield from _norm(config, "ffn_norm")
+    for name in _layer_norms(layer):
+        yield from _norm(config, name)
     if attention.qk_norm is not None:
         width = attention.qk_norm == "width"
         yield "q_norm", (sizes["q_dim"] if width else config.head_dim,)
@@ -115,10 +125,13 @@ def check(config: ModelConfig, where: str) -> None:
 
 
 def _check_norms(config: ModelConfig, layer: LayerConfig, where: str) -> None:
-    if layer.norms not in ("pre", "post"):
-        raise ModelError(f"{where}: norms in order {layer.norms!r} are unknown")
+    if layer.norms not in ("pre", "post", "output", "both") or layer.attention.qk_norm not in (None, "head", "width"):
+        kinds = f"{layer.norms!r}, of q and k {layer.attention.qk_norm!r}"
+        raise ModelError(f"{where}: norms in order {kinds}, are unknown")
     if layer.norms == "post" and (layer.parallel or config.final_norm):
         raise ModelError(f"{where}: norms behind attention and FFN go with neither a final norm nor a parallel FFN")
+    if layer.parallel and layer.norms != "pre":
+        raise ModelError(f"{where}: norms {layer.norms!r} do not go with a parallel FFN")
     if layer.shared_norm and not layer.parallel:
         raise ModelError(f"{where}: one norm for attention and FFN needs them to be parallel")
 

@@ -83,7 +83,7 @@ class LayerPredictor:
 
 @dataclass(frozen=True)
 class PredictorFile:
-    """The predictors of a model, one a layer, mapped; `file.check()` is to be asked before the weights are read.
+    """The predictors of a model, one a layer, mapped; call `file.check()` before the weights are read.
 
     training: how they were trained and what they reach, as docs/train.md describes it; None where nothing is told.
     """

@@ -228,7 +228,7 @@ class PreparedFile:
 
 
 def opened_with(quantize: object) -> str:
-    """How a model was opened, for people; quantize: the option, or what a file says it was."""
+    """How a model was opened, for messages; quantize: the option, or what a file states."""
     return "without --quantize" if quantize is None else f"with --quantize {shown(quantize)}"
 
 
@@ -298,7 +298,7 @@ def write_small(path: Path, data: bytes) -> None:
 
 
 class _Part:
-    """A file that comes to be as NAME.part."""
+    """A file that is written under NAME.part and renamed when it is complete."""
 
     def __init__(self, path: Path, header: _Header) -> None:
         self._path = path

@@ -65,7 +65,7 @@ def open_profile(checkpoint: Checkpoint, prepared: str | None = None) -> Profile
 
 
 def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> ProfileFile:
-    """The same with its path and what was said about it."""
+    """The same with its path and how it was made."""
     place = PreparedFile(PROFILE, checkpoint, prepared)
     description, tensors, file = place.read()
     layers, d_ff = checkpoint.config.n_layers, checkpoint.config.widest_ffn

@@ -40,7 +40,7 @@ def open_published(file: GGUFFile) -> Source:
     names = names_of(file, config)
     inner = {"predictor_in": "fc1", "predictor_out": "fc2", "down": "ffn_down_t", "down_rows": "ffn_down_t"}
     names = replace(names, inner=names.inner | inner)
-    stored = stored_tensors(file)
+    stored = stored_tensors(file, config)
     predictors = predictor_shapes(config, stored, names)
     tensors = collect(config, stored, names, str(file.path), predictors, fused(file, config), down_rows=True)
     metadata = file.metadata

@@ -34,7 +34,7 @@ class _Description:
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """The samples of a model, mapped; `file.check()` is to be asked before they are read.
+    """The samples of a model, mapped; call `file.check()` before they are read.
 
     layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(d_ff / 8)]), read-only views; windows:
     int64, the first row of each window, ascending from 0; about: how they were made.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,30 +50,25 @@ class Names:
 
 @dataclass(frozen=True)
 class Fused:
-    """Q, K and V in one tensor of a file, its rows in one of two orders.
+    """Matrices of a layer that a file has in one tensor, whose name is then that of each; and their biases.
 
-    grouped: for each key-value head its query heads, then its key, then its value; else all of Q, then K, then V.
+    parts: canonical names, in the order of the rows; groups: that order is repeated so many times (Falcon: for each
+    key-value head its query heads, its key, its value).
     """
 
-    config: ModelConfig
-    grouped: bool
+    parts: tuple[str, ...]
+    groups: int = 1
 
-    @property
-    def rows(self) -> int:
-        """Rows of the fused tensor."""
-        return (self.config.n_heads + 2 * self.config.n_kv_heads) * self.config.head_dim
+    def cut(self, part: str, tensor: RawTensor, rows: Sequence[int]) -> RawTensor:
+        """The rows of a part, matrix or bias: a view, with one run of bytes for each group.
 
-    def cut(self, part: str, tensor: RawTensor) -> RawTensor:
-        """The rows of "q", "k" or "v", matrix or bias: a view, with one run of bytes for each group where grouped."""
-        config = self.config
-        groups = config.n_kv_heads if self.grouped else 1
-        heads, kv_heads = config.n_heads // groups, config.n_kv_heads // groups
-        first = {"q": 0, "k": heads, "v": heads + kv_heads}[part]
-        count = heads if part == "q" else kv_heads
-        head_bytes = tensor.data.nbytes // (config.n_heads + 2 * config.n_kv_heads)
-        runs = tensor.data.reshape(groups, -1)[:, first * head_bytes : (first + count) * head_bytes]
-        shape = (groups * count * config.head_dim, *tensor.shape[1:])
-        return RawTensor(tensor.type, shape, runs[0] if groups == 1 else runs)
+        rows: of each part.
+        """
+        at = self.parts.index(part)
+        row_bytes = tensor.data.nbytes // sum(rows)
+        first, count = (n // self.groups * row_bytes for n in (sum(rows[:at]), rows[at]))
+        runs = tensor.data.reshape(self.groups, -1)[:, first : first + count]
+        return RawTensor(tensor.type, (rows[at], *tensor.shape[1:]), runs[0] if self.groups == 1 else runs)
 
 
 def predictor_shapes(
@@ -93,29 +88,30 @@ def collect(
     spelled: Callable[[str], str],
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
-    fused: Fused | None = None,
+    fused: Sequence[Fused] = (),
     down_rows: bool = False,
 ) -> dict[str, RawTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
-    stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: set where the
-    file has Q, K and V in one tensor, whose name is then that of each; down_rows: whether the file keeps `down`
-    neuron by neuron, as `down_rows` [neurons, d_model].
+    stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: what the file has
+    in one tensor; down_rows: whether the file keeps `down` neuron by neuron, as `down_rows` [neurons, d_model].
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
     found: dict[str, RawTensor] = {}
-    rest = set(stored)
-    for canonical, shape in (*layout.shapes(config), *extra):
+    rest, known = set(stored), dict(layout.shapes(config))
+    for canonical, shape in (*known.items(), *extra):
         if down_rows and canonical.endswith(".down"):
             canonical, shape = f"{canonical}_rows", shape[::-1]
         name = spelled(canonical)
         tensor = stored.get(name)
         if tensor is None:
             raise ModelError(f"{where}: tensor {name} is missing")
-        part = canonical.rpartition(".")[2].removesuffix("_bias")
-        cut = fused if part in ("q", "k", "v") else None
-        expected = shape if cut is None else (cut.rows, *shape[1:])
+        layer, _, inner = canonical.rpartition(".")
+        part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
+        cut = next((one for one in fused if part in one.parts), None)
+        rows = [known[f"{layer}.{one}{bias}"][0] for one in cut.parts] if cut is not None else [shape[0]]
+        expected = (sum(rows), *shape[1:])
         if tensor.shape != expected:
             raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(expected)}")
         if not can_dequantize(tensor.type):
@@ -125,7 +121,7 @@ def collect(
             )
         if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
             raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
-        found[canonical] = tensor if cut is None else cut.cut(part, tensor)
+        found[canonical] = tensor if cut is None else cut.cut(part, tensor, rows)
         rest.discard(name)
     if rest:
         names = ", ".join(shown(name) for name in sorted(rest)[:3])

@@ -288,7 +288,8 @@ class _CpuSamples(Samples):
     ) -> Iterator[CpuExecutor]:
         """An executor with an embedding; the caller wires the rest."""
         config = self.config((d_model, d_ff), layers, heads, kv_heads, vocab)
-        executor = CpuExecutor(config, self._engine, np.ones(HEAD_DIM // 2, np.float32), 1.0)
+        rotation = np.ones(HEAD_DIM // 2, np.float32), 1.0
+        executor = CpuExecutor(config, self._engine, dict.fromkeys(config.ropes, rotation))
         try:
             executor.embed(self.normal("F16", vocab, d_model))
             yield executor

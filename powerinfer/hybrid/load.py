@@ -45,16 +45,16 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.torch_device import choose_device, gpu_failures
-    from powerinfer.models import rotation
+    from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     config = checkpoint.config
     assert resolved.gpu is not None and (not resolved.gpu_head or resolved.gpu_layers == config.n_layers)
     device = choose_device(resolved.gpu)
-    frequencies, factor = rotation(checkpoint)
+    rotary = rotations(checkpoint, engine)
     gpu = None
-    cpu = CpuExecutor(config, engine, frequencies, factor, first_layer=resolved.gpu_layers, pages=resolved.pages)
+    cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages)
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
@@ -64,7 +64,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 pages=cpu.n_pages,
                 kv_type=engine.kv_type,
                 max_tokens=cpu.max_tokens,
-                rotations=dict.fromkeys(config.ropes, (frequencies, factor)),
+                rotations=rotary,
                 split=split is not None,
             )
             wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-from powerinfer.config import EngineConfig
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.config import EngineConfig, RopeConfig
+from powerinfer.devices.cpu import CpuExecutor, Rotation
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.models.blocks import wire
 from powerinfer.models.rope import rope_frequencies
 
-__all__ = ["load", "rotation"]
+__all__ = ["load", "rotations"]
 
 
 def load(
@@ -24,17 +21,14 @@ def load(
     enough for one context. ModelError for a checkpoint with tensors missing or left over, RequestError for options that
     cannot be met.
     """
-    executor = CpuExecutor(checkpoint.config, engine, *rotation(checkpoint), room=room)
+    executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room)
     wire(executor, checkpoint, progress)
     checkpoint.finish()
     checkpoint.release()
     return executor
 
 
-def rotation(checkpoint: Checkpoint) -> tuple[NDArray[np.float32], float]:
-    """(frequencies, factor) of the rotary embedding; without one, nothing is rotated."""
-    ropes = checkpoint.config.ropes
-    if not ropes:
-        return np.empty(0, np.float32), 1.0
-    factors = checkpoint.take("rope_factors").float32() if checkpoint.has("rope_factors") else None
-    return rope_frequencies(ropes[0], factors)
+def rotations(checkpoint: Checkpoint, engine: EngineConfig) -> dict[RopeConfig, Rotation]:
+    """(frequencies, factor) of each rotary embedding of the model."""
+    context = engine.context or checkpoint.config.context_length
+    return {rope: rope_frequencies(rope, context) for rope in checkpoint.config.ropes}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.cpu import CpuExecutor, Weights
+from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ Vector = NDArray[np.float32] | None
 Matrix = TypeVar("Matrix")
 Norm = TypeVar("Norm")
 
-OwnFfn = Callable[[Norm | None, Sequence[Vector]], None]
-"""Wires an FFN whose matrices are not the checkpoint's: called with its norm and the biases of gate, up and down."""
+OwnFfn = Callable[[Norm | None, Sequence[Vector], Norm | None], None]
+"""Wires an FFN whose matrices are not the checkpoint's: called with its norm, the biases of gate, up and down, and the
+norm of what it adds."""
 
 SplitFfns = Callable[["CpuExecutor", "GpuLayers", int, Sequence[Vector]], "FfnParts"]
 """Makes the FFN of a layer on a GPU as a sum of parts, given the biases of gate, up and down; that of down is added by
@@ -59,7 +61,7 @@ class Builder(Protocol[Matrix, Norm]):
         q_norm: Vector = None,
         k_norm: Vector = None,
     ) -> None: ...
-    def project(self, layer: int, matrix: Matrix, bias: Vector = None) -> None: ...
+    def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(
         self,
         layer: int,
@@ -68,6 +70,7 @@ class Builder(Protocol[Matrix, Norm]):
         up: Matrix,
         down: Matrix,
         biases: Sequence[Vector] = ...,
+        out_norm: Norm | None = None,
     ) -> None: ...
     def normalise(self, layer: int, norm: Norm) -> None: ...
     def head(self, norm: Norm | None, matrix: Matrix, projection: Matrix | None = None) -> None: ...
@@ -91,7 +94,7 @@ def wire(
     config = checkpoint.config
     embedding = checkpoint.take("embed")
     positions = checkpoint.take("positions") if config.positions == "learned" else None
-    executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"))
+    executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"), config.embedding_scale)
     begin = 0 if first is None else first.layers
 
     def done(layers: int) -> None:
@@ -117,25 +120,26 @@ def wire(
 
 
 def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
-    """x += attention(norm(x)); x += ffn(norm(x)), with what `parallel` and `norms` change of it."""
+    """Attention, then the FFN, with their norms where `LayerConfig.norms` has them."""
     config = checkpoint.config.layers[layer]
-    name = f"layers.{layer}."
-    attn_norm = _norm(builder, checkpoint, name + "attn_norm")
-    ffn_norm = attn_norm if config.shared_norm else _norm(builder, checkpoint, name + "ffn_norm")
+    attn_norm, attn_out_norm, ffn_norm, ffn_out_norm = (
+        _norm(builder, checkpoint, f"layers.{layer}.{name}") for name in layout.NORMS
+    )
     if config.norms == "post":
+        assert attn_norm is not None and ffn_norm is not None
         _attention(builder, checkpoint, layer, None)
-        _project(builder, checkpoint, layer)
+        _project(builder, checkpoint, layer, None)
         builder.normalise(layer, attn_norm)
-        _ffn(builder, checkpoint, layer, None, own)
+        _ffn(builder, checkpoint, layer, None, None, own)
         builder.normalise(layer, ffn_norm)
         return
     _attention(builder, checkpoint, layer, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
-        _ffn(builder, checkpoint, layer, ffn_norm, own)
-        _project(builder, checkpoint, layer)
+        _ffn(builder, checkpoint, layer, attn_norm if config.shared_norm else ffn_norm, ffn_out_norm, own)
+        _project(builder, checkpoint, layer, attn_out_norm)
     else:
-        _project(builder, checkpoint, layer)
-        _ffn(builder, checkpoint, layer, ffn_norm, own)
+        _project(builder, checkpoint, layer, attn_out_norm)
+        _ffn(builder, checkpoint, layer, ffn_norm, ffn_out_norm, own)
 
 
 def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
@@ -156,23 +160,28 @@ def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: in
     )
 
 
-def _project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int) -> None:
+def _project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     name = f"layers.{layer}.o"
-    builder.project(layer, builder.matrix(checkpoint.take(name)), _vector(checkpoint, name + "_bias"))
+    builder.project(layer, builder.matrix(checkpoint.take(name)), _vector(checkpoint, name + "_bias"), norm)
 
 
 def _ffn(
-    builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None, own: OwnFfn[Norm] | None
+    builder: Builder[Matrix, Norm],
+    checkpoint: Checkpoint,
+    layer: int,
+    norm: Norm | None,
+    out_norm: Norm | None,
+    own: OwnFfn[Norm] | None,
 ) -> None:
     name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].ffn.matrices
     biases = [_vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
     if own is not None:
         for part in parts:
             checkpoint.skip(name + part)
-        own(norm, biases)
+        own(norm, biases, out_norm)
         return
     *gate, up, down = (builder.matrix(checkpoint.take(name + part)) for part in parts)
-    builder.ffn(layer, norm, gate[0] if gate else None, up, down, biases)
+    builder.ffn(layer, norm, gate[0] if gate else None, up, down, biases, out_norm)
 
 
 def _split(
@@ -182,29 +191,39 @@ def _split(
     split: SplitFfns,
     norm: GpuNorm | None,
     biases: Sequence[Vector],
+    out_norm: GpuNorm | None,
 ) -> None:
-    first.split_ffn(layer, norm, split(executor, first, layer, biases), biases[2])
+    first.split_ffn(layer, norm, split(executor, first, layer, biases), biases[2], out_norm)
 
 
 def _bundled(
-    executor: CpuExecutor, neurons: Neurons, layer: int, norm: _native.Norm | None, biases: Sequence[Vector]
+    executor: CpuExecutor,
+    neurons: Neurons,
+    layer: int,
+    norm: _native.Norm | None,
+    biases: Sequence[Vector],
+    out_norm: _native.Norm | None,
 ) -> None:
     bundles, most = neurons.bundles, neurons.threshold(layer)
     assert bundles is not None
     bundles.file.check()
     weights = None if neurons.predictors is None else neurons.predictors(layer)
+    norms: dict[str, Any] = {"norm": norm, "out_norm": out_norm}
     rows = bundles.copied(layer)
-    executor.bundled_ffn(layer, bundles.layout, rows, norm=norm, biases=biases, most=most, predictor=weights)
+    executor.bundled_ffn(layer, bundles.layout, rows, **norms, biases=biases, most=most, predictor=weights)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:
     config = checkpoint.config
-    norm = _norm(builder, checkpoint, "final_norm") if config.final_norm else None
+    norm = _norm(builder, checkpoint, "final_norm")
     matrix = builder.matrix(embedding if config.tied_embeddings else checkpoint.take("head"))
     builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"))
 
 
-def _norm(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Norm:
+def _norm(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Norm | None:
+    """None where the model has none of that name."""
+    if not checkpoint.has(name):
+        return None
     return builder.norm(checkpoint.take(name).float32(), _vector(checkpoint, name + "_bias"))
 
 

@@ -11,16 +11,21 @@ from powerinfer.config import RopeConfig
 from powerinfer.errors import ModelError
 
 
-def rope_frequencies(rope: RopeConfig, factors: NDArray[np.float32] | None = None) -> tuple[NDArray[np.float32], float]:
+def rope_frequencies(rope: RopeConfig, context: int = 0) -> tuple[NDArray[np.float32], float]:
     """(frequencies, factor): float32 [dim / 2] radians per position, and what sine and cosine are multiplied by.
 
-    factors: float32 [dim / 2], divisors of the frequencies that a GGUF file brings along (`rope_freqs`).
+    context: tokens that a request may have. LongRoPE has other divisors for contexts beyond the one that a model was
+    trained with first; which ones apply is decided here, once, as keys in the cache are rotated already (llama.cpp does
+    the same; transformers goes by the length of each text).
     Arithmetic in float32, as the models were trained with. ModelError for an unknown scaling.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     plain = (np.float32(1.0) / np.float32(rope.theta) ** exponents).astype(np.float32)
-    if factors is not None:
-        plain = plain / factors
+    divisors = rope.divisors
+    if rope.long_divisors and context > rope.original_context_length:
+        divisors = rope.long_divisors
+    if divisors:
+        plain = (plain / np.array(divisors, np.float32)).astype(np.float32)
     if rope.scaling is None:
         return plain, 1.0
     if rope.scaling == "linear":
@@ -29,7 +34,15 @@ def rope_frequencies(rope: RopeConfig, factors: NDArray[np.float32] | None = Non
         return _llama3(rope, plain), 1.0
     if rope.scaling == "yarn":
         return _yarn(rope, plain)
-    raise ModelError(f"RoPE scaling {rope.scaling!r} is unknown; known are linear, llama3 and yarn")
+    if rope.scaling == "longrope":
+        return plain, _longrope_factor(rope)
+    raise ModelError(f"RoPE scaling {rope.scaling!r} is unknown; known are linear, llama3, yarn and longrope")
+
+
+def _longrope_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context_length)) if rope.factor > 1 else 1.0
 
 
 def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
