@@ -119,7 +119,7 @@ def _settled(
 ) -> Sparsity:
     """How the split layers decode, once it is known from how many tokens on cold neurons stream to the GPU."""
     from powerinfer.hybrid.crossing import settle
-    from powerinfer.hybrid.ffn import HybridSparsity
+    from powerinfer.hybrid.sparsity import HybridSparsity
 
     ffns, stage = split.ffns, split.stage
     if stage is not None:
