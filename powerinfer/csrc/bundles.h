@@ -3,6 +3,7 @@
 #pragma once
 #include <vector>
 
+#include "activation.h"
 #include "table.h"
 
 // Bytes in which `rows` neurons of a part come to pack_part: stored rows; of Q4_0X32 whole groups, each a run of k blocks of Q4_0.
@@ -21,8 +22,7 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 struct Bundles {
   PiPart gate, up, down;  // gate.groups null: no gate
   int64_t neurons;        // places: where groups have fewer bundles, some are empty
-  int act;
-  float threshold;
+  Activation activation;
   std::vector<float> gate_bias, up_bias;  // empty: none
   std::vector<int32_t> members;           // the places that hold a neuron, ascending
   std::vector<int64_t> offsets;           // of groups, where some have fewer bundles; else empty

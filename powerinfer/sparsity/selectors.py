@@ -5,7 +5,7 @@
     predicted  those that a predictor names and whose gate, checked exactly, fires
     threshold  those whose activation exceeds a threshold: lossy, for activations that are never exactly zero
 
-The native operators do this work (csrc/sparse.cpp).
+The native operators do this work (csrc/ffn.cpp).
 """
 
 from __future__ import annotations

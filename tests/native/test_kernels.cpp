@@ -1,5 +1,6 @@
 // The kernels of every level that runs here, against plain loops in double precision (checks.h says how).
 #include "checks.h"
+#include "ffn.h"
 
 namespace {
 
@@ -524,7 +525,8 @@ struct Model {
     auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
     std::vector<float> frequencies;
     for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
-    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D});
+    program = std::make_shared<Program>(std::make_shared<Workspace>(pool, kernels), cache,
+                                        Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D});
     for (float factor : {1.0f, 1.5f}) program->add_rope(frequencies, factor);
     const auto matrix = [&](int t, int64_t rows, int64_t k) {
       const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
@@ -550,8 +552,7 @@ struct Model {
                     plain ? Vector() : r.normals(FF),
                     {},
                     r.normals(D),
-                    plain ? PI_RELU2 : PI_GELU_TANH,
-                    0});
+                    {plain ? PI_RELU2 : PI_GELU_TANH, 0}});
     };
     if (plain)
       program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED), 1});
