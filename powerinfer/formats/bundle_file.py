@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from powerinfer.config import ModelConfig
@@ -65,6 +65,19 @@ class BundleFile:
         return own
 
 
+@dataclass(frozen=True)
+class _Description:
+    """What a file says of itself."""
+
+    d_model: int
+    d_ff: int
+    n_layers: int
+    gated: bool
+    gate_type: str
+    down_type: str
+    source_type: str
+
+
 def bundle_layout(config: ModelConfig, gate_type: str, down_type: str, part_bytes: PartBytes) -> BundleLayout:
     """The layout of the bundles of a model with parts of these types."""
     gate_bytes, _ = part_bytes(gate_type, config.d_model)
@@ -92,12 +105,13 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     place = PreparedFile(BUNDLES, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
+    about = place.described(_Description, description)
     for name, size in (("d_model", config.d_model), ("d_ff", config.widest_ffn), ("n_layers", config.n_layers)):
-        if description.get(name) != size:
-            raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
-    if description.get("gated") is not config.gated:
+        if getattr(about, name) != size:
+            raise place.bad(f"states a {name} of {getattr(about, name)}, and the model has {size}")
+    if about.gated is not config.gated:
         raise place.bad("is not of the model's kind of FFN")
-    gate_type, down_type = str(description.get("gate_type")), str(description.get("down_type"))
+    gate_type, down_type = about.gate_type, about.down_type
     for part, name in (("up", gate_type), ("down", down_type)):
         if not can_hold(config, part, name):
             raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
@@ -105,15 +119,12 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     groups = n_groups(config.widest_ffn)
     layers = []
     for layer in range(config.n_layers):
-        tensor = tensors.pop(_name(layer), None)
-        if tensor is None or tensor.type != "U8" or tensor.shape != (groups, layout.group_bytes):
-            raise place.bad(f"does not hold layer {layer} as {groups} groups of {layout.group_bytes} bytes")
+        tensor = place.holds(tensors, _name(layer), "U8", (groups, layout.group_bytes))
         if tensor.data.ctypes.data % LINE:
             raise place.bad(f"holds layer {layer} where no cache line begins")
         layers.append(tensor.data.reshape(tensor.shape))
-    if tensors:
-        raise place.bad(f"holds tensors that are not bundles, such as {shown(next(iter(tensors)))}")
-    return BundleFile(layout, tuple(layers), str(description.get("source_type")), file)
+    place.holds_no_more(tensors)
+    return BundleFile(layout, tuple(layers), about.source_type, file)
 
 
 @contextmanager
@@ -126,18 +137,18 @@ def write_bundles(
     when the block has ended well. PowerInferError if it cannot be written.
     """
     config = checkpoint.config
-    description = {
-        "d_model": config.d_model,
-        "d_ff": config.widest_ffn,
-        "n_layers": config.n_layers,
-        "gated": config.gated,
-        "gate_type": layout.gate_type,
-        "down_type": layout.down_type,
-        "source_type": checkpoint.main_type,
-    }
+    description = _Description(
+        d_model=config.d_model,
+        d_ff=config.widest_ffn,
+        n_layers=config.n_layers,
+        gated=config.gated,
+        gate_type=layout.gate_type,
+        down_type=layout.down_type,
+        source_type=checkpoint.main_type,
+    )
     shape = (n_groups(config.widest_ffn), layout.group_bytes)
     tensors = [(_name(layer), "U8", shape) for layer in range(config.n_layers)]
-    with PreparedFile(BUNDLES, checkpoint, prepared).write(description, tensors) as write:
+    with PreparedFile(BUNDLES, checkpoint, prepared).write(asdict(description), tensors) as write:
         yield lambda layer, rows: write(_name(layer), rows)
 
 

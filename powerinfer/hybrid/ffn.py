@@ -5,9 +5,9 @@ For each layer of a step:
     GPU   attention ... n | x and selection out | sum of the hot neurons            | + sum of the cold ones ...
     CPU                     wait                | sum of the cold neurons | back
 
-The selector runs once, on the GPU. One transfer tells the CPU to begin (n, and with a predictor which of its neurons
-are selected); the CPU returns one vector a token, which is added to the GPU's own. Where no cold neuron is selected
-there is no job and nothing is returned; where a layer has no cold neurons nothing is sent either.
+The selector runs once, on the GPU. One transfer starts the CPU (n, and with a predictor which of its neurons are
+selected); the CPU returns one vector per token, which is added to the GPU's own. If no cold neuron is selected the CPU
+computes nothing; if a layer has no cold neurons nothing is sent.
 
 For a long prompt the GPU computes the cold neurons too, and the CPU none: see devices/stage.py.
 
@@ -77,9 +77,9 @@ class HybridFfn:
         stage: Stage | None = None,
     ) -> None:
         """biases: of gate, up and down; the last is not this FFN's to add. threshold: activations up to this magnitude
-        count as zero; weights: of a predictor; stage: through which cold neurons come to the GPU for long prompts.
+        count as zero; weights: of a predictor; stage: streams cold neurons to the GPU for long prompts.
 
-        PowerInferError when a device has no memory left.
+        PowerInferError if a device runs out of memory.
         """
         assert layers.link is not None
         self.layer = layer
@@ -105,8 +105,8 @@ class HybridFfn:
     def place(self, hot: Indices) -> None:
         """Put these neurons on the GPU, and only there; all others on the CPU.
 
-        Neurons that come are read from the bundles' file, in the order of their index, into the memory of those that
-        leave. If this fails, it must be done again before a step runs.
+        New neurons are read from the bundles file, in the order of their index, into the memory of those they replace.
+        If this fails, it must be repeated before a step runs.
         """
         import torch
 
@@ -115,7 +115,7 @@ class HybridFfn:
         groups = self._bundles.layers[self.layer]
         self.hot = hot
         self.cold = np.setdiff1d(np.arange(self._config.size, dtype=np.int32), hot)
-        self._gpu_part = None  # its memory is free before others need it
+        self._gpu_part = None  # free its memory before allocating
         with self._failures(), current(to):
             if len(hot):
                 own = self._config, self._biases, self._threshold
@@ -132,7 +132,7 @@ class HybridFfn:
 
     @property
     def neurons(self) -> gpu.Neurons | None:
-        """The hot neurons; None where there are none."""
+        """The hot neurons; None if there are none."""
         return None if self._gpu_part is None else self._gpu_part.neurons
 
     @property
@@ -150,9 +150,9 @@ class HybridFfn:
     def begin(self) -> list[Operator]:
         """Send the CPU its input and its selection, see `FfnParts`.
 
-        All that the GPU does is static, for it launches the same for every step of a shape. In between the host acts
-        twice where there are cold neurons: it marks what was sent, and sums them while the GPU sums the hot ones. In a
-        long step it does neither, but brings them to the GPU.
+        The GPU's work is static: the launches are the same for every step of a shape. In between, the host acts twice
+        if there are cold neurons: it records an event after the copy, and sums the cold neurons while the GPU sums the
+        hot ones. In a long step it streams them to the GPU instead.
         """
         operators = []
         if self._predictor is not None:
@@ -176,7 +176,7 @@ class HybridFfn:
         return Operator(kind, self.layer, run, static)
 
     def _selects(self, tokens: int) -> bool:
-        """Whether the predictor selects neurons in a step of so many tokens."""
+        """Whether the predictor runs in a step of so many tokens."""
         return self._predictor is not None and self._predicts and tokens <= NEURON_TOKENS
 
     def _streams(self, step: Step) -> bool:
@@ -201,7 +201,7 @@ class HybridFfn:
             self._link.send(len(step.x), self._sent_columns(len(step.x)))
 
     def _sent_columns(self, tokens: int) -> int:
-        """Cold neurons of which the selection is sent, for each token."""
+        """Number of cold neurons whose selection is sent, per token."""
         return len(self.cold) if self._selects(tokens) else 0
 
     def _mark(self, step: Step) -> None:
@@ -218,7 +218,7 @@ class HybridFfn:
         step.add_part(self._gpu_part.sum(step.read, selected, count=tokens <= NEURON_TOKENS))
 
     def _sum_cold(self, step: Step) -> None:
-        """The CPU's part into the link's buffer; zeros where no cold neuron is selected."""
+        """Write the CPU's sum to the link's buffer; zeros if no cold neuron is selected."""
         tokens = len(step.x)
         if self._streams(step):
             with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
@@ -240,10 +240,10 @@ class HybridFfn:
             self._link.add_back(step.target)
         step.normed = None
 
-    # ---------------------------------------------------------------- what was done
+    # ---------------------------------------------------------------- counters
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
         self._sums: Counter[str] = Counter()
         self._jobs = 0
         self._since = self._layers.few_tokens, self._layers.few_steps
@@ -253,7 +253,7 @@ class HybridFfn:
         self.recent[:] = 0
 
     def predict(self, on: bool) -> None:
-        """Whether a predictor selects neurons from now on."""
+        """Whether to use the predictor from now on."""
         self._predicts = on
         self._layers.changed(self.layer)
 
@@ -263,7 +263,7 @@ class HybridFfn:
         self.recent_tokens /= 2
 
     def collect(self) -> Mapping[str, int]:
-        """Of the tokens that were counted, in steps of up to `NEURON_TOKENS`: tokens, steps, jobs (steps in which the
+        """Counts, over the tokens of steps of up to `NEURON_TOKENS`: tokens, steps, jobs (steps in which the
         CPU had one), and summed over the tokens the neurons that fired on the GPU (hot) and on the CPU (cold).
 
         `recent`, float64 [neurons], has then for each neuron the tokens that it fired for.
@@ -277,7 +277,7 @@ class HybridFfn:
         return self._sums
 
     def _take_counts(self) -> dict[str, int]:
-        """Bring what fired since the last call into `recent`. Returns the sums of the parts that there are."""
+        """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""
         sums = {}
         for name, index, part in (("hot", self.hot, self._gpu_part), ("cold", self.cold, self._cpu_part)):
             if part is not None and len(index):
@@ -303,7 +303,7 @@ class NeuronSplit:
     ffns: list[HybridFfn] = field(default_factory=list)
 
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, biases: Biases) -> HybridFfn:
-        """PowerInferError when a device has no memory left."""
+        """PowerInferError if a device runs out of memory."""
         ffn = HybridFfn(
             layer,
             cpu,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Float32 = NDArray[np.float32]
 Biases = Sequence[Float32 | None]
-"""float32 [neurons of the layer] of gate, up and down; None where there is none. A part takes those of gate and up."""
+"""float32 [neurons of the layer] of gate, up and down; None where there is none. A part uses those of gate and up."""
 
 
 class GpuPart:
@@ -52,7 +52,7 @@ class GpuPart:
         return self.neurons.nbytes + tensor_bytes(self._fired)
 
     def sum(self, x: Tensor, selected: Tensor | None, *, count: bool) -> Tensor:
-        """What the neurons make of x, both float32 [T, d_model].
+        """The neurons' sum for x, both float32 [T, d_model].
 
         selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
         count: whether neurons that fire are counted.
@@ -94,7 +94,7 @@ class CpuPart:
         return 0 if self.bundles is None else self.bundles.rows.nbytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """Have these neurons instead. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
+        """Replace the neurons. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
         self.bundles = self._neurons = None
         if not len(index):
             return
@@ -107,9 +107,9 @@ class CpuPart:
         self._neurons = self._cpu.neuron_sum(*own, most=self._threshold, count_fired=True)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
-        """out = what the neurons make of x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
+        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
 
-        False where none is selected: out is zero, and nothing was computed.
+        False if none is selected: then out is zero, and nothing was computed.
         """
         assert self._neurons is not None
         return self._neurons.sum(x, out, selected)

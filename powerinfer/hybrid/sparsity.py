@@ -1,4 +1,4 @@
-"""What split layers did, and neurons that trade places between requests."""
+"""What split layers did, and the swapping of their neurons between requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
 
 ENOUGH = 128
-"""Tokens that a layer must have computed recently before its neurons trade places."""
+"""Tokens that a layer must have computed recently before its neurons are swapped."""
 
 
 class HybridSparsity(Sparsity):
@@ -31,7 +31,7 @@ class HybridSparsity(Sparsity):
         self.selector = selector
         self.stage = stage
         self.ffns = ffns
-        self.traded = 0  # neurons that came to the GPU since the model was loaded
+        self.traded = 0  # neurons moved to the GPU since the model was loaded
         self._executor = executor
         self._turn = 0
 
@@ -39,9 +39,9 @@ class HybridSparsity(Sparsity):
         """Per layer and in all, of tokens computed in steps of up to `NEURON_TOKENS`.
 
         hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
-        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do; traded:
-        neurons that have come to the GPU for others; streams_from: the tokens of a step from which on the GPU computes
-        the cold ones too, None: it never does. The layers that the CPU has as a whole count, too.
+        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had work; traded: neurons
+        swapped onto the GPU; streams_from: the number of tokens of a step from which on the GPU computes the cold ones
+        too, None: never. Layers that are wholly on the CPU count, too.
         """
         cpu = self._executor.cpu
         sizes = cpu.config.ffn_sizes
@@ -64,16 +64,16 @@ class HybridSparsity(Sparsity):
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
     def clear(self) -> None:
-        """Start the counts of `report` anew."""
+        """Reset the counters of `report`."""
         for ffn in self.ffns:
             ffn.clear()
         self._executor.cpu.clear_bundled_counts()
 
     def adjust(self) -> bool:
-        """Let neurons of one layer trade places, the next in turn that has seen enough; not while a step runs.
+        """Swap neurons of one layer, the next in turn with enough recent tokens; not while a step runs.
 
-        What has fired lately counts, half of it at each turn of the layer. False where no layer was worth it.
-        PowerInferError when a device has no memory left; all is then as before.
+        Based on recent counts, which are halved at each turn of the layer. False if no layer was worth it.
+        PowerInferError if a device runs out of memory; then nothing has changed.
         """
         for _ in self.ffns:
             ffn = self.ffns[self._turn]
@@ -96,7 +96,7 @@ class HybridSparsity(Sparsity):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context in which no predictor selects neurons."""
+        """A context in which no predictor runs."""
         self._let_predict(False)
         try:
             yield
@@ -109,7 +109,7 @@ class HybridSparsity(Sparsity):
         self._executor.cpu.predict_bundled(on)
 
     def bytes_per_token(self, dense: int | None) -> None:
-        """Not known: what the GPU skips is not counted."""
+        """Unknown: what the GPU skips is not counted."""
 
 
 def _shares(sums: Mapping[str, int]) -> dict[str, Any]:

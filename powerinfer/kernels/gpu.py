@@ -530,8 +530,9 @@ def _order(kind: str, use: str) -> tuple[str, int]:
 
 
 def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: int) -> None:
-    """out[i, j] = the unit of which `_place` says that it is number j, of the part that begins `part` bytes behind line
-    at[i] of `rows`. unit: its bytes. Codes of 4 bits become two's complement.
+    """out[i, j] = unit number `_places`[j] of the part that begins `part` bytes behind line at[i] of `rows`.
+
+    unit: its bytes. Codes of 4 bits become two's complement.
     """
     import torch
 
