@@ -30,7 +30,8 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
 
 bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0; }
 
-// One block on its way: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as `count` pairs.
+// One block on its way: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
+// `count` pairs.
 struct Work {
   const PiKernels* kernels;
   const Bundles& b;

@@ -111,7 +111,7 @@ void Ffn::multiply_down(Thread& t, int64_t tokens, const Columns& mine) {
   p.add_product(t, *in_.down, in_.down_bias, &hidden, tokens, in_.out_norm, p.up);
 }
 
-// ---- From the neurons that fire --------------------------------------------------------------------------------------
+// ---- From the neurons that fire -------------------------------------------------------------------------------------
 
 NeuronSum::Piece Ffn::piece(Program& p, const Step& step) const {
   return p.piece(0, step.tokens, in_.norm, in_.out_norm, in_.down_bias, true);
@@ -149,8 +149,8 @@ void Ffn::fire(Thread& t, const Step& step, const PiActs* acts) {
                                    own.listed.data(), own.counts);
 }
 
-// Whether so many neurons fire that reading a matrix from end to end is faster than their rows. Of many tokens each must have
-// some share in it: what fires for few of them is quick to multiply, though it be read.
+// Whether so many neurons fire that reading a matrix from end to end is faster than their rows. Of many tokens each
+// must have some share in it: what fires for few of them is quick to multiply, though it be read.
 bool Ffn::many(const NeuronLists& lists, int64_t tokens) const {
   int64_t listed = 0, cells = 0;
   for (const NeuronLists::Share& share : lists.shares) {
@@ -223,7 +223,7 @@ void Ffn::sample(Thread& t, const Step& step, const PiActs* acts) {
   }
 }
 
-// ---- From bundles alone ----------------------------------------------------------------------------------------------
+// ---- From bundles alone ---------------------------------------------------------------------------------------------
 
 BundledFfn::BundledFfn(Norm norm, Norm out_norm, Vector down_bias, std::shared_ptr<NeuronSum> of,
                        std::unique_ptr<Predictor> asked)

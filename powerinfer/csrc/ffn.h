@@ -1,5 +1,5 @@
-// The FFN of a layer, as a choice over its neurons: all of them from matrices (dense), those whose gates fire (exact) or
-// those that a predictor names (predicted); and FFNs that have their neurons as bundles alone.
+// The FFN of a layer, as a choice over its neurons: all of them from matrices (dense), those whose gates fire (exact)
+// or those that a predictor names (predicted); and FFNs that have their neurons as bundles alone.
 #pragma once
 #include "activation.h"
 #include "neuron_sum.h"
@@ -20,8 +20,8 @@ struct FfnInput {
 class Ffn : public Op {
  public:
   explicit Ffn(FfnInput in) : in_(std::move(in)) {}
-  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` say else. most: activations up to
-  // this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0: none.
+  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` say else. most: activations
+  // up to this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0: none.
   void sparsify(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
                 std::unique_ptr<Predictor> predictor, float most, int64_t recall_every);
 

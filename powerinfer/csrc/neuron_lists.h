@@ -1,5 +1,5 @@
-// Lists of neurons on their way: each thread lists those of its share of a layer that are wanted, then takes an even part
-// of all that are listed and sums it. One set serves all layers.
+// Lists of neurons on their way: each thread lists those of its share of a layer that are wanted, then takes an even
+// part of all that are listed and sums it. One set serves all layers.
 #pragma once
 #include <vector>
 

@@ -14,12 +14,13 @@ struct NeuronStats {
 
 class NeuronSum {
  public:
-  // most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the tokens that it fires for.
+  // most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the tokens that it fires
+  // for.
   NeuronSum(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles, float most, bool count_fired);
 
   // out[t] = weight[t] * sum of the neurons that token t selects; x and out [tokens, d_model] without gaps.
-  // selected: [tokens][members], not zero where a token selects a neuron; null: all. weight: [tokens], null: 1; a token of
-  // weight 0 selects none. Returns false where no neuron is selected: out is zero, and no job was run.
+  // selected: [tokens][members], not zero where a token selects a neuron; null: all. weight: [tokens], null: 1; a token
+  // of weight 0 selects none. Returns false where no neuron is selected: out is zero, and no job was run.
   // Steps of up to PI_NEURON_TOKENS tokens are counted.
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
 
@@ -39,8 +40,8 @@ class NeuronSum {
   // Sums what is selected; every gate of it is computed.
   void sum_selected(int thread, const Piece& piece);
   // Sums what all threads have listed, the last thing before being a barrier. acts: x normalised, in the forms that the
-  // bundles want. known: the activations of the first product, [tokens][ldk], null: to be computed. predictor: that made
-  // the lists, or null.
+  // bundles want. known: the activations of the first product, [tokens][ldk], null: to be computed. predictor: that
+  // made the lists, or null.
   void sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
                   const Predictor* predictor);
   // Adds up what the threads have done in a step: `done`, and what they listed.

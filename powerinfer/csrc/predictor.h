@@ -5,8 +5,8 @@
 #include "neuron_lists.h"
 #include "workspace.h"
 
-// z = out . relu(in . x), of the residual stream before the norm; neurons with z >= threshold are candidates, and if these
-// are fewer than `floor`, the `floor` largest.
+// z = out . relu(in . x), of the residual stream before the norm; neurons with z >= threshold are candidates, and if
+// these are fewer than `floor`, the `floor` largest.
 class Predictor {
  public:
   Predictor(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor);

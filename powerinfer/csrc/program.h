@@ -87,8 +87,8 @@ class Program {
   int add_rope(Vector frequencies, float factor);
 
   // Operators, in the order they run. x is the residual stream [tokens, d_model].
-  // Attention and the FFN touch nothing of each other's but x: attention_input, attention, ffn, project is a layer whose
-  // FFN reads what its attention reads.
+  // Attention and the FFN touch nothing of each other's but x: attention_input, attention, ffn, project is a layer
+  // whose FFN reads what its attention reads.
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
   void attention(int layer, int window);    // attended = softmax(q k) v
@@ -108,7 +108,8 @@ class Program {
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
   std::shared_ptr<Watch> watch;  // null: nobody looks
-  // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is none.
+  // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is
+  // none.
   int64_t table_rows = 0, positions = 0, head_panels = 0;
 
   const Sizes sizes;

@@ -1,12 +1,13 @@
-// What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not zero.
+// What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not
+// zero.
 #pragma once
 #include <vector>
 
 #include "activation.h"
 #include "weights.h"
 
-// By `gate`: a neuron fires when its activation (of the gate; plain: of up), before it is multiplied with up, exceeds `most`
-// in magnitude. It keeps what it saw until it is cleared, as it must be before each FFN.
+// By `gate`: a neuron fires when its activation (of the gate; plain: of up), before it is multiplied with up, exceeds
+// `most` in magnitude. It keeps what it saw until it is cleared, as it must be before each FFN.
 class Watch {
  public:
   Watch(const PiKernels* kernels, int64_t d_ff, int64_t max_tokens, int threads);

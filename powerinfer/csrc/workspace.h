@@ -1,5 +1,5 @@
-// What threads need for products beside the weights: activation rows in the forms that weights take, and scratch memory.
-// Everything that runs on one pool shares one workspace, since a pool runs one job at a time.
+// What threads need for products beside the weights: activation rows in the forms that weights take, and scratch
+// memory. Everything that runs on one pool shares one workspace, since a pool runs one job at a time.
 #pragma once
 #include <memory>
 #include <vector>
@@ -48,8 +48,8 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  // Makes room, waiting until no job runs: for products of so many rows of k; for lists of so many neurons of a model of
-  // d_model, named by a predictor of that rank or by none (0).
+  // Makes room, waiting until no job runs: for products of so many rows of k; for lists of so many neurons of a model
+  // of d_model, named by a predictor of that rank or by none (0).
   void reserve(int64_t tokens, int64_t k);
   void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
 

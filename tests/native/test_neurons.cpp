@@ -1,5 +1,5 @@
-// The kernels over single neurons at every level that runs here, and the sparse FFN made of them, against plain loops in double
-// precision (checks.h says how).
+// The kernels over single neurons at every level that runs here, and the sparse FFN made of them, against plain loops
+// in double precision (checks.h says how).
 #include <float.h>
 
 #include "bundles.h"
@@ -39,7 +39,7 @@ std::vector<List> lists(int32_t n) {
   return {{}, all, {n - 1}, {0, n - 1}, {n - 1, 0, n / 2}, odd, back};
 }
 
-// ---- Parts -----------------------------------------------------------------------------------------------------------
+// ---- Parts ----------------------------------------------------------------------------------------------------------
 
 int64_t groups_of(int64_t neurons) { return (neurons + PI_GROUP - 1) / PI_GROUP; }
 
@@ -164,7 +164,7 @@ void test_parts() {
   }
 }
 
-// ---- Single kernels --------------------------------------------------------------------------------------------------
+// ---- Single kernels -------------------------------------------------------------------------------------------------
 
 // One part of some neurons, behind 64 bytes that belong to nobody; the last ends where the memory does.
 struct Part {
@@ -196,8 +196,8 @@ struct Lanes {
   }
 };
 
-// Roundings on the longest path of a term to a dot product, two for a step that is not fused: lanes of 16 elements; pairs of
-// them; 512 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
+// Roundings on the longest path of a term to a dot product, two for a step that is not fused: lanes of 16 elements;
+// pairs of them; 512 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
 double dot_chain(int type, int64_t k) {
   switch (type) {
     case PI_F16: return 2.0 * (double)((k + 15) / 16) + 4;
@@ -480,7 +480,7 @@ void test_fires(const PiKernels* kernels) {
   }
 }
 
-// ---- What neurons add --------------------------------------------------------------------------------------------------
+// ---- What neurons add -----------------------------------------------------------------------------------------------
 
 // A number, and how far from it a kernel's may lie.
 struct Near {
@@ -757,8 +757,8 @@ void test_add_neurons(const PiKernels* kernels) {
   }
 }
 
-// Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined, nothing
-// else is touched, and a token's results do not depend on what is beside it.
+// Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined,
+// nothing else is touched, and a token's results do not depend on what is beside it.
 void test_hostile(const PiKernels* kernels) {
   for (int type : PART_TYPES) {
     for (int act = 0; act < PI_N_ACTS; act++) {
@@ -794,7 +794,7 @@ void test_hostile(const PiKernels* kernels) {
   }
 }
 
-// ---- The sparse FFN --------------------------------------------------------------------------------------------------
+// ---- The sparse FFN -------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Matrix> matrix_of(const std::shared_ptr<Arena>& arena, int type, int64_t rows, int64_t k,
                                   const std::vector<uint8_t>& stored) {
