@@ -42,10 +42,10 @@ have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
 """Maximum for a plan; OPT-175B has 4.7 million."""
 
-GPU_MARGIN = RECORDED_BYTES + (192 << 20)
+GPU_MARGIN = RECORDED_BYTES + (112 << 20)
 """Bytes of a GPU for recorded steps, and for what is not counted: a piece of a quantised matrix as it is converted,
 attention's partial sums, segments of torch's allocator that are not full."""
-LAYER_MARGIN = 4 << 20
+LAYER_MARGIN = 3 << 20
 """The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
 
 _PREDICTOR_TYPE = "Q8_0"
@@ -154,9 +154,9 @@ class Model:
         (`hybrid/vram.py`).
         """
         config = self.config
-        qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        piece = min(max(2 * config.widest_ffn, qkv), _PIECE // config.d_model)
-        row = 5 * config.d_model + max(4 * qkv, 5 * config.widest_ffn) + 2 * piece
+        heads, first = (7 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim // 2, 1 + config.gated
+        piece = min(max(first * config.widest_ffn, heads), _PIECE // config.d_model)
+        row = 5 * config.d_model + max(heads, (2 * first + 5) * config.widest_ffn // 2) + 2 * piece
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
