@@ -1,21 +1,35 @@
-"""The native module: packed weights, kernels of every instruction-set level, and programs of fused operators.
+"""
+The native module: packed weights, kernels of every instruction-set level, and programs of fused operators.
 
 Arrays are C-contiguous and of exactly the type written here. Wrong shapes, names and numbers are ValueErrors.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-PAGE: int
-LANES: int
+PAGE: int = 32
+
+LANES: int = 16
+
 TYPES: list[str]
+
 ACTIVATIONS: list[str]
+
 KV_TYPES: list[str]
 
-def levels() -> list[str]: ...
-def find_level(name: str) -> str: ...
-def panel_bytes(type: str, k: int) -> int: ...
-def kv_page_bytes(type: str, layers: int, kv_heads: int, head_dim: int) -> int: ...
+def levels() -> list[str]:
+    """Instruction-set levels that this build has and this CPU runs, best first."""
+
+def find_level(name: str) -> str:
+    """The level of that name, the best for an empty one; ValueError when it cannot run here."""
+
+def panel_bytes(type: str, k: int) -> int:
+    """Bytes of 16 packed rows of k columns."""
+
+def kv_page_bytes(type: str, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes of one page of 32 tokens of all layers."""
 
 class Pool:
     def __init__(self, threads: int) -> None: ...
@@ -43,14 +57,25 @@ def pack(
     k: int,
     data: NDArray[np.uint8],
     row_map: NDArray[np.int32] | None = None,
-) -> Matrix: ...
-def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
+) -> Matrix:
+    """
+    A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros
+    where that is -1.
+    """
 
-NEURON_TOKENS: int
-GROUP: int
+def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES]."""
 
-def part_bytes(type: str, k: int) -> int: ...
-def shared_bytes(type: str, k: int) -> int: ...
+NEURON_TOKENS: int = 32
+
+def part_bytes(type: str, k: int) -> int:
+    """Bytes of one neuron's row of a part."""
+
+def shared_bytes(type: str, k: int) -> int:
+    """Bytes of the scales that the rows of a group share."""
+
+GROUP: int = 32
+
 def pack_part(
     pool: Pool,
     type: str,
@@ -61,13 +86,31 @@ def pack_part(
     out: NDArray[np.uint8],
     pitch: int,
     at: int,
-) -> None: ...
+) -> None:
+    """
+    Write one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.
+
+    data: rows as a model file stores them; out: [groups, bytes of a group]; kind: "dot" (gate, up) or "add"
+    (down).
+    """
+
 def unpack_part(
     type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]
-) -> None: ...
+) -> None:
+    """The values of one part of bundles: data [groups, bytes of a group], out [rows, k]."""
+
+class Activation:
+    """The activation of an FFN: a name of ACTIVATIONS; threshold: of fatrelu."""
+
+    def __init__(self, name: str = "silu", threshold: float = 0.0) -> None: ...
 
 class Bundles:
-    """Keeps `data`, uint8 [groups of bundles, bytes]. `part` adds to out what the listed neurons make of x."""
+    """
+    Neurons of a layer, each with its rows of gate and up and its column of down.
+
+    data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of
+    groups that differ. Biases have a value for every place of a group.
+    """
 
     def __init__(
         self,
@@ -81,8 +124,7 @@ class Bundles:
         gate_at: int,
         up_at: int,
         down_at: int,
-        activation: str,
-        threshold: float,
+        activation: Activation,
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
         counts: NDArray[np.int32] | None = None,
@@ -90,13 +132,9 @@ class Bundles:
     @property
     def neurons(self) -> int: ...
     def part(
-        self,
-        level: str,
-        x: NDArray[np.float32],
-        index: NDArray[np.int32],
-        out: NDArray[np.float32],
-        most: float = 0.0,
-    ) -> None: ...
+        self, level: str, x: NDArray[np.float32], index: NDArray[np.int32], out: NDArray[np.float32], most: float = 0.0
+    ) -> None:
+        """Add to out what the listed neurons make of x, both [tokens, d_model], by one thread."""
 
 class Table:
     def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
@@ -114,16 +152,122 @@ class Cache:
     @property
     def nbytes(self) -> int: ...
 
+class Workspace:
+    """Kernels of a level, and the scratch memory of everything that runs on a pool with them."""
+
+    def __init__(self, pool: Pool, level: str) -> None: ...
+
+class NeuronSum:
+    """
+    A part of an FFN: some neurons of one layer, and the sum that they add to the output.
+
+    most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the
+    tokens that it fires for. Steps of up to NEURON_TOKENS tokens are counted.
+    """
+
+    def __init__(
+        self, workspace: Workspace, bundles: Bundles, most: float = 0.0, count_fired: bool = False
+    ) -> None: ...
+    def sum(
+        self,
+        x: NDArray[np.float32],
+        out: NDArray[np.float32],
+        selected: NDArray[np.uint8] | None = None,
+        weight: NDArray[np.float32] | None = None,
+    ) -> bool:
+        """
+        out = weight * the sum of the selected neurons; x and out: [tokens, d_model].
+
+        selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the
+        token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.
+        """
+
+    @property
+    def neurons(self) -> int: ...
+    def counts(self) -> dict[str, int]:
+        """steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read."""
+
+    def fired(self, out: NDArray[np.int64]) -> None:
+        """out = tokens that each neuron fired for, [neurons]."""
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+
+class Operator:
+    """An operator of a program, the number-th that it runs."""
+
+    @property
+    def number(self) -> int: ...
+
+class Ffn(Operator):
+    """An FFN that has its matrices; it may also have its neurons as bundles."""
+
+    def sparsify(
+        self,
+        workspace: Workspace,
+        bundles: Bundles,
+        predictor_in: Matrix | None = None,
+        predictor_out: Matrix | None = None,
+        threshold: float = 0.0,
+        floor: int = 0,
+        most: float = 0.0,
+        recall_every: int = 0,
+    ) -> None:
+        """
+        Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose
+        result neurons from `threshold` on are candidates, `floor` at least. It stays dense until `set_ways`.
+
+        most: activations up to this magnitude count as zero; recall_every: steps between samples of the
+        predictor's recall, 0: none.
+        """
+
+    @property
+    def dense_above(self) -> float:
+        """The share of neurons that may fire until an exact step computes the rest from the matrices."""
+
+    @dense_above.setter
+    def dense_above(self, arg: float, /) -> None: ...
+    def set_ways(self, ways: Sequence[str]) -> None:
+        """How steps of 1, 2, .. NEURON_TOKENS tokens run: "dense", "exact" or "predicted"."""
+
+    def counts(self) -> dict[str, int]:
+        """As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found."""
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+
+class BundledFfn(Operator):
+    """An FFN that has its neurons as bundles alone."""
+
+    @property
+    def neurons(self) -> NeuronSum: ...
+    @property
+    def predicts(self) -> bool:
+        """Whether its predictor is asked, if it has one."""
+
+    @predicts.setter
+    def predicts(self, arg: bool, /) -> None: ...
+
 class Watch:
     """What is seen at a program's FFNs: views of its own memory, in which the next FFN's run shows."""
 
-    BINS_PER_OCTAVE: int
-    LOWEST_OCTAVE: int
-    gate: bool
-    silence: bool
-    measure: bool
-    most: float
     def __init__(self, program: Program) -> None: ...
+    @property
+    def gate(self) -> bool: ...
+    @gate.setter
+    def gate(self, arg: bool, /) -> None: ...
+    @property
+    def silence(self) -> bool: ...
+    @silence.setter
+    def silence(self, arg: bool, /) -> None: ...
+    @property
+    def measure(self) -> bool: ...
+    @measure.setter
+    def measure(self, arg: bool, /) -> None: ...
+    @property
+    def most(self) -> float: ...
+    @most.setter
+    def most(self, arg: float, /) -> None: ...
     def clear(self) -> None: ...
     @property
     def damaged(self) -> bool: ...
@@ -133,13 +277,15 @@ class Watch:
     def magnitudes(self) -> NDArray[np.int64]: ...
     def active(self, tokens: int) -> NDArray[np.uint8]: ...
 
+    BINS_PER_OCTAVE: int = 16
+
+    LOWEST_OCTAVE: int = -30
+
 class Program:
-    timed: bool
     def __init__(
         self,
-        pool: Pool,
+        workspace: Workspace,
         cache: Cache,
-        level: str,
         max_tokens: int,
         d_model: int,
         d_ff: int,
@@ -158,7 +304,9 @@ class Program:
         offset: int = 0,
         project: Matrix | None = None,
         scale: float = 1.0,
-    ) -> None: ...
+    ) -> None:
+        """x = project . scale * row of the token + row of the position, which are `offset` rows behind."""
+
     def attention_input(
         self,
         layer: int,
@@ -174,68 +322,68 @@ class Program:
         rope: int = -1,
         scale: float | None = None,
     ) -> None:
-        """q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,
-        -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5."""
+        """
+        q, cache = rope(norm(x) . q, k, v).
 
-    def attention(self, layer: int, window: int) -> None: ...
-    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None: ...
+        q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,
+        -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.
+        """
+
+    def attention(self, layer: int, window: int) -> None:
+        """attended = softmax(q k) v; window 0: none."""
+
+    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
+        """x += norm(w . attended + bias)."""
+
     def ffn(
         self,
         norm: Norm | None,
         gate: Matrix | None,
         up: Matrix,
         down: Matrix,
+        activation: Activation,
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
         down_bias: NDArray[np.float32] | None = None,
-        activation: str = "silu",
-        threshold: float = 0.0,
         out_norm: Norm | None = None,
-    ) -> None: ...
-    def neurons_ffn(
+    ) -> Ffn:
+        """x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); without a gate down . act(up . n)."""
+
+    def bundled_ffn(
         self,
         norm: Norm | None,
-        bundles: Bundles,
+        neurons: NeuronSum,
         down_bias: NDArray[np.float32] | None = None,
-        replace: bool = False,
-        most: float = 0.0,
         predictor_in: Matrix | None = None,
         predictor_out: Matrix | None = None,
-        predictor_threshold: float = 0.0,
+        threshold: float = 0.0,
         floor: int = 0,
         out_norm: Norm | None = None,
-    ) -> None: ...
-    def set_predicts(self, op: int, on: bool) -> None: ...
-    def replace_bundles(self, op: int, bundles: Bundles) -> None: ...
-    def count_fired(self, op: int, on: bool) -> None: ...
-    def fired(self, op: int, out: NDArray[np.int64]) -> None: ...
-    def neuron_sum(
-        self, op: int, x: NDArray[np.float32], names: NDArray[np.uint8] | None, out: NDArray[np.float32]
-    ) -> bool: ...
-    def sparsify(
-        self,
-        op: int,
-        bundles: Bundles,
-        predictor_in: Matrix | None,
-        predictor_out: Matrix | None,
-        threshold: float,
-        floor: int,
-        most: float,
-        recall_every: int,
-    ) -> None: ...
-    def set_ways(self, op: int, ways: list[str]) -> None: ...
+    ) -> BundledFfn:
+        """
+        x += out_norm(sum of the neurons of norm(x) + down_bias). A predictor (see Ffn.sparsify) selects, of all
+        neurons, those of steps of up to NEURON_TOKENS tokens.
+        """
+
+    def normalise(self, norm: Norm) -> None:
+        """x = norm(x)."""
+
+    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None) -> None:
+        """logits = w . project . norm(x)."""
+
     def set_watch(self, watch: Watch | None) -> None: ...
     def residual(self, tokens: int) -> NDArray[np.float32]:
         """x as the operators so far left it, [tokens, d_model]: the program's own memory, which may be written."""
 
-    def set_dense_above(self, op: int, share: float) -> None: ...
-    def neuron_stats(self, op: int) -> list[tuple[str, int]]: ...
-    def clear_neuron_stats(self, op: int) -> None: ...
-    def normalise(self, norm: Norm) -> None: ...
-    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None) -> None: ...
     @property
     def size(self) -> int: ...
-    def take_times(self) -> list[tuple[str, float]]: ...
+    @property
+    def timed(self) -> bool: ...
+    @timed.setter
+    def timed(self, arg: bool, /) -> None: ...
+    def take_times(self) -> list[tuple[str, float]]:
+        """Seconds spent in each operator since the last call, while `timed`."""
+
     def run(
         self,
         tokens: NDArray[np.int32],
@@ -247,4 +395,8 @@ class Program:
         first: int,
         last: int,
         vocab: int,
-    ) -> None: ...
+    ) -> None:
+        """
+        Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of
+        logit_rows go to logits [rows, vocab rounded up to LANES].
+        """

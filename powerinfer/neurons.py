@@ -1,7 +1,7 @@
-"""The nouns of sparse computation as small types: tier, bundle layout, predictor, profile, placement.
+"""The data types of sparse computation: tier, bundle layout, predictor, profile, placement.
 
 A neuron is row i of gate and up with column i of down, of one layer. Nothing here reads files or computes an FFN; the
-asserts state what every user of a type may rely on. What comes out of a file is checked by its reader before.
+asserts state invariants. Data from files is checked by their readers before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PART_ALIGNMENT = 64
 """Bytes of a bundle's parts are multiples of this: a cache line."""
 
 BUNDLE_GROUP = 32
-"""Bundles that lie together, as many as a quantised block that runs across neurons has of them."""
+"""Bundles of a group: as many as a quantised block that runs across neurons has."""
 
 
 class Tier(IntEnum):
-    """Where the bytes of a group rest; the values are those of a placement's arrays."""
+    """Where a neuron is stored; the values are those of a placement's arrays."""
 
     GPU = 0
     CPU = 1
@@ -34,11 +34,10 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BundleLayout:
-    """How the stored bytes of one neuron lie side by side: [gate part][up part][down part]; plain: without gate part.
+    """The layout of a bundle, the stored bytes of one neuron: [gate part][up part][down part]; plain: no gate part.
 
     gate_type is the type of gate and up. gate_bytes and down_bytes are the bytes of a part of either type for d_model
-    elements, shared_bytes those of the scales that the down parts of `BUNDLE_GROUP` bundles share and that lie behind
-    them, as the native module counts them.
+    elements, shared_bytes those of the scales that the down parts of `BUNDLE_GROUP` bundles share, stored after them.
     """
 
     d_model: int
@@ -89,10 +88,10 @@ class BundleLayout:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """What a layer's predictor is, besides its weights: z = out . relu(in . r), r what the FFN's norm reads.
+    """A layer's predictor without its weights: z = out . relu(in . r), r the input of the FFN's norm.
 
-    rank: rows of in; a neuron is a candidate when its z is at least `threshold`, and where fewer than `floor` are, the
-    `floor` neurons of largest z are taken.
+    rank: rows of in. A neuron is selected if its z is at least `threshold`; if fewer than `floor` are, the `floor`
+    neurons of largest z are selected.
     """
 
     rank: int
@@ -112,9 +111,9 @@ class Profile:
 
     tokens: of all corpora together. counts: for each layer int64 [neurons], the tokens that the neuron fired for.
     corpora, corpus_tokens, corpus_counts: the same for each corpus alone, counts int64 [corpora, neurons] for each
-    layer; a profile that no text was read for has none. active: for each layer int64 [101], the tokens by the share of
-    the layer's neurons that fired for them, in whole per cent, rounded down. reuse: for each layer, of the neurons that
-    fire for a token, the share that also fired for the token before it. thresholds: for each layer, or None.
+    layer; a synthetic profile has none. active: for each layer int64 [101], the tokens by the share of the
+    layer's neurons that fired for them, in whole per cent, rounded down. reuse: for each layer, of the neurons that
+    fire for a token, the share that also fired for the previous token. thresholds: for each layer, or None.
     """
 
     tokens: int
@@ -151,14 +150,14 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the tokens and the counts: what a placement hangs on."""
+        """Hex SHA-256 of the tokens and the counts: everything that a placement depends on."""
         digest = hashlib.sha256(f"{self.tokens} {self.sizes}".encode())
         for counts in self.counts:
             digest.update(counts.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def fraction(self, layer: int) -> NDArray[np.float64]:
-        """Of the tokens, the share that each neuron fires for: float64 [neurons]."""
+        """The share of the tokens for which each neuron fires: float64 [neurons]."""
         return self.counts[layer] / self.tokens
 
     def active_fraction(self, layer: int | None = None) -> float:
@@ -171,18 +170,18 @@ class Profile:
         return _order(self.counts[layer])
 
     def hot_share(self, layer: int, mass: float = 0.8) -> float:
-        """Share of a layer's neurons, the most frequent ones, that carry `mass` of its activations; 0: none fires."""
+        """Smallest share of a layer's neurons that carries `mass` of its activations; 0: none fires."""
         return _hot_share(self.counts[layer], mass)
 
     def model_hot_share(self, mass: float = 0.8) -> float:
-        """The same of all the model's neurons together."""
+        """The same for all neurons of the model together."""
         return _hot_share(np.concatenate(self.counts), mass)
 
     def overlap(self, first: int, second: int, share: float = 0.2) -> float | None:
-        """Of the most frequent neurons of a corpus, those that are so in another too; mean over the layers.
+        """The share of the most frequent neurons that two corpora have in common; mean over the layers.
 
-        first, second: which corpora; share: of a layer's neurons, that count as most frequent. Neurons that never
-        fire do not count; the common ones are divided by the larger of the two sets. None: no neuron fires.
+        first, second: the corpora; share: of a layer's neurons, that count as most frequent. Neurons that never fire do
+        not count; the common ones are divided by the larger of the two sets. None: no neuron fires.
         """
         found = []
         for each in self.corpus_counts:
@@ -207,7 +206,7 @@ def _hot_share(counts: Counts, mass: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Which tier every neuron rests in: group g of a layer is what its order names from g * group_size up to the next.
+    """The tier of every neuron: group g of a layer is `group_size` neurons of its order, from g * group_size on.
 
     sizes: neurons of each layer; tiers: for each layer int8 [ceil(neurons / group_size)], values of `Tier`. A layer's
     last group may be smaller. order: for each layer int32 [neurons], every neuron once, so that the neurons of a group

@@ -5,10 +5,13 @@ What is expected, and how far off it may be, is that of tests/test_neuron_kernel
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, make_layer
 
+from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_memory import gather, some_bytes
@@ -38,12 +41,21 @@ def some(share: float, seed: int = 0) -> np.ndarray:
     return np.flatnonzero(np.random.default_rng(seed).random(NEURONS) < share).astype(np.int32)
 
 
-def sum_of(layer: Layer, index: np.ndarray, x: np.ndarray, names: np.ndarray | None = None, threads: int = 2):
-    executor = executor_of(layer, threads)
+def part_of(layer: Layer, index: np.ndarray, threads: int = 2, **more: Any) -> _native.NeuronSum:
     bundles = gather(layout_of(layer), layer.data, index)
-    op = executor.bundled_ffn(0, layout_of(layer), bundles, biases=(*layer.biases, None), replace=True)
+    return executor_of(layer, threads).neuron_sum(0, layout_of(layer), bundles, layer.biases, **more)
+
+
+def sum_of(
+    layer: Layer,
+    index: np.ndarray,
+    x: np.ndarray,
+    selected: np.ndarray | None = None,
+    threads: int = 2,
+    weight: np.ndarray | None = None,
+) -> np.ndarray:
     out = np.full(x.shape, np.nan, np.float32)
-    executor.neuron_sum(op, x, names, out)
+    part_of(layer, index, threads).sum(x, out, selected, weight)
     return out
 
 
@@ -76,7 +88,7 @@ def test_every_kind_of_ffn(activation: str, gated: bool) -> None:
 
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
 @pytest.mark.parametrize("n", [1, 8, 31, TOKENS])
-def test_a_token_gets_the_neurons_that_it_names(types: tuple[str, str], n: int) -> None:
+def test_a_token_gets_the_neurons_that_it_selects(types: tuple[str, str], n: int) -> None:
     layer, index, x = make_layer(K, NEURONS, types), some(0.6, 2), tokens(n)
     names = np.random.default_rng(3).integers(0, 2, (n, len(index))).astype(np.uint8) * 255
     out = sum_of(layer, index, x, names)
@@ -85,6 +97,48 @@ def test_a_token_gets_the_neurons_that_it_names(types: tuple[str, str], n: int) 
         # another token's neurons of a group do not change how this token's are rounded: their products are zero
         assert (np.abs(out[i] - want[0]) <= bound[0]).all()
     assert not sum_of(layer, index, x, np.zeros_like(names)).any()
+
+
+@pytest.mark.parametrize("types", [("Q8_0", "Q8_0"), ("Q4_0", ACROSS)])
+@pytest.mark.parametrize("n", [1, 2, 9, 32, TOKENS])
+def test_a_token_s_sum_is_multiplied_with_its_weight(types: tuple[str, str], n: int) -> None:
+    """As a router weighs experts: the bits are those of the product, and a weight of 0 selects nothing."""
+    layer, index, x = make_layer(K, NEURONS, types), some(0.7, 11), tokens(n)
+    rng = np.random.default_rng(12)
+    weight = rng.standard_normal(n).astype(np.float32) * (rng.random(n) < 0.5)
+    selected = (rng.random((n, len(index))) < 0.5).astype(np.uint8)
+    for names in (None, selected):
+        plain = sum_of(layer, index, x, names, threads=1)
+        part, out = part_of(layer, index, threads=1), np.full(x.shape, np.nan, np.float32)
+        assert part.sum(x, out, names, weight) is bool(weight.any())
+        np.testing.assert_array_equal(out, plain * weight[:, None])
+        wanted = np.count_nonzero(weight[:, None] * (np.ones_like(selected) if names is None else names))
+        assert part.counts().get("candidates", 0) == (wanted if n <= 32 else 0)
+    assert not part_of(layer, index).sum(x, out, None, np.zeros(n, np.float32)) and not out.any()
+    assert np.isnan(sum_of(layer, index, x, weight=np.full(n, np.nan, np.float32))).all()
+
+
+def test_what_fires_is_counted() -> None:
+    """Per neuron and in all, in steps of up to 32 tokens, until it is cleared."""
+    layer, index = make_layer(K, NEURONS, ("F16", "F16")), some(0.6, 13)
+    x, out = tokens(TOKENS), np.empty((TOKENS, K), np.float32)
+    part, fired = part_of(layer, index, count_fired=True), np.empty(len(index), np.int64)
+    gate, up = (x[:9].astype(np.float64) @ weights[index].T for weights in (layer.gate, layer.up))
+    for times in (1, 2):
+        part.sum(x[:9], out[:9])
+        part.sum(x, out)  # not counted: too many tokens
+        part.fired(fired)
+        assert np.array_equal(fired, times * ((gate > 0) & (up != 0)).sum(axis=0))
+        counts = part.counts()
+        assert (counts["steps"], counts["tokens"], counts["active"]) == (times, 9 * times, fired.sum())
+        assert counts["candidates"] == times * 9 * len(index)
+    part.clear()
+    part.fired(fired)
+    assert not fired.any() and not any(part.counts().values())
+    with pytest.raises(ValueError, match="another number"):
+        part.fired(fired[1:].copy())
+    with pytest.raises(ValueError, match="not counted"):
+        part_of(layer, index).fired(fired)
 
 
 @pytest.mark.parametrize("types", KINDS)
@@ -152,12 +206,19 @@ def test_groups_that_do_not_suit_are_refused(change: dict) -> None:
         executor_of(layer, 1)._bundles(0, layout_of(layer), rows, len(index), None, None, counts)
 
 
-def test_names_of_another_shape_are_refused() -> None:
+def test_selections_and_weights_of_another_shape_are_refused() -> None:
     layer, index = make_layer(K, NEURONS, ("F16", "F16")), some(0.5, 8)
-    with pytest.raises(ValueError):
-        sum_of(layer, index, tokens(2), np.ones((2, len(index) + 1), np.uint8))
-    with pytest.raises(ValueError):
-        sum_of(layer, index, tokens(2), np.ones((1, len(index)), np.uint8))
+    for shape in ((2, len(index) + 1), (1, len(index))):
+        with pytest.raises(ValueError, match="selected"):
+            sum_of(layer, index, tokens(2), np.ones(shape, np.uint8))
+    with pytest.raises(ValueError, match="weight"):
+        sum_of(layer, index, tokens(2), weight=np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="negative"):
+        part_of(layer, index, most=-1.0)
+    part = part_of(layer, index)
+    for x, out in ((tokens(2)[:, 1:].copy(), tokens(2)), (tokens(2), tokens(3)), (tokens(0), tokens(0))):
+        with pytest.raises(ValueError, match="x and out"):
+            part.sum(x, out)
 
 
 def test_a_predictor_that_does_not_suit_is_refused() -> None:
@@ -171,8 +232,7 @@ def test_a_predictor_that_does_not_suit_is_refused() -> None:
 
     bundles, all_but_one = layer.data, gather(layout_of(layer), layer.data, np.arange(1, NEURONS, dtype=np.int32))
     executor_of(layer, 1).bundled_ffn(0, layout_of(layer), bundles, predictor=predictor(32, NEURONS))
-    for wrong in ({"predictor": predictor(32, NEURONS - 1)}, {"predictor": predictor(32, NEURONS), "replace": True}):
-        with pytest.raises(ValueError):
-            executor_of(layer, 1).bundled_ffn(0, layout_of(layer), bundles, **wrong)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="predictor"):
+        executor_of(layer, 1).bundled_ffn(0, layout_of(layer), bundles, predictor=predictor(32, NEURONS - 1))
+    with pytest.raises(ValueError, match="all of its neurons"):
         executor_of(layer, 1).bundled_ffn(0, layout_of(layer), all_but_one, predictor=predictor(32, NEURONS))

@@ -248,7 +248,7 @@ def test_the_times_of_both_devices_are_kept_apart(batch: int, goes: str) -> None
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.one_of(st.integers(0, MIB), st.integers(440 * MIB, 500 * MIB)),
+    st.one_of(st.integers(0, MIB), st.integers(370 * MIB, 430 * MIB)),
     st.integers(80 * MIB, 140 * MIB),
     st.sampled_from(["all", "exact", "predicted"]),
     st.sampled_from(POLICIES),
@@ -441,7 +441,7 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
                 share = next(share for word, share in mass.items() if word in what)
                 assert (found.choice.mass_on_gpu >= share - 1e-12) is reached
     last = 1e9
-    for vram in (0, *range(440 * MIB, 500 * MIB, 4 * MIB)):
+    for vram in (0, *range(370 * MIB, 430 * MIB, 4 * MIB)):
         seconds = make_plan(replace(request, vram=vram, ram=None, policy="time")).choice.seconds
         assert seconds <= last * (1 + 1e-12)
         last = seconds

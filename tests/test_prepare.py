@@ -149,7 +149,7 @@ def test_a_described_and_a_measured_machine(
 
 @pytest.mark.parametrize(
     ("flags", "why", "selector"),
-    [(["--no-train"], "--no-train", "exact"), (["--selector", "exact"], "asks no predictor", "exact")],
+    [(["--no-train"], "--no-train", "exact"), (["--selector", "exact"], "uses no predictor", "exact")],
 )
 def test_without_predictors(
     model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], why: str, selector: str

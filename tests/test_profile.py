@@ -241,7 +241,7 @@ def test_other_options_start_anew(
     others = [str(tmp_path / name) for name in change.pop("corpus", [])] or corpora
     notes: list[str] = []
     again = made(path, others, notes=notes, **change)
-    assert again.tokens == again.file.profile.tokens and "starting anew" in notes[0]
+    assert again.tokens == again.file.profile.tokens and "starting over" in notes[0]
     fresh = tiny_llama(tmp_path / "fresh.gguf")
     made(fresh, others, **change)
     assert files(path) == files(fresh)

@@ -219,7 +219,7 @@ class Weights:
         s = self.s
         cache = _native.Cache(s.kv_type, self.layers, s.kv_heads, s.head_dim, N_PAGES)
         sizes = (MAX_TOKENS, s.d_model, s.d_ff, s.heads, s.kv_heads, s.head_dim)
-        p = _native.Program(_native.Pool(threads), cache, level, *sizes, s.embed_dim)
+        p = _native.Program(_native.Workspace(_native.Pool(threads), level), cache, *sizes, s.embed_dim)
         ropes = {base: p.add_rope(table, s.rope_factor) for base, table in self.frequencies.items()}
         positions = self.table("positions") if s.learned_positions else None
         p.embed(self.table("embed"), positions, OFFSET, self.packed.get("project_in"), s.embedding_scale)
@@ -256,8 +256,8 @@ class Weights:
     def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
         biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-        about = self.s.activation, self.s.threshold, self.norm(f"{i}.ffn_out_norm")
-        p.ffn(norm, self.packed.get(f"{i}.gate"), up, down, *biases, *about)
+        activation = _native.Activation(self.s.activation, self.s.threshold)
+        p.ffn(norm, self.packed.get(f"{i}.gate"), up, down, activation, *biases, self.norm(f"{i}.ffn_out_norm"))
 
 
 class Reference:
@@ -643,17 +643,18 @@ def test_wrong_wiring_is_refused() -> None:
         program.project(o, ones[:39].copy())
     with pytest.raises(ValueError, match="norm of the output projection"):
         program.project(o, norm=short)
+    silu = _native.Activation("silu")
     for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate), (None, down, down)):
         with pytest.raises(ValueError, match="width"):
-            program.ffn(norm, *weights_)
+            program.ffn(norm, *weights_, silu)
     with pytest.raises(ValueError, match="FFN norm"):
-        program.ffn(short, gate, up, down)
+        program.ffn(short, gate, up, down, silu)
     with pytest.raises(ValueError, match="norm of the FFN's output"):
-        program.ffn(norm, gate, up, down, out_norm=short)
+        program.ffn(norm, gate, up, down, silu, out_norm=short)
     with pytest.raises(ValueError, match="without a gate"):
-        program.ffn(norm, None, up, down, np.ones(72, np.float32))
+        program.ffn(norm, None, up, down, silu, np.ones(72, np.float32))
     with pytest.raises(ValueError, match="activation 'gelu'"):
-        program.ffn(norm, gate, up, down, activation="gelu")
+        _native.Activation("gelu")
     with pytest.raises(ValueError, match="another length"):
         program.normalise(short)
     with pytest.raises(ValueError, match="another length"):
@@ -687,12 +688,12 @@ def test_norms_are_checked() -> None:
 
 def test_wrong_sizes_are_refused() -> None:
     good = {"max_tokens": 4, "d_model": 32, "d_ff": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
-    pool, cache = _native.Pool(1), _native.Cache("f16", 1, 2, 8, 4)
+    workspace, cache = _native.Workspace(_native.Pool(1), ""), _native.Cache("f16", 1, 2, 8, 4)
     assert cache.pages == 4 and cache.nbytes == 4 * _native.kv_page_bytes("f16", 1, 2, 8)
     for change in ({"heads": 3}, {"kv_heads": 4}, {"head_dim": 16}, {"d_ff": 0}, {"max_tokens": -1}, {"embed_dim": 0}):
         with pytest.raises(ValueError):
-            _native.Program(pool, cache, "", **(good | change))
-    program = _native.Program(pool, cache, "", **good)
+            _native.Program(workspace, cache, **(good | change))
+    program = _native.Program(workspace, cache, **good)
     assert [program.add_rope(np.ones(n, np.float32), 1.0) for n in (4, 3)] == [0, 1]
     with pytest.raises(ValueError, match="rotary"):
         program.add_rope(np.ones(5, np.float32), 1.0)

@@ -122,7 +122,7 @@ def test_a_step_in_which_many_fire_goes_on_densely(case: families.Case, tmp_path
         with opened(path, selector="exact") as (executor, sparsity):
             assert sparsity is not None
             for ffn in executor._ffns.values():
-                executor._program.set_dense_above(ffn.op, above)
+                ffn.op.dense_above = above
             assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
             active.append(sparsity.report()["active_fraction"])
             rows.append(executor.neuron_counts(0)["rows"])

@@ -77,16 +77,18 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
     least, most = args.fires
     p = np.exp(rng.uniform(np.log(least), np.log(most), n))
     bias = np.array([NormalDist().inv_cdf(one) for one in p], np.float32)
-    biases = (bias, None, None) if args.gated else (None, bias, None)
+    biases = (bias, None) if args.gated else (None, bias)
     every = bundles(rng, config, layout, args.layers)
-    ops = [executor.bundled_ffn(0, layout, some, biases=biases, replace=True) for some in every]
+    parts = [executor.neuron_sum(0, layout, some, biases, count_fired=some is every[0]) for some in every]
     x = rng.standard_normal((max(args.tokens), k), np.float32)
     out = np.empty_like(x)
     fires = np.empty((len(x), n), bool)
+    fired_for = np.empty(n, np.int64)
     for t in range(len(x)):
-        executor.count_fired(ops[0])
-        executor.neuron_sum(ops[0], x[t : t + 1], None, out[t : t + 1])
-        fires[t] = executor.fired(ops[0], n) > 0
+        parts[0].clear()
+        parts[0].sum(x[t : t + 1], out[t : t + 1])
+        parts[0].fired(fired_for)
+        fires[t] = fired_for > 0
     named = (fires | (rng.random(fires.shape) < IN_VAIN * p / (1 - p))).astype(np.uint8)
     for tokens in args.tokens:
         fired = fires[:tokens].any(0)
@@ -96,9 +98,9 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
             taken = []
             for _ in range(args.rounds):
                 begin = time.perf_counter()
-                for op in ops:
-                    executor.neuron_sum(op, x[:tokens], names, out[:tokens])
-                taken.append((time.perf_counter() - begin) / len(ops))
+                for part in parts:
+                    part.sum(x[:tokens], out[:tokens], names)
+                taken.append((time.perf_counter() - begin) / len(parts))
             needed, way = gates * layout.gate_bytes + rest, "exact" if names is None else "named"
             print(
                 f"{gate_type}/{down_type} {tokens:3d} {way}: {1e3 * median(taken):8.2f} ms {needed / 1e6:7.1f} MB"

@@ -37,6 +37,7 @@ from powerinfer.devices.split import SplitExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.hybrid.load import load_split
+from powerinfer.hybrid.parts import CpuPart
 from powerinfer.hybrid.resolve import Resolved
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Placement, Tier
@@ -146,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with loaded(arguments) as executor:
         layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
-        for thing, name in ((link, "wait"), (executor.cpu, "neuron_sum"), (executor.gpu.buffers, "download")):
+        for thing, name in ((link, "wait"), (CpuPart, "sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
         document: dict[str, Any] = {}

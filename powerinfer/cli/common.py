@@ -1,4 +1,4 @@
-"""What the verbs share: flags made from the configuration's dataclasses, output, the model flag."""
+"""Shared by the verbs: flags generated from the configuration's dataclasses, output, the model flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and whose usage is short; the flags are listed below it anyway."""
+    """An ArgumentParser whose errors are one line and whose usage is short; the flags are listed below."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=_plain_formatter, allow_abbrev=False, **kwargs)
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _plain_formatter(prog: str) -> argparse.HelpFormatter:
-    """What argparse makes for every flag it is given; a fixed width spares it the question to the terminal."""
+    """argparse makes one for every flag; a fixed width saves querying the terminal."""
     return argparse.HelpFormatter(prog, width=80)
 
 
@@ -49,13 +49,18 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def common_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="end stdout with one JSON document, all else on stderr")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        "--json", action="store_true", help="end stdout with one JSON document; everything else goes to stderr"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
 
 def model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-m", "--model", metavar="MODEL", help="GGUF file, model folder or pulled name; default: the default model"
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="GGUF file, model folder or name of a local model; default: the default model",
     )
 
 
@@ -125,7 +130,7 @@ def config_flags(
 ) -> None:
     """Give `parser` a flag for each option of a configuration dataclass, with the class's own help and default.
 
-    `defaults` are those in which the verb differs from the class; `only`: the options that the verb has, None for all.
+    `defaults`: overrides of the verb; `only`: the options of the verb, None for all.
     """
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(config):
@@ -151,7 +156,7 @@ def config_flags(
 
 
 def config_from(args: argparse.Namespace, config: Callable[..., Any], **overrides: Any) -> Any:
-    """The configuration that the flags ask for; a field without a flag keeps its default."""
+    """The configuration from the flags; a field without a flag keeps its default."""
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     given = {name: value for name, value in vars(args).items() if name in names}
     if "logit_bias" in given:
@@ -163,7 +168,7 @@ def config_from(args: argparse.Namespace, config: Callable[..., Any], **override
 
 
 def checked_text(given: str | bytes, what: str) -> str:
-    """Text that came from outside as UTF-8; RequestError when it is not (Python marks such bytes in arguments)."""
+    """External text, which must be UTF-8; RequestError if it is not (Python marks such bytes in arguments)."""
     try:
         raw = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
         return raw.decode("utf-8")
@@ -172,18 +177,18 @@ def checked_text(given: str | bytes, what: str) -> str:
 
 
 class Output:
-    """Where a verb writes: people read stdout, or with --json a program reads one document at its end."""
+    """The output of a verb: text on stdout, or with --json one document at its end."""
 
     def __init__(self, json_mode: bool) -> None:
         self.json_mode = json_mode
         self._terminal = not json_mode and sys.stdout.isatty()
 
     def line(self, text: str = "") -> None:
-        """A line for people: stdout, or stderr with --json."""
+        """A line of text: stdout, or stderr with --json."""
         print(text, file=sys.stderr if self.json_mode else sys.stdout)
 
     def note(self, text: str) -> None:
-        """A remark beside the work: always stderr."""
+        """A note: always stderr."""
         print(text, file=sys.stderr, flush=True)
 
     def text(self, piece: str) -> None:
@@ -194,7 +199,7 @@ class Output:
         sys.stdout.flush()
 
     def document(self, document: dict[str, Any]) -> None:
-        """The result for programs: the last line of stdout, only with --json."""
+        """The result as JSON: the last line of stdout, only with --json."""
         if self.json_mode:
             import json
 
@@ -217,7 +222,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 
 
 def printable(text: str) -> str:
-    """Text that cannot command a terminal: control characters are shown, not sent."""
+    """Text that is safe for a terminal: control characters are escaped."""
     return text.translate(_CONTROLS)
 
 
@@ -230,7 +235,7 @@ def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
     from powerinfer.hub import resolve_model
 
     path = resolve_model(model, say=out.note)
-    # Loading makes a hundred thousand objects and no garbage: looking for some takes 10 ms of the start.
+    # Loading makes a hundred thousand objects and no garbage: collection would take 10 ms.
     gc.disable()
     try:
         from powerinfer.runtime.engine import LLM
@@ -246,7 +251,7 @@ def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
-    """`LLM.sparsity` without its layers, but how many decode one token which way; None for a dense model."""
+    """`LLM.sparsity` without its layers, with the number of layers by way instead; None for a dense model."""
     report = llm.sparsity
     if report is None:
         return None
@@ -258,7 +263,7 @@ def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
 
 
 def sparsity_text(sparsity: Mapping[str, Any]) -> str:
-    """What the tokens needed, for people, from `LLM.sparsity` or its summary."""
+    """`LLM.sparsity` or its summary as text."""
     if not sparsity["tokens"]:
         return "no token was computed sparsely"
     needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]

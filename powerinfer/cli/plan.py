@@ -39,16 +39,18 @@ TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
-    parser.add_argument("--shape", metavar="NAME|FILE", help="plan for a model that is only described: opt-175b, ...")
+    parser.add_argument("--shape", metavar="NAME|FILE", help="plan for a described model: opt-175b, ...")
     types = ("f16", "bf16", "q8_0", "q4_0")
     parser.add_argument("--dtype", choices=types, default="f16", help="type of a shape's weights (default f16)")
     parser.add_argument(
         "--hot-share",
         type=float,
         metavar="X",
-        help="assume that this share of a layer's neurons carries 80 %% of its activations, instead of a profile",
+        help="instead of a profile: share of a layer's neurons that carries 80 %% of its activations",
     )
-    parser.add_argument("--active", type=float, metavar="X", help="the same: fraction of neurons that fire for a token")
+    parser.add_argument(
+        "--active", type=float, metavar="X", help="instead of a profile: fraction of neurons that fire for a token"
+    )
     parser.add_argument("--dry-run", action="store_true", help="do not save the plan")
     config_flags(parser, PlanConfig, "plan")
     config_flags(parser, EngineConfig, "engine", only=ENGINE)
@@ -93,7 +95,7 @@ def _check(args: argparse.Namespace) -> None:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- text output
 
 
 def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
@@ -129,11 +131,11 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
         beyond = "" if one.within_machine else ", more than this machine has"
         out.line(f"- {one.what}: from {one.flag} {gib(one.bytes)}{beyond}")
     if document.path is not None:
-        out.line(f"kept in {document.path}")
+        out.line(f"saved in {document.path}")
 
 
 def _show_bytes(document: PlanDocument, out: Output) -> None:
-    """What is where: a row for each part, a column for each tier."""
+    """Bytes: a row for each use, a column for each tier."""
     tiers = document.bytes
     used = [tier for tier in TIER_NAMES if tiers[tier]]
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))

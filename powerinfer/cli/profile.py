@@ -29,7 +29,7 @@ ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     config_flags(parser, ProfileConfig, "profile")
-    parser.add_argument("--force", action="store_true", help="make the profile even if it is up to date")
+    parser.add_argument("--force", action="store_true", help="profile even if it is up to date")
     config_flags(parser, EngineConfig, "engine", only=ENGINE)
 
 
@@ -54,7 +54,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def _show(document: dict[str, Any], out: Output) -> None:
     out.line(f"{document['path']}: {document['tokens']} tokens in windows of {document['window']}")
     if document["tok_s"] is None:
-        out.line("up to date; nothing was done (--force makes it anew)")
+        out.line("up to date; nothing was done (--force profiles again)")
     else:
         out.line(f"profiled in {document['seconds']:.1f} s, {document['tok_s']:.0f} tokens/s")
     if document["samples"]:

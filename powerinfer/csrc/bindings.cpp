@@ -1,6 +1,7 @@
 // The only file that knows Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -10,16 +11,18 @@
 #include <string.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <stdexcept>
-#include <thread>
 
 #include "bundles.h"
+#include "ffn.h"
 #include "levels.h"
+#include "neuron_sum.h"
 #include "panels.h"
 #include "pool.h"
 #include "program.h"
-#include "sparse.h"
+#include "workspace.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -77,44 +80,25 @@ std::shared_ptr<Matrix> pack(Pool& pool, std::shared_ptr<Arena> arena, const std
   uint8_t* dst = arena->allocate(m->bytes());
   m->data = dst;
   m->arena = std::move(arena);
-  struct Job {
-    Matrix* m;
-    const uint8_t* src;
-    int64_t rows;
-    const int32_t* map;
-    uint8_t* dst;
-    Pool* pool;
-  };
-  Job job{m.get(), data.data(), rows, map ? map->data() : nullptr, dst, &pool};
   nb::gil_scoped_release release;
-  pool.run(
-      [](void* context, int t) {
-        const Job& j = *(Job*)context;
-        int64_t p0, p1;
-        share(j.m->panels, 1, j.pool->threads(), t, &p0, &p1);
-        pack_panels(j.m->type, j.src, j.rows, j.m->k, j.map, j.m->rows, j.dst, p0, p1);
-      },
-      &job);
+  pool.run([&](int thread) {
+    const Columns mine(*m, pool, thread);
+    pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, mine.p0, mine.p1);
+  });
   return m;
 }
 
 // Rows of activations in the forms asked for.
 struct Acts {
-  std::vector<uint16_t> b;
-  std::vector<int8_t> q;
-  std::vector<float> d, sd;
-  std::vector<int16_t> s;
+  ActMemory memory;
   PiActs acts;
   Acts(const PiKernels* kernels, const float* x, int64_t tokens, int64_t k, int forms)
-      : b((size_t)(tokens * pi_round_up(k, 32))),
-        q((size_t)(tokens * k + 64)),
-        d((size_t)(tokens * (k / 32 + 1))),
-        sd(d.size()),
-        s((size_t)(tokens * (k / 16 + 1))) {
-    acts = {x, b.data(), q.data(), d.data(), sd.data(), s.data(), k, k, pi_round_up(k, 32)};
+      : memory(tokens * pi_round_up(k, 32)), acts(memory.rows(k)) {
+    acts.f = x;
+    acts.ldf = k;
     for (int64_t i = 0; i < tokens; i++) {
       const PiActs row = pi_acts_from(&acts, i, 0);
-      kernels->forms(x + i * k, k, forms, &row);
+      kernels->forms(row.f, k, forms, &row);
     }
   }
 };
@@ -127,27 +111,15 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
   require((int64_t)out.shape(0) == tokens && (int64_t)out.shape(1) == w.panels * PI_LANES,
           "out must be [tokens, rows rounded up to 16]");
   const Acts own(kernels, x.data(), tokens, k, pi_form(w.type));
-  const PiActs& acts = own.acts;
   const PiLinear l{w.data, nullptr, out.data(), w.panels * PI_LANES, w.type, 0};
-  struct Job {
-    const PiKernels* kernels;
-    const PiLinear* l;
-    const PiActs* acts;
-    int64_t panels, tokens;
-    Pool* pool;
-  };
-  Job job{kernels, &l, &acts, w.panels, tokens, &pool};
   nb::gil_scoped_release release;
-  pool.run(
-      [](void* context, int t) {
-        const Job& j = *(Job*)context;
-        int64_t p0, p1;
-        share(j.panels, 1, j.pool->threads(), t, &p0, &p1);
-        std::vector<uint8_t> scratch((size_t)pi_linear_scratch(j.acts->k) + 64);
-        if (p0 < p1)
-          j.kernels->linear(j.l, j.acts, p0, p1, j.tokens, (void*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63));
-      },
-      &job);
+  pool.run([&](int thread) {
+    const Columns mine(w, pool, thread);
+    std::vector<uint8_t> scratch((size_t)pi_linear_scratch(k) + 64);
+    if (mine.lanes())
+      kernels->linear(&l, &own.acts, mine.p0, mine.p1, tokens,
+                      (void*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63));
+  });
 }
 
 int part_type(const std::string& name) {
@@ -182,28 +154,14 @@ void pack_parts(Pool& pool, const std::string& type_name, const std::string& kin
   const PiPart part = part_of(type_name, kind, k, rows, out.data(), out.shape(0), out.shape(1), pitch, at);
   require((int64_t)data.shape(0) == part_source_bytes(part.type, rows, k),
           "the data has another size than its shape and type say");
-  struct Job {
-    const PiPart& part;
-    int kind;
-    int64_t rows;
-    const uint8_t* src;
-    uint8_t* dst;
-    Pool* pool;
-  };
-  Job job{part, kind, rows, data.data(), out.data(), &pool};
   nb::gil_scoped_release release;
-  pool.run(
-      [](void* context, int t) {
-        const Job& j = *(Job*)context;
-        int64_t begin, end;
-        share((j.rows + PI_GROUP - 1) / PI_GROUP, 1, j.pool->threads(), t, &begin, &end);
-        for (int64_t g = begin; g < end; g++) {
-          pack_part(j.part.type, j.kind, std::min(j.rows - g * PI_GROUP, (int64_t)PI_GROUP), j.part.k,
-                    j.src + part_source_bytes(j.part.type, g * PI_GROUP, j.part.k), j.dst + g * j.part.stride,
-                    j.part.pitch, j.part.at);
-        }
-      },
-      &job);
+  pool.run([&](int thread) {
+    int64_t begin, end;
+    share((rows + PI_GROUP - 1) / PI_GROUP, 1, pool.threads(), thread, &begin, &end);
+    for (int64_t g = begin; g < end; g++)
+      pack_part(part.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), k,
+                data.data() + part_source_bytes(part.type, g * PI_GROUP, k), out.data() + g * part.stride, pitch, at);
+  });
 }
 
 void unpack_parts(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t pitch,
@@ -218,9 +176,8 @@ void unpack_parts(const std::string& type_name, const std::string& kind_name, in
 std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model,
                                       const std::optional<std::string>& gate_type, const std::string& up_type,
                                       const std::string& down_type, int64_t pitch, int64_t gate_at, int64_t up_at,
-                                      int64_t down_at, const std::string& activation, float threshold,
-                                      std::optional<Floats> gate_bias, std::optional<Floats> up_bias,
-                                      std::optional<Ints> counts) {
+                                      int64_t down_at, const Activation& activation, std::optional<Floats> gate_bias,
+                                      std::optional<Floats> up_bias, std::optional<Ints> counts) {
   auto b = std::make_shared<Bundles>();
   const int64_t groups = counts ? (int64_t)counts->shape(0) : (int64_t)data.shape(0);
   int64_t group_bytes = (int64_t)data.shape(1);
@@ -251,8 +208,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   b->up = part(up_type, PI_DOT, up_at);
   b->down = part(down_type, PI_ADD, down_at);
   b->neurons = neurons;
-  b->act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
-  b->threshold = threshold;
+  b->activation = activation;
   b->gate_bias = vector_of(gate_bias);
   b->up_bias = vector_of(up_bias);
   require(b->neurons > 0 && (b->gate_bias.empty() || (int64_t)b->gate_bias.size() == b->neurons) &&
@@ -287,84 +243,71 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
 
 const char* const WAYS[N_WAYS] = {"dense", "exact", "predicted"};
 
+// nullptr where there are no matrices.
 std::unique_ptr<Predictor> predictor_of(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold,
                                         int64_t floor) {
   require((bool)in == (bool)out, "a predictor has two matrices");
-  return in ? std::make_unique<Predictor>(Predictor{std::move(in), std::move(out), threshold, floor}) : nullptr;
+  return in ? std::make_unique<Predictor>(std::move(in), std::move(out), threshold, floor) : nullptr;
 }
 
-void sparsify(Program& p, size_t op, std::shared_ptr<Bundles> bundles, std::shared_ptr<Matrix> in,
-              std::shared_ptr<Matrix> out, float threshold, int64_t floor, float most, int64_t recall_every) {
-  p.sparsify(op, std::move(bundles), predictor_of(std::move(in), std::move(out), threshold, floor), most, recall_every);
+using Counts = std::map<std::string, int64_t>;
+
+Counts counts_of(const NeuronSum& sum) {
+  const NeuronStats& s = sum.stats;
+  return {{"steps", s.steps},           {"tokens", s.tokens},
+          {"active", s.active},         {"candidates", s.candidates},
+          {"first_rows", s.first_rows}, {"up_rows", s.up_rows},
+          {"down_rows", s.down_rows},   {"shared_scales", s.shared_scales}};
 }
 
-void neurons_ffn(Program& p, const Norm* norm, std::shared_ptr<Bundles> bundles, std::optional<Floats> down_bias,
-                 bool replace, float most, std::shared_ptr<Matrix> inner, std::shared_ptr<Matrix> outer,
-                 float threshold, int64_t floor, const Norm* out_norm) {
-  FfnInput in;
-  in.norm = norm_of(norm);
-  in.out_norm = norm_of(out_norm);
-  in.down_bias = vector_of(down_bias);
-  in.act = bundles->act;
-  in.threshold = bundles->threshold;
-  in.replace = replace;
-  p.neurons_ffn(std::move(in), std::move(bundles), predictor_of(std::move(inner), std::move(outer), threshold, floor),
-                most);
-}
-
-// out = what an FFN that has bundles alone makes of x.
-bool neuron_sum(Program& p, size_t op, Floats2 x, std::optional<Bytes2> names, OutFloats2 out) {
-  const Bundles& b = *p.sparse(op).bundles;
-  const int64_t k = p.sizes.d_model;
-  Step step;
-  step.tokens = (int64_t)x.shape(0);
-  require(step.tokens > 0 && step.tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
-  require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k,
+bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2> selected,
+                std::optional<Floats> weight) {
+  const size_t k = (size_t)sum.bundles->up.k, tokens = x.shape(0), neurons = sum.bundles->members.size();
+  require(tokens > 0 && x.shape(1) == k && out.shape(0) == tokens && out.shape(1) == k,
           "x and out must be [tokens, d_model]");
-  require(!names || (names->shape(0) == x.shape(0) && names->shape(1) == b.members.size()),
-          "names must be [tokens, neurons]");
+  require(!selected || (selected->shape(0) == tokens && selected->shape(1) == neurons),
+          "selected must be [tokens, neurons]");
+  require(!weight || weight->shape(0) == tokens, "weight must be [tokens]");
   nb::gil_scoped_release release;
-  if (names) {
-    uint8_t any = 0;
-    for (size_t i = 0; i < names->size(); i++) any |= names->data()[i];
-    if (!any) {
-      memset(out.data(), 0, out.size() * sizeof(float));
-      return false;
-    }
-  }
-  for (int64_t i = 0; i < step.tokens; i++) memcpy(p.x + i * p.ldx, x.data() + i * k, (size_t)k * sizeof(float));
-  p.names = names ? names->data() : nullptr;
-  p.run_alone(step, op);
-  p.names = nullptr;
-  for (int64_t i = 0; i < step.tokens; i++) memcpy(out.data() + i * k, p.x + i * p.ldx, (size_t)k * sizeof(float));
-  return true;
+  return sum.sum(x.data(), (int64_t)tokens, selected ? selected->data() : nullptr, weight ? weight->data() : nullptr,
+                 out.data());
 }
 
-void set_ways(Program& p, size_t op, const std::vector<std::string>& names) {
-  SparseFfn& s = p.sparse(op);
+void fired(const NeuronSum& sum, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+  const std::vector<int32_t>& members = sum.bundles->members;
+  require(!sum.fired.empty() && out.shape(0) == members.size(),
+          "what fires is not counted, or of another number of neurons");
+  for (size_t j = 0; j < out.shape(0); j++) out.data()[j] = sum.fired[(size_t)members[j]];
+}
+
+void clear(NeuronSum& sum) {
+  sum.stats = {};
+  std::fill(sum.fired.begin(), sum.fired.end(), 0);
+}
+
+NeuronSum& neurons_of(const Ffn& ffn) {
+  require((bool)ffn.neurons, "that FFN has no bundles");
+  return *ffn.neurons;
+}
+
+void set_ways(Ffn& ffn, const std::vector<std::string>& names) {
+  neurons_of(ffn);
   require(names.size() == PI_NEURON_TOKENS, "a way is needed for each number of tokens");
   Way ways[PI_NEURON_TOKENS];
   for (size_t i = 0; i < names.size(); i++) {
     ways[i] = (Way)index_of(WAYS, N_WAYS, names[i], "way");
-    require(ways[i] != WAY_PREDICTED || s.predictor, "that operator has no predictor");
+    require(ways[i] != WAY_PREDICTED || ffn.predictor, "that FFN has no predictor");
   }
-  std::copy(ways, ways + PI_NEURON_TOKENS, s.ways + 1);
+  std::copy(ways, ways + PI_NEURON_TOKENS, ffn.ways + 1);
 }
 
-std::vector<std::pair<std::string, int64_t>> neuron_stats(const Program& p, size_t op) {
-  const NeuronStats& s = p.sparse(op).stats;
-  return {{"steps", s.steps},
-          {"exact_steps", s.exact_steps},
-          {"tokens", s.tokens},
-          {"active", s.active},
-          {"candidates", s.candidates},
-          {"first_rows", s.first_rows},
-          {"up_rows", s.up_rows},
-          {"down_rows", s.down_rows},
-          {"shared_scales", s.shared_scales},
-          {"sampled_tokens", s.sampled_tokens},
-          {"sampled_active", s.sampled_active},
-          {"sampled_found", s.sampled_found}};
+Counts ffn_counts(const Ffn& ffn) {
+  Counts counts = counts_of(neurons_of(ffn));
+  counts["exact_steps"] = ffn.exact_steps;
+  counts["sampled_tokens"] = ffn.recall.tokens;
+  counts["sampled_active"] = ffn.recall.active;
+  counts["sampled_found"] = ffn.recall.found;
+  return counts;
 }
 
 void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
@@ -415,6 +358,9 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.doc() =
+      "The native module: packed weights, kernels of every instruction-set level, and programs of fused operators.\n\n"
+      "Arrays are C-contiguous and of exactly the type written here. Wrong shapes, names and numbers are ValueErrors.";
   m.attr("PAGE") = (int)PI_PAGE;
   m.attr("LANES") = (int)PI_LANES;
   m.attr("TYPES") = nb::cast(std::vector<std::string>(TYPES, TYPES + PI_N_TYPES));
@@ -458,8 +404,12 @@ NB_MODULE(_native, m) {
       .def_ro("k", &Matrix::k)
       .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
       .def_prop_ro("nbytes", &Matrix::bytes);
-  m.def("pack", &pack, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none());
-  m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert());
+  m.def(
+      "pack", &pack, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
+      "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
+      "where that is -1.");
+  m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
+        "out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES].");
 
   m.attr("NEURON_TOKENS") = (int)PI_NEURON_TOKENS;
   m.def(
@@ -475,15 +425,30 @@ NB_MODULE(_native, m) {
       "k"_a, "Bytes of the scales that the rows of a group share.");
   m.attr("GROUP") = (int)PI_GROUP;
   m.def("pack_part", &pack_parts, "pool"_a, "type"_a, "kind"_a, "rows"_a, "k"_a, "data"_a, "out"_a.noconvert(),
-        "pitch"_a, "at"_a);
-  m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert());
-  nb::class_<Bundles>(m, "Bundles")
+        "pitch"_a, "at"_a,
+        "Write one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.\n\n"
+        "data: rows as a model file stores them; out: [groups, bytes of a group]; kind: \"dot\" (gate, up) or \"add\"\n"
+        "(down).");
+  m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert(),
+        "The values of one part of bundles: data [groups, bytes of a group], out [rows, k].");
+  nb::class_<Activation>(m, "Activation", "The activation of an FFN: a name of ACTIVATIONS; threshold: of fatrelu.")
+      .def(
+          "__init__",
+          [](Activation* activation, const std::string& name, float threshold) {
+            new (activation) Activation{index_of(ACTIVATIONS, PI_N_ACTS, name, "activation"), threshold};
+          },
+          "name"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f);
+
+  nb::class_<Bundles>(m, "Bundles",
+                      "Neurons of a layer, each with its rows of gate and up and its column of down.\n\n"
+                      "data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of\n"
+                      "groups that differ. Biases have a value for every place of a group.")
       .def(nb::new_(&make_bundles), "data"_a.noconvert(), "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
-           "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a, "threshold"_a,
-           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "counts"_a = nb::none(),
-           nb::keep_alive<0, 2>())  // 1 is the class
+           "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a, "gate_bias"_a = nb::none(),
+           "up_bias"_a = nb::none(), "counts"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
-      .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "most"_a = 0.0f);
+      .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "most"_a = 0.0f,
+           "Add to out what the listed neurons make of x, both [tokens, d_model], by one thread.");
 
   nb::class_<Table>(m, "Table")
       .def(
@@ -522,73 +487,135 @@ NB_MODULE(_native, m) {
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
 
-  nb::class_<Watch>(m, "Watch")
+  nb::class_<Workspace>(m, "Workspace",
+                        "Kernels of a level, and the scratch memory of everything that runs on a pool with them.")
       .def(
           "__init__",
-          [](Watch* watch, const Program& p) {
-            new (watch) Watch(p.sizes.d_ff, p.sizes.max_tokens, p.pool->threads());
+          [](Workspace* w, std::shared_ptr<Pool> pool, const std::string& level) {
+            new (w) Workspace(std::move(pool), find_level(level));
           },
-          "program"_a)
-      .def_rw("gate", &Watch::gate)
-      .def_rw("silence", &Watch::silence)
-      .def_rw("measure", &Watch::measure)
-      .def_prop_rw(
-          "most", [](const Watch& w) { return w.most; },
-          [](Watch& w, float most) {
-            require(most >= 0, "a threshold is negative or no number");
-            w.most = most;
-          })
-      .def("clear", &Watch::clear)
-      .def_prop_ro("damaged",
-                   [](const Watch& w) {
-                     return std::any_of(w.damaged.begin(), w.damaged.end(), [](char one) { return one != 0; });
-                   })
-      .def_prop_ro("counts",
-                   [](Watch& w) {
-                     return nb::ndarray<nb::numpy, const int64_t, nb::ndim<1>>(w.counts.data(), {(size_t)w.d_ff},
-                                                                               nb::find(w));
-                   })
-      .def_prop_ro("magnitudes",
-                   [](Watch& w) {
-                     return nb::ndarray<nb::numpy, const int64_t, nb::ndim<2>>(
-                         w.magnitudes.data(), {w.damaged.size(), (size_t)Watch::BINS}, nb::find(w));
-                   })
+          "pool"_a, "level"_a);
+
+  nb::class_<NeuronSum>(m, "NeuronSum",
+                        "A part of an FFN: some neurons of one layer, and the sum that they add to the output.\n\n"
+                        "most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the\n"
+                        "tokens that it fires for. Steps of up to NEURON_TOKENS tokens are counted.")
+      .def(nb::init<std::shared_ptr<Workspace>, std::shared_ptr<Bundles>, float, bool>(), "workspace"_a, "bundles"_a,
+           "most"_a = 0.0f, "count_fired"_a = false)
+      .def("sum", &neuron_sum, "x"_a, "out"_a.noconvert(), "selected"_a = nb::none(), "weight"_a = nb::none(),
+           "out = weight * the sum of the selected neurons; x and out: [tokens, d_model].\n\n"
+           "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
+           "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
+      .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
+      .def("counts", &counts_of,
+           "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.")
+      .def("fired", &fired, "out"_a.noconvert(), "out = tokens that each neuron fired for, [neurons].")
+      .def("clear", &clear, "Begin to count anew.");
+
+  nb::class_<Op>(m, "Operator", "An operator of a program, the number-th that it runs.").def_ro("number", &Op::number);
+  nb::class_<Ffn, Op>(m, "Ffn", "An FFN that has its matrices; it may also have its neurons as bundles.")
       .def(
-          "active",
-          [](Watch& w, int64_t tokens) {
-            require(tokens > 0 && tokens <= w.max_tokens, "a step takes between 1 and max_tokens tokens");
-            return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>(
-                w.bits.data(), {(size_t)tokens, (size_t)((w.d_ff + 7) / 8)}, nb::find(w), {2 * w.words, 1});
+          "sparsify",
+          [](Ffn& ffn, std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
+             std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor, float most,
+             int64_t recall_every) {
+            ffn.sparsify(std::move(workspace), std::move(bundles),
+                         predictor_of(std::move(in), std::move(out), threshold, floor), most, recall_every);
           },
-          "tokens"_a)
-      .def_prop_ro_static("BINS_PER_OCTAVE", [](nb::handle) { return (int)Watch::PER_OCTAVE; })
-      .def_prop_ro_static("LOWEST_OCTAVE", [](nb::handle) { return (int)Watch::LOW; });
+          "workspace"_a, "bundles"_a, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(),
+          "threshold"_a = 0.0f, "floor"_a = 0, "most"_a = 0.0f, "recall_every"_a = 0,
+          "Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose\n"
+          "result neurons from `threshold` on are candidates, `floor` at least. It stays dense until `set_ways`.\n\n"
+          "most: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
+          "predictor's recall, 0: none.")
+      .def_prop_rw(
+          "dense_above", [](const Ffn& ffn) { return ffn.dense_above; },
+          [](Ffn& ffn, double share) {
+            require(share >= 0 && share <= 1, "a share lies between 0 and 1");
+            ffn.dense_above = share;
+          },
+          "The share of neurons that may fire until an exact step computes the rest from the matrices.")
+      .def("set_ways", &set_ways, "ways"_a,
+           "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\", \"exact\" or \"predicted\".")
+      .def("counts", &ffn_counts, "As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found.")
+      .def("clear", &Ffn::clear_stats, "Begin to count anew.");
+  nb::class_<BundledFfn, Op>(m, "BundledFfn", "An FFN that has its neurons as bundles alone.")
+      .def_prop_ro("neurons", [](const BundledFfn& ffn) { return ffn.neurons; })
+      .def_prop_rw(
+          "predicts", [](const BundledFfn& ffn) { return ffn.predicts; },
+          [](BundledFfn& ffn, bool on) { ffn.predicts = on; }, "Whether its predictor is asked, if it has one.");
+
+  auto watch =
+      nb::class_<Watch>(m, "Watch",
+                        "What is seen at a program's FFNs: views of its own memory, in which the next FFN's run shows.")
+          .def(
+              "__init__",
+              [](Watch* watch, const Program& p) {
+                new (watch) Watch(p.workspace->kernels, p.sizes.d_ff, p.sizes.max_tokens, p.workspace->pool->threads());
+              },
+              "program"_a)
+          .def_rw("gate", &Watch::gate)
+          .def_rw("silence", &Watch::silence)
+          .def_rw("measure", &Watch::measure)
+          .def_prop_rw(
+              "most", [](const Watch& w) { return w.most; },
+              [](Watch& w, float most) {
+                require(most >= 0, "a threshold is negative or no number");
+                w.most = most;
+              })
+          .def("clear", &Watch::clear)
+          .def_prop_ro("damaged",
+                       [](const Watch& w) {
+                         return std::any_of(w.damaged.begin(), w.damaged.end(), [](char one) { return one != 0; });
+                       })
+          .def_prop_ro("counts",
+                       [](Watch& w) {
+                         return nb::ndarray<nb::numpy, const int64_t, nb::ndim<1>>(w.counts.data(), {(size_t)w.d_ff},
+                                                                                   nb::find(w));
+                       })
+          .def_prop_ro("magnitudes",
+                       [](Watch& w) {
+                         return nb::ndarray<nb::numpy, const int64_t, nb::ndim<2>>(
+                             w.magnitudes.data(), {w.damaged.size(), (size_t)Watch::BINS}, nb::find(w));
+                       })
+          .def(
+              "active",
+              [](Watch& w, int64_t tokens) {
+                require(tokens > 0 && tokens <= w.max_tokens, "a step takes between 1 and max_tokens tokens");
+                return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>(
+                    w.bits.data(), {(size_t)tokens, (size_t)((w.d_ff + 7) / 8)}, nb::find(w), {2 * w.words, 1});
+              },
+              "tokens"_a);
+  watch.attr("BINS_PER_OCTAVE") = (int)Watch::PER_OCTAVE;
+  watch.attr("LOWEST_OCTAVE") = (int)Watch::LOW;
 
   nb::class_<Program>(m, "Program")
       .def(
           "__init__",
-          [](Program* p, std::shared_ptr<Pool> pool, std::shared_ptr<Cache> cache, const std::string& level,
-             int64_t max_tokens, int64_t d_model, int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim,
+          [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
+             int64_t d_model, int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim,
              std::optional<int64_t> embed_dim) {
             const Sizes sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim, embed_dim.value_or(d_model)};
             require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0 &&
                         sizes.embed_dim > 0,
                     "sizes must be positive");
-            new (p) Program(std::move(pool), std::move(cache), find_level(level), sizes);
+            new (p) Program(std::move(workspace), std::move(cache), sizes);
           },
-          "pool"_a, "cache"_a, "level"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
+          "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
           "embed_dim"_a = nb::none())
       .def(
           "add_rope",
           [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
-          "frequencies"_a, "factor"_a)
+          "frequencies"_a, "factor"_a,
+          "Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index.")
       .def(
           "embed",
           [](Program& p, std::shared_ptr<Table> table, std::shared_ptr<Table> positions, int64_t offset,
              std::shared_ptr<Matrix> project,
              float scale) { p.embed({std::move(table), std::move(positions), offset, std::move(project), scale}); },
           "table"_a, "positions"_a = nb::none(), "offset"_a = 0, "project"_a = nb::none(), "scale"_a = 1.0f,
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          "x = project . scale * row of the token + row of the position, which are `offset` rows behind.")
       .def(
           "attention_input",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k,
@@ -601,74 +628,51 @@ NB_MODULE(_native, m) {
           },
           "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(),
           "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "rope"_a = -1,
-          "scale"_a = nb::none())
-      .def("attention", &Program::attention, "layer"_a, "window"_a)
+          "scale"_a = nb::none(),
+          "q, cache = rope(norm(x) . q, k, v).\n\n"
+          "q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,\n"
+          "-1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.")
+      .def("attention", &Program::attention, "layer"_a, "window"_a, "attended = softmax(q k) v; window 0: none.")
       .def(
           "project",
           [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
             p.project(std::move(w), vector_of(bias), norm_of(norm));
           },
-          "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none())
+          "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
       .def(
           "ffn",
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
-             std::shared_ptr<Matrix> down, std::optional<Floats> gate_bias, std::optional<Floats> up_bias,
-             std::optional<Floats> down_bias, const std::string& activation, float threshold, const Norm* out_norm) {
-            p.ffn({norm_of(norm), norm_of(out_norm), std::move(gate), std::move(up), std::move(down),
-                   vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias),
-                   index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold});
+             std::shared_ptr<Matrix> down, const Activation& activation, std::optional<Floats> gate_bias,
+             std::optional<Floats> up_bias, std::optional<Floats> down_bias, const Norm* out_norm) {
+            return p.ffn({norm_of(norm), norm_of(out_norm), std::move(gate), std::move(up), std::move(down),
+                          vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias), activation});
           },
-          "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(),
-          "down_bias"_a = nb::none(), "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f,
-          "out_norm"_a = nb::none())
-      .def("neurons_ffn", &neurons_ffn, "norm"_a.none(), "bundles"_a, "down_bias"_a = nb::none(), "replace"_a = false,
-           "most"_a = 0.0f, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(),
-           "predictor_threshold"_a = 0.0f, "floor"_a = 0, "out_norm"_a = nb::none())
+          "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "gate_bias"_a = nb::none(),
+          "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "out_norm"_a = nb::none(),
+          "x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); without a gate down . act(up . n).")
       .def(
-          "set_predicts", [](Program& p, size_t op, bool on) { p.sparse(op).predicts = on; }, "op"_a, "on"_a)
-      .def("replace_bundles", &Program::replace_bundles, "op"_a, "bundles"_a)
-      .def(
-          "count_fired",
-          [](Program& p, size_t op, bool on) {
-            SparseFfn& s = p.sparse(op);
-            s.fired.assign(on ? (size_t)s.bundles->neurons : 0, 0);
+          "bundled_ffn",
+          [](Program& p, const Norm* norm, std::shared_ptr<NeuronSum> neurons, std::optional<Floats> down_bias,
+             std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor,
+             const Norm* out_norm) {
+            return p.bundled_ffn(norm_of(norm), norm_of(out_norm), vector_of(down_bias), std::move(neurons),
+                                 predictor_of(std::move(in), std::move(out), threshold, floor));
           },
-          "op"_a, "on"_a)
-      .def(
-          "fired",
-          [](Program& p, size_t op, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
-            const SparseFfn& s = p.sparse(op);
-            require(!s.fired.empty() && out.shape(0) == s.bundles->members.size(),
-                    "what fires is not counted, or of another number of neurons");
-            for (size_t j = 0; j < out.shape(0); j++) out.data()[j] = s.fired[(size_t)s.bundles->members[j]];
-          },
-          "op"_a, "out"_a.noconvert())
-      .def("neuron_sum", &neuron_sum, "op"_a, "x"_a, "names"_a.none(), "out"_a.noconvert())
-      .def("sparsify", &sparsify, "op"_a, "bundles"_a, "predictor_in"_a.none(), "predictor_out"_a.none(), "threshold"_a,
-           "floor"_a, "most"_a, "recall_every"_a)
-      .def("set_ways", &set_ways, "op"_a, "ways"_a)
-      .def(
-          "set_dense_above",
-          [](Program& p, size_t op, double share) {
-            require(share >= 0 && share <= 1, "a share lies between 0 and 1");
-            p.sparse(op).dense_above = share;
-          },
-          "op"_a, "share"_a)
-      .def("neuron_stats", &neuron_stats, "op"_a)
-      .def(
-          "clear_neuron_stats", [](Program& p, size_t op) { p.sparse(op).stats = {}; }, "op"_a)
-      .def("normalise", &Program::normalise, "norm"_a)
+          "norm"_a.none(), "neurons"_a, "down_bias"_a = nb::none(), "predictor_in"_a = nb::none(),
+          "predictor_out"_a = nb::none(), "threshold"_a = 0.0f, "floor"_a = 0, "out_norm"_a = nb::none(),
+          "x += out_norm(sum of the neurons of norm(x) + down_bias). A predictor (see Ffn.sparsify) selects, of all\n"
+          "neurons, those of steps of up to NEURON_TOKENS tokens.")
+      .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
             p.head(norm_of(norm), std::move(project), std::move(w));
           },
-          "norm"_a.none(), "w"_a, "project"_a = nb::none())
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "logits = w . project . norm(x).")
       .def(
           "set_watch",
           [](Program& p, std::shared_ptr<Watch> watch) {
-            require(!watch || (watch->d_ff == p.sizes.d_ff && watch->max_tokens == p.sizes.max_tokens &&
-                               (int)watch->damaged.size() == p.pool->threads()),
+            require(!watch || watch->suits(p.sizes.d_ff, p.sizes.max_tokens, p.workspace->pool->threads()),
                     "a watch for another program");
             p.watch = std::move(watch);
           },
@@ -680,10 +684,13 @@ NB_MODULE(_native, m) {
             return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.x, {(size_t)tokens, (size_t)p.sizes.d_model},
                                                               nb::find(p), {p.ldx, 1});
           },
-          "tokens"_a)
+          "tokens"_a,
+          "x as the operators so far left it, [tokens, d_model]: the program's own memory, which may be written.")
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)
-      .def("take_times", &Program::take_times)
+      .def("take_times", &Program::take_times, "Seconds spent in each operator since the last call, while `timed`.")
       .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
-           "first"_a, "last"_a, "vocab"_a);
+           "first"_a, "last"_a, "vocab"_a,
+           "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
+           "logit_rows go to logits [rows, vocab rounded up to LANES].");
 }

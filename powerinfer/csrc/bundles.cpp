@@ -30,7 +30,8 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
 
 bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0; }
 
-// One block on its way: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as `count` pairs.
+// One block on its way: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
+// `count` pairs.
 struct Work {
   const PiKernels* kernels;
   const Bundles& b;
@@ -57,7 +58,7 @@ struct Work {
       float* a = h(t);
       if (f.known)
         for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
-      else kernels->activate(b.act == PI_DRELU ? PI_RELU : b.act, b.threshold, a, nullptr, pi_round_up(n, PI_LANES));
+      else b.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES));
       if (f.wanted)
         for (int64_t j = 0; j < n; j++)
           if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
@@ -71,7 +72,7 @@ struct Work {
     dots(b.up, b.up_bias, block.more);
     for (int64_t t = 0; t < tokens; t++) {
       float *a = h(t), *u = more(t);
-      if (b.act == PI_DRELU) kernels->activate(PI_RELU, 0.0f, u, nullptr, pi_round_up(n, PI_LANES));
+      b.activation.apply_second(kernels, u, pi_round_up(n, PI_LANES));
       for (int64_t j = 0; j < n; j++) a[j] *= u[j];
     }
   }
@@ -135,7 +136,7 @@ struct Work {
       for (int64_t i = 0; i < count; i++) a[i] = f.known[block.pairs[i].token * f.ld + block.pairs[i].neuron];
     } else {
       dot_pairs(b.first(), b.first_bias(), a);
-      kernels->activate(b.act == PI_DRELU ? PI_RELU : b.act, b.threshold, a, nullptr, pi_round_up(count, PI_LANES));
+      b.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES));
     }
     if (f.most > 0.0f)
       for (int64_t i = 0; i < count; i++)
@@ -144,7 +145,7 @@ struct Work {
 
   void multiply_up_pairs() {
     dot_pairs(b.up, b.up_bias, block.more);
-    if (b.act == PI_DRELU) kernels->activate(PI_RELU, 0.0f, block.more, nullptr, pi_round_up(count, PI_LANES));
+    b.activation.apply_second(kernels, block.more, pi_round_up(count, PI_LANES));
     for (int64_t i = 0; i < count; i++) block.h[i] *= block.more[i];
   }
 

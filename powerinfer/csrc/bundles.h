@@ -3,12 +3,14 @@
 #pragma once
 #include <vector>
 
+#include "activation.h"
 #include "table.h"
 
-// Bytes in which `rows` neurons of a part come to pack_part: stored rows; of Q4_0X32 whole groups, each a run of k blocks of Q4_0.
+// Bytes in which `rows` neurons of a part come to pack_part: stored rows; of Q4_0X32 whole groups, each a run of k
+// blocks of Q4_0.
 int64_t part_source_bytes(int type, int64_t rows, int64_t k);
-// One part of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, and the part at byte `at` of each. Neurons that
-// are missing become zeros.
+// One part of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, and the part at byte `at` of each.
+// Neurons that are missing become zeros.
 void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
                int64_t at);
 // The values of neuron i of a part.
@@ -21,8 +23,7 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 struct Bundles {
   PiPart gate, up, down;  // gate.groups null: no gate
   int64_t neurons;        // places: where groups have fewer bundles, some are empty
-  int act;
-  float threshold;
+  Activation activation;
   std::vector<float> gate_bias, up_bias;  // empty: none
   std::vector<int32_t> members;           // the places that hold a neuron, ascending
   std::vector<int64_t> offsets;           // of groups, where some have fewer bundles; else empty
@@ -46,8 +47,8 @@ struct NeuronBlock {
   PiPair pairs[CELLS];     // neurons with tokens, where few are left; then h has a value of each
 };
 
-struct
-    NeuronCounts {  // rows of bundles that were read, scales that rows share, and neurons that were not zero, of all tokens
+// Rows of bundles that were read, scales that rows share, and neurons that were not zero, of all tokens.
+struct NeuronCounts {
   int64_t first, up, down, shared, active;
 };
 
@@ -60,9 +61,10 @@ struct Firing {
   float most;              // activations up to `most` in magnitude count as zero
 };
 
-// out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a gate fired, then
-// down where h is not zero, in one pass over the list. A row meets the tokens that need it, or, where those are many, all.
-// tokens: at most PI_NEURON_TOKENS. fired: by place, to which the tokens that a neuron fired for are added.
+// out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a
+// gate fired, then down where h is not zero, in one pass over the list. A row meets the tokens that need it, or, where
+// those are many, all. tokens: at most PI_NEURON_TOKENS. fired: by place, to which the tokens that a neuron fired for
+// are added.
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
                  int64_t n, const Firing& firing, NeuronBlock& block, float* out, int64_t ldo, NeuronCounts& counts,
                  int64_t* fired = nullptr);

@@ -25,9 +25,10 @@ PI_INLINE int32_t word(const int8_t* p) {
 }
 
 // ---- Quantised weights -------------------------------------------------------------------------------------------
-// A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<g>() gives the codes of four k
-// of 16 rows; scales() the factor of the block and, with MIN, what is added per unit of activation. Codes below zero are stored moved up by
-// OFFSET, which the integer sum takes out again. HALVES 2: each 16 k have a factor of their own (Q6_K).
+// A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<g>()
+// gives the codes of four k of 16 rows; scales() the factor of the block and, with MIN, what is added per unit of
+// activation. Codes below zero are stored moved up by OFFSET, which the integer sum takes out again. HALVES 2: each 16
+// k have a factor of their own (Q6_K).
 
 struct Scales {
   f32x16 d, m;
@@ -168,7 +169,8 @@ void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
   }
 }
 
-// Where the panels of a call lie: codes and scales of panel p at p times their strides. The panels after these begin `next` bytes later.
+// Where the panels of a call lie: codes and scales of panel p at p times their strides. The panels after these begin
+// `next` bytes later.
 struct Panels {
   const uint8_t *codes, *scales;
   int64_t codes_stride, scales_stride, next = 0;
@@ -394,7 +396,8 @@ PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
 
 template <class W, int P, int T>
 void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
-  // Few tokens: the matrix passes by once, in four address streams, which feed one core best, or in two where the sums need the registers.
+  // Few tokens: the matrix passes by once, in four address streams, which feed one core best, or in two where the sums
+  // need the registers.
   if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);
   if constexpr (T > 1)
     if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);

@@ -1,5 +1,5 @@
-// Kernels over the bundles of single neurons, written once over simd.h and compiled once per level. Several rows pass by at
-// once, which is how many streams feed one core best, and the ones after them are asked for meanwhile: they lie
+// Kernels over the bundles of single neurons, written once over simd.h and compiled once per level. Several rows pass
+// by at once, which is how many streams feed one core best, and the ones after them are asked for meanwhile: they lie
 // anywhere. A dot product and a column's sum are the same chain of operations whatever the tokens and rows beside them.
 #include "simd.h"
 #include "table.h"
@@ -125,8 +125,8 @@ struct DotBF16 {
   }
 };
 
-// Quantised rows: 16 blocks at a time, one in each lane, so that 512 elements end in one multiplication with their scales.
-// Beyond the end of a row all scales are zero.
+// Quantised rows: 16 blocks at a time, one in each lane, so that 512 elements end in one multiplication with their
+// scales. Beyond the end of a row all scales are zero.
 struct CodesQ8_0 {
   enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8 };
   static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return dot_vs_start(sum); }
@@ -239,8 +239,8 @@ void dot_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs*
 }
 
 // ---- Rows added up ------------------------------------------------------------------------------------------------
-// Columns run inside, so that the sums stay in the L1 cache. The sum of a column is a plain chain over the rows: leaving
-// out a row whose factor is zero does not change a bit.
+// Columns run inside, so that the sums stay in the L1 cache. The sum of a column is a plain chain over the rows:
+// leaving out a row whose factor is zero does not change a bit.
 
 enum { PIECE = 512 };                // columns whose scales are multiplied in one go
 constexpr int64_t ADDED_TOKENS = 8;  // to which rows are added in one go
@@ -414,8 +414,8 @@ void add_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const float* 
   }
 }
 
-// What add_groups reads, line by line in the order of addresses within a group: that is how the processor's own prefetcher
-// comes to help. Rows of the groups in turn, each group's scales behind its rows.
+// What add_groups reads, line by line in the order of addresses within a group: that is how the processor's own
+// prefetcher comes to help. Rows of the groups in turn, each group's scales behind its rows.
 struct Ahead {
   const PiPart* part;
   const int32_t* index;
@@ -447,16 +447,16 @@ struct Ahead {
   }
 };
 
-// Up to eight rows of a group, and the factors by which they are added to a token's output, zeros where there are fewer rows.
-// first, last: whether rows came before, whose whole numbers are in `sums`, and whether more are to come.
+// Up to eight rows of a group, and the factors by which they are added to a token's output, zeros where there are fewer
+// rows. first, last: whether rows came before, whose whole numbers are in `sums`, and whether more are to come.
 struct GroupStep {
   const uint8_t* row[8];
   int32_t by[2], start;
   bool first, last;
 };
 
-// Four rows side by side meet four factors as the words that an integer product wants, so a column's sum over the group is
-// a whole number, and the scales that its rows share are read and multiplied once.
+// Four rows side by side meet four factors as the words that an integer product wants, so a column's sum over the group
+// is a whole number, and the scales that its rows share are read and multiplied once.
 template <int Q>
 PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead,
                         float* out, int32_t* sums) {

@@ -27,6 +27,16 @@ class Pool {
   int threads() const { return threads_; }
   // Runs job(context, thread) on every thread, the caller being thread 0, and returns when all are done.
   void run(void (*job)(void* context, int thread), void* context);
+  template <class Job>
+  void run(const Job& job) {
+    run([](void* context, int thread) { (*(const Job*)context)(thread); }, (void*)&job);
+  }
+  // Calls work() while no job runs.
+  template <class Work>
+  void between_jobs(const Work& work) {
+    std::lock_guard<std::mutex> one(busy_);
+    work();
+  }
   // Called by all threads inside a job: none leaves before all have come.
   void barrier();
 

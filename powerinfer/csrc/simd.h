@@ -10,8 +10,8 @@
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
-// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, which pay from WIDE_FROM tokens on, and of the float ones;
-// query rows of attention.
+// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, which pay from WIDE_FROM
+// tokens on, and of the float ones; query rows of attention.
 enum {
   TILE_Q = 8,
   TILE_Q_PANELS = 2,

@@ -36,8 +36,8 @@ enum PiType {
 // Forms an activation row can take; a weight type wants exactly one (pi_form).
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
-// Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and on
-// up; GELU_TANH is GELU in its approximation by tanh.
+// Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
+// on up; GELU_TANH is GELU in its approximation by tanh.
 enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_GELU_TANH, PI_N_ACTS };
 
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
@@ -144,8 +144,8 @@ struct PiAttention {
 //   Q8_0       k codes of s8, padded to 64; then f16 d of each 32, padded to 16 of them
 //              dot: per 16 blocks of 32 (or the m that are left) 8 vectors of m words; word l of vector v is elements
 //              4 v .. 4 v + 3 of block l. add: in order
-//   Q4_0       codes and d likewise; dot: 4 vectors, in the high nibbles those of vector 4 + v; add: per 128 k 64 bytes,
-//              nibble s of 32-bit word l is element 16 s + l
+//   Q4_0       codes and d likewise; dot: 4 vectors, in the high nibbles those of vector 4 + v; add: per 128 k 64
+//              bytes, nibble s of 32-bit word l is element 16 s + l
 //   Q4_0X32    add only: blocks across the group's neurons, as model files have them. Codes per 128 k as 64 bytes: byte
 //              16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l (l < 16).
 //              Shared: the scales, f16 d of each element, padded to 128 of them
@@ -182,8 +182,8 @@ static inline int64_t pi_part_bytes(int type, int64_t k) {
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
 
-// One part of the bundles of a layer. Groups lie `stride` apart, or, where some have fewer bundles, group g from offsets[g] to
-// offsets[g + 1]; the bundles of a group `pitch`, and in each of these the part begins at byte `at`.
+// One part of the bundles of a layer. Groups lie `stride` apart, or, where some have fewer bundles, group g from
+// offsets[g] to offsets[g + 1]; the bundles of a group `pitch`, and in each of these the part begins at byte `at`.
 struct PiPart {
   const uint8_t* groups;
   int64_t stride, pitch, at, k;
@@ -202,8 +202,8 @@ static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) {
                                        : i / PI_GROUP * part->stride + PI_GROUP * part->pitch);
 }
 
-// Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d; zeros
-// behind the last block.
+// Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d;
+// zeros behind the last block.
 enum { PI_LANES_SUM = 512, PI_LANES_D = 576, PI_LANES_STEP = 640 };
 static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 512 * PI_LANES_STEP; }
 
@@ -217,8 +217,8 @@ struct PiNeuronKernels {
               int64_t ldo);
   // The same of pairs: h[j] * neuron of pair j to the row of its token.
   void (*add_pairs)(const PiPart*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
-  // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the groups that
-  // the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
+  // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the
+  // groups that the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
   void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                      int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `most` or is NaN for some token t, ascending, as

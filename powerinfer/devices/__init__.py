@@ -1,4 +1,4 @@
-"""What computes a forward pass: the protocol that the runtime sees, and its executors."""
+"""The protocol of executors, which compute forward passes for the runtime."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Executor(Protocol):
 
     page_size: int  # tokens of a KV page
     n_pages: int  # pages of the whole KV cache
-    max_tokens: int  # most tokens of one forward call
+    max_tokens: int  # maximum tokens of one forward call
     vocab_size: int
     choices: dict[str, str]  # what was chosen (instruction set, threads, ...) and why, for people
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes of weights that one decoded token reads where every neuron is computed; None: not known."""
+        """Bytes of weights read per decoded token if every neuron is computed; None: unknown."""
         ...
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -42,7 +42,7 @@ class Executor(Protocol):
         ...
 
     def traced(self) -> AbstractContextManager[Trace]:
-        """Note what takes the time of steps meanwhile. RequestError where no layer runs on a GPU."""
+        """Trace the steps within this context. RequestError if no layer runs on a GPU."""
         ...
 
     def close(self) -> None:

@@ -36,11 +36,11 @@ Weights = tuple["Predictor", RawTensor, RawTensor]
 
 @dataclass
 class _Ffn:
-    """op: number of the operator; neurons: of it; bytes of the dense weights, of the product that names the active
-    ones, and, once there are bundles, of the predictor and of what is read of a neuron, gate (plain FFN: up), up and
-    down, and of a group's scales."""
+    """op: the operator; neurons: of it; bytes of the dense weights, of the product that selects the active ones, and,
+    once there are bundles, of the predictor and of what is read of a neuron, gate (plain FFN: up), up and down, and of
+    a group's scales."""
 
-    op: int
+    op: _native.Ffn
     neurons: int
     total: int
     first: int
@@ -129,11 +129,11 @@ class CpuExecutor:
         self.config = config
         self.first_layer = first_layer
         self._ffns: dict[int, _Ffn] = {}  # by layer
-        self._bundled: dict[int, int] = {}  # by layer: operators of FFNs that have bundles alone
+        self._bundled: dict[int, _native.BundledFfn] = {}  # by layer: FFNs that have bundles alone
         self.predictor_bytes = 0  # of these FFNs
         self._embedded = 0  # operators up to the embedding's
-        self._end: int | None = None  # of the model's own; those behind it run by themselves (`neuron_sum`)
         self._pool = _native.Pool(threads)
+        self._workspace = _native.Workspace(self._pool, isa)
         self._arena = _native.Arena()
         # Without layers here the cache still says which pages there are; none is ever written, so none takes memory.
         cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
@@ -144,9 +144,8 @@ class CpuExecutor:
             f"{cache.nbytes * layers // max(1, layers) >> 20} MiB ({pages_reason})",
         }
         self._program = _native.Program(
-            self._pool,
+            self._workspace,
             cache,
-            isa,
             self.max_tokens,
             config.d_model,
             config.widest_ffn,
@@ -250,11 +249,8 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        op = self._program.size
         gate_bias, up_bias, down_bias = biases
-        about = self.config.layers[layer].ffn
-        kind = about.activation, about.threshold
-        self._program.ffn(norm, gate, up, down, gate_bias, up_bias, down_bias, *kind, out_norm)
+        op = self._program.ffn(norm, gate, up, down, self._activation(layer), gate_bias, up_bias, down_bias, out_norm)
         total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
         self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
 
@@ -277,36 +273,22 @@ class CpuExecutor:
         norm: _native.Norm | None = None,
         out_norm: _native.Norm | None = None,
         biases: Sequence[Floats | None] = (None, None, None),
-        replace: bool = False,
         most: float = 0.0,
         predictor: Weights | None = None,
-    ) -> int:
-        """The FFN of a layer that has its neurons as bundles alone: x += out_norm(their sum), or, with
-        `replace`, x = their sum.
+    ) -> None:
+        """The FFN of a layer that has its neurons as bundles alone: x += out_norm(their sum of norm(x)).
 
-        bundles: uint8 [groups, layout.group_bytes], kept, or some of them; biases: of gate, up and down, of all the
-        layer's neurons; most: activations up to this magnitude count as zero; predictor: names, of all neurons, those
-        that are computed in steps of up to `neuron_tokens`; not for one that replaces. Returns the number of the
-        operator. One that replaces is no part of the model's own steps but run by `neuron_sum`; nothing else may be
-        wired behind it. What the others do is counted (`bundled_counts`). ValueError for shapes that are not the
-        layer's.
+        Arguments as of `neuron_sum`; biases: of gate, up and down. predictor: selects, of all neurons, those that are
+        computed in steps of up to `neuron_tokens`. What it does is counted (`bundled_counts`). ValueError for shapes
+        that are not the layer's.
         """
-        if isinstance(bundles, np.ndarray):
-            native = self._bundles(layer, layout, bundles, self.config.layers[layer].ffn.size, biases[0], biases[1])
-        else:
-            native = self._some(layer, layout, bundles, biases)
-        op = self._program.size
-        if not replace:
-            self._bundled[layer] = op
-        elif self._end is None:
-            self._end = op
+        neurons = self.neuron_sum(layer, layout, bundles, biases[:2], most=most)
         guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
         if predictor is not None:
             inner, outer = self._pack(predictor[1]), self._pack(predictor[2])
             guess = inner, outer, predictor[0].threshold, predictor[0].floor
             self.predictor_bytes += inner.nbytes + outer.nbytes
-        self._program.neurons_ffn(norm, native, biases[2], replace, most, *guess, out_norm)
-        return op
+        self._bundled[layer] = self._program.bundled_ffn(norm, neurons, biases[2], *guess, out_norm)
 
     @property
     def bundled_layers(self) -> list[int]:
@@ -316,50 +298,41 @@ class CpuExecutor:
     def bundled_counts(self, layer: int) -> dict[str, int]:
         """Of one of these, in steps of up to `neuron_tokens`: steps, tokens, and summed over them neurons active and
         candidates (neurons that were computed)."""
-        return dict(self._program.neuron_stats(self._bundled[layer]))
+        return self._bundled[layer].neurons.counts()
 
     def clear_bundled_counts(self) -> None:
         """Begin to count anew, for all of them."""
-        for op in self._bundled.values():
-            self._program.clear_neuron_stats(op)
+        for ffn in self._bundled.values():
+            ffn.neurons.clear()
 
     def predict_bundled(self, on: bool) -> None:
         """Whether these ask their predictors, if they have any; else they compute every gate."""
-        for op in self._bundled.values():
-            self._program.set_predicts(op, on)
+        for ffn in self._bundled.values():
+            ffn.predicts = on
 
-    def neuron_sum(self, op: int, x: Floats, names: NDArray[np.uint8] | None, out: Floats) -> bool:
-        """out = what the neurons of a `bundled_ffn` that replaces make of x, both float32 [tokens, d_model].
+    def neuron_sum(
+        self,
+        layer: int,
+        layout: BundleLayout,
+        bundles: NDArray[np.uint8] | SomeBundles,
+        biases: Sequence[Floats | None] = (None, None),
+        *,
+        most: float = 0.0,
+        count_fired: bool = False,
+    ) -> _native.NeuronSum:
+        """A part of an FFN: some neurons of a layer, and the sum that they add to its output.
 
-        names: uint8 [tokens, neurons], not zero where a token wants a neuron, in the order of their index; None: all.
-        False where none is named: out is zero, and nothing was computed.
+        bundles: uint8 [groups, layout.group_bytes] of all the layer's neurons, or some of them; they are kept. biases:
+        of gate and up, of all the layer's neurons; most: activations up to this magnitude count as zero; count_fired:
+        for each neuron, too, the tokens that it fires for. ValueError for shapes that are not the layer's.
         """
-        return self._program.neuron_sum(op, x, names, out)
-
-    def replace_neurons(
-        self, op: int, layer: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
-    ) -> None:
-        """Other neurons for a `bundled_ffn`, which forgets its own; it begins to count anew."""
-        self._program.replace_bundles(op, self._some(layer, layout, bundles, biases))
-
-    def _some(
-        self, layer: int, layout: BundleLayout, bundles: SomeBundles, biases: Sequence[Floats | None]
-    ) -> _native.Bundles:
-        gate_bias, up_bias = (_placed(bundles, bias) for bias in biases[:2])
-        return self._bundles(layer, layout, bundles.rows, len(bundles.index), gate_bias, up_bias, bundles.counts)
-
-    def count_fired(self, op: int) -> None:
-        """Begin to count, anew, for each neuron of a `bundled_ffn` the tokens that it fires for.
-
-        Those of steps of up to `neuron_tokens` count.
-        """
-        self._program.count_fired(op, True)
-
-    def fired(self, op: int, neurons: int) -> NDArray[np.int64]:
-        """These counts, int64 [neurons], in the order of the neurons' index."""
-        counts = np.empty(neurons, np.int64)
-        self._program.fired(op, counts)
-        return counts
+        gate_bias, up_bias = biases
+        if isinstance(bundles, np.ndarray):
+            native = self._bundles(layer, layout, bundles, self.config.layers[layer].ffn.size, gate_bias, up_bias)
+        else:
+            placed = _placed(bundles, gate_bias), _placed(bundles, up_bias)
+            native = self._bundles(layer, layout, bundles.rows, len(bundles.index), *placed, bundles.counts)
+        return _native.NeuronSum(self._workspace, native, most, count_fired)
 
     def _bundles(
         self,
@@ -371,7 +344,6 @@ class CpuExecutor:
         up_bias: Floats | None = None,
         counts: NDArray[np.int32] | None = None,
     ) -> _native.Bundles:
-        about = self.config.layers[layer].ffn
         return _native.Bundles(
             rows,
             neurons,
@@ -383,12 +355,15 @@ class CpuExecutor:
             layout.gate_at if layout.gated else 0,
             layout.up_at,
             layout.down_at,
-            about.activation,
-            about.threshold,
+            self._activation(layer),
             gate_bias,
             up_bias,
             counts,
         )
+
+    def _activation(self, layer: int) -> _native.Activation:
+        about = self.config.layers[layer].ffn
+        return _native.Activation(about.activation, about.threshold)
 
     def sparsify(
         self,
@@ -410,13 +385,13 @@ class CpuExecutor:
         """
         ffn = self._ffns[layer]
         bundles = self._bundles(layer, layout, rows, ffn.neurons)
-        if predictor is None:
-            self._program.sparsify(ffn.op, bundles, None, None, 0.0, 0, most, recall_every)
-        else:
+        guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
+        if predictor is not None:
             about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
-            self._program.sparsify(ffn.op, bundles, inner, outer, about.threshold, about.floor, most, recall_every)
+            guess = inner, outer, about.threshold, about.floor
             ffn.predictor = inner.nbytes + outer.nbytes
-        self._program.set_dense_above(ffn.op, dense_above)
+        ffn.op.sparsify(self._workspace, bundles, *guess, most, recall_every)
+        ffn.op.dense_above = dense_above
         ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
 
     def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
@@ -428,7 +403,7 @@ class CpuExecutor:
         for tokens in range(1, self.neuron_tokens + 1):
             larger = [size for size in ways if size >= tokens]
             every.append(ways[min(larger)] if larger else "dense")
-        self._program.set_ways(self._ffns[layer].op, every)
+        self._ffns[layer].op.set_ways(every)
 
     def neuron_counts(self, layer: int) -> dict[str, int]:
         """What a sparsified layer did since the last `clear_neuron_counts`, summed over its tokens.
@@ -437,7 +412,7 @@ class CpuExecutor:
         ones that were candidates); steps, and in these rows of bundles and bytes of weights read.
         """
         ffn = self._ffns[layer]
-        counts = dict(self._program.neuron_stats(ffn.op))
+        counts = ffn.op.counts()
         rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
         exact = counts.pop("exact_steps")
         counts["rows"] = sum(rows[:3])
@@ -447,7 +422,7 @@ class CpuExecutor:
 
     def clear_neuron_counts(self, layer: int) -> None:
         """Begin to count anew."""
-        self._program.clear_neuron_stats(self._ffns[layer].op)
+        self._ffns[layer].op.clear()
 
     def ffn_bytes(self, layer: int) -> int:
         """Bytes of a layer's dense FFN."""
@@ -465,7 +440,7 @@ class CpuExecutor:
     def ffn_seconds(self) -> list[float]:
         """Seconds spent in each layer's FFN since the last call, while `timed`."""
         times = self._program.take_times()
-        return [times[ffn.op][1] for ffn in self._ffns.values()]
+        return [times[ffn.op.number][1] for ffn in self._ffns.values()]
 
     # ---------------------------------------------------------------- running
 
@@ -486,7 +461,7 @@ class CpuExecutor:
     def finish(self, batch: Batch) -> Floats:
         """Run all behind the embedding on the residual stream as it is now; logits as `forward` returns them."""
         self._make_room(batch)
-        self._run(batch, self._embedded, self._program.size if self._end is None else self._end)
+        self._run(batch, self._embedded, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def _make_room(self, batch: Batch) -> None:
@@ -512,7 +487,7 @@ class CpuExecutor:
         """A call in parts, with a look at every FFN."""
         tokens, at, watch, observer = len(batch.tokens), 0, observed.watch, observed.by
         for layer, ffn in self._ffns.items():
-            self._run(batch, at, ffn.op)
+            self._run(batch, at, ffn.op.number)
             if observer is not None:
                 x = self._program.residual(tokens)
                 x.flags.writeable = False
@@ -520,8 +495,8 @@ class CpuExecutor:
             watch.clear()
             if observed.most is not None:
                 watch.most = observed.most[layer]
-            at = ffn.op + 1
-            self._run(batch, ffn.op, at)
+            at = ffn.op.number + 1
+            self._run(batch, ffn.op.number, at)
             if watch.damaged:
                 raise ModelError(
                     f"layer {layer} computes numbers that are not finite: the model's weights may be damaged"

@@ -1,6 +1,6 @@
 """The first layers of a model on a GPU: weights, paged cache and the list of operators that a step runs.
 
-The device may also be torch's CPU, which then stands in for a GPU: the same operators in torch's own arithmetic.
+The device may also be torch's CPU, which then emulates a GPU: the same operators in torch's own arithmetic.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ else:
 Float32 = NDArray[np.float32]
 
 Rotation = tuple[Float32, float]
-"""Of a rotary embedding: float32 [rotated pairs], radians per position; factor of sine and cosine."""
+"""A rotary embedding: float32 [rotated pairs], radians per position; factor of sine and cosine."""
 
 
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
     An FFN is dense (`ffn`), or a sum of parts some of which other devices compute (`split_ffn`). `run` takes the
-    residual stream behind the embedding and returns it behind these layers, or the logits.
+    residual stream after the embedding and returns it after these layers, or the logits.
 
     The same step gives the same bits on every run. How a token's sums are rounded may depend on the number of tokens
     in its step.
@@ -273,7 +273,7 @@ class GpuLayers:
         self._operators = self._recordings = None
 
     def changed(self, layer: int) -> None:
-        """The parts of a layer's FFN have other neurons, or run another way: what they launch is recorded anew."""
+        """A layer's FFN parts have other neurons, or run another way: record their launches again."""
         before, self._operators = self._operators, None
         if self._recordings is not None and self.operators == before:
             self._recordings.forget(layer)
@@ -282,7 +282,7 @@ class GpuLayers:
 
     @contextmanager
     def noted(self, trace: Trace) -> Iterator[None]:
-        """Let `trace` note each static operator meanwhile; the others note themselves what they do."""
+        """Trace each static operator within this context; the others add their own spans."""
         self.trace = trace
         try:
             yield
@@ -292,11 +292,11 @@ class GpuLayers:
     # ---------------------------------------------------------------- running
 
     def run(self, batch: Batch, x: Float32) -> Float32:
-        """x float32 [T, d_model] behind the embedding -> x behind these layers, or logits float32 [R, vocab].
+        """x float32 [T, d_model] after the embedding -> x after these layers, or logits float32 [R, vocab].
 
         The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
         within the page table. The result is a view that stays valid until the next call. PowerInferError when the
-        device fails or has no memory left; the next step may then be run as if this one had not been.
+        device fails or runs out of memory; further steps can then be run.
         """
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
@@ -320,11 +320,11 @@ class GpuLayers:
         step = self.buffers.upload(batch, x)
         step.read = None if self.link is None else self.link.read(len(step.x))
         if self.has_head:
-            self.buffers.logits(len(batch.logit_rows))  # if they move, they move before the step is recorded
+            self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
     def record(self, recorder: Recorder | None) -> None:
-        """Replay steps of few tokens with what `recorder` makes of them; None: launch each anew."""
+        """Record steps of few tokens with `recorder` and replay them; None: launch every time."""
         self._recorder, self._recordings = recorder, None
 
     def _recorded(self, recorder: Recorder) -> Recordings:
@@ -350,11 +350,11 @@ class GpuLayers:
         return parts
 
     def rehearse(self, logit_rows: int) -> int:
-        """Run steps that between them launch every kernel that decoding may: the largest, with so many rows of logits,
-        those that are recorded, and single tokens far and near. The cache must be empty yet.
+        """Run steps that launch every kernel: the largest, with so many rows of logits, those that are recorded,
+        and single tokens early and late in a context. The cache must be empty.
 
-        Kernels are compiled, and there is memory for what steps need, or PowerInferError is raised now. Returns the
-        most bytes that operators held to pass them to each other; 0 on the stand-in, where nobody counts them.
+        This compiles kernels and allocates memory, so that PowerInferError is raised now if there is too little.
+        Returns the peak bytes of the operators' temporaries; 0 in emulation, where they are unknown.
         """
         torch, held = import_torch(), 0
         if self._cuda:
@@ -364,7 +364,7 @@ class GpuLayers:
         few = sorted({min(gpu.FEW, logit_rows, largest), 1}, reverse=True)
         for pages in (1 << power for power in range(1, self.n_pages.bit_length())):  # contexts are read in more splits
             self._rehearse(1, logit_rows, pages * self.page_size - 1)
-        for tokens in (gpu.FEW, gpu.FEW // 2):  # tiles of products have so many columns
+        for tokens in (gpu.FEW, gpu.FEW // 2):  # the numbers of columns of product tiles
             self._rehearse(min(tokens, largest), logit_rows)
         for tokens in (largest, *few):
             self._rehearse(tokens, logit_rows)
@@ -374,7 +374,7 @@ class GpuLayers:
         if self._recorder is None:
             return self._passed
         before, each = self._taken(), 0
-        for tokens in few:  # now they are recorded, which takes memory of torch's, for all shapes, and of the driver's
+        for tokens in few:  # recording takes memory of torch, for all shapes, and of the driver
             self._rehearse(tokens, logit_rows)
             after = self._taken()
             self._passed += max(0, after[0] - before[0])
@@ -412,7 +412,7 @@ class GpuLayers:
 
 
 def _normalised_heads(norm: GpuNorm | None, heads: Tensor, width: bool) -> Tensor:
-    """heads float32 [T, n, head_dim], each normalised, or, with `width`, all of a token together."""
+    """heads float32 [T, n, head_dim], normalised one by one, or, with `width`, all of a token together."""
     if norm is None:
         return heads
     return norm(heads.reshape(len(heads) if width else -1, norm.weight.shape[0])).view(heads.shape)

@@ -29,7 +29,7 @@ class FfnParts(Protocol):
 
 @dataclass
 class _SplitFfn:
-    """read: writes step.read; parts; after: what becomes of their sum."""
+    """read: writes step.read; parts: of the sum; after: applied to the sum."""
 
     read: Operator
     parts: FfnParts

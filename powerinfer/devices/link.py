@@ -30,8 +30,8 @@ class Link:
     """Buffers between a GPU and the CPU, one set for all layers, at fixed addresses.
 
     On the GPU the input of the neurons and the selection of cold ones are adjacent, so that one copy sends both; the
-    CPU waits for that much of the GPU's work and no more. A buffer is written again only when the next layer's input
-    has arrived, before which the last one's sum was added.
+    CPU waits only for that part of the GPU's work. A buffer is reused only when the next layer's input has arrived,
+    which is after the previous layer's sum was added.
     """
 
     def __init__(self, to: device, max_tokens: int, d_model: int, neurons: int) -> None:
@@ -62,13 +62,13 @@ class Link:
     # ---------------------------------------------------------------- on the GPU: the same for every step of a shape
 
     def read(self, tokens: int) -> Tensor:
-        """Where the input of the neurons is to be written, float32 [tokens, d_model]."""
+        """Buffer for the input of the neurons, float32 [tokens, d_model]."""
         import torch
 
         return self._there[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
 
     def selected(self, tokens: int, hot: int, cold: int) -> tuple[Tensor, Tensor]:
-        """Where the selection of so many neurons is to be written, uint8 [tokens, hot] and [tokens, cold]."""
+        """Buffers for the selection of so many neurons, uint8 [tokens, hot] and [tokens, cold]."""
         begin = 4 * tokens * self._d_model
         out = self._there[begin : begin + tokens * cold]
         return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
@@ -91,7 +91,7 @@ class Link:
             self._came.record()
 
     def wait(self) -> None:
-        """Until what was sent has arrived."""
+        """Wait until what was sent has arrived."""
         if self._came is not None:
             self._came.synchronize()
 

@@ -1,7 +1,7 @@
-"""Recording and replaying what steps of few tokens launch.
+"""Recording and replaying the launches of steps of few tokens.
 
-Launching a kernel takes the host longer than a small kernel takes the device. What a step launches depends on its shape
-alone; so everything between two points at which the host must act is recorded once for each shape.
+Launching a kernel takes the host longer than a small kernel takes the device. The launches of a step depend only on its
+shape, so everything between two points at which the host must act is recorded once per shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_SHAPES = 16
 """Shapes whose recordings are kept; the least recently used is dropped first."""
 
 RECORDED_BYTES = 256 << 20
-"""GPU memory that recordings may take, which the driver keeps there: fewer shapes where it does not hold so many."""
+"""Limit of the GPU memory of recordings, which the driver allocates; it may allow fewer shapes."""
 
 State = tuple["Tensor | None", "tuple[Norm, Tensor] | None"]
 """What operators pass on besides x, read and total: attended and normed of a step."""
@@ -30,11 +30,11 @@ State = tuple["Tensor | None", "tuple[Norm, Tensor] | None"]
 Run = Callable[[State], State]
 
 Recorder = Callable[[Run, State], Run]
-"""Given a function that runs some operators, and the state before them, returns one that does the same at less cost."""
+"""Given a function that runs some operators, and the state before them, returns a cheaper equivalent."""
 
 
 class Recordings:
-    """Runs steps. The second time that a shape comes it records the static operators; from then on it replays them."""
+    """Runs steps. It records the static operators when a shape occurs a second time, and replays them afterwards."""
 
     def __init__(self, operators: Sequence[Operator], recorder: Recorder, shapes: int = MOST_SHAPES) -> None:
         self._parts = [(static, list(group)) for static, group in groupby(operators, lambda one: one.static)]
@@ -61,7 +61,7 @@ class Recordings:
             step.attended, step.normed = recorded(_state(step))
 
     def forget(self, layer: int) -> None:
-        """Record the operators of a layer anew."""
+        """Drop the recordings of a layer's operators."""
         for number, (_, operators) in enumerate(self._parts):
             if any(operator.layer == layer for operator in operators):
                 for kept in self._kept.values():

@@ -1,17 +1,17 @@
-"""Cold neurons that a GPU computes for a long prompt: their bundles stream past it through two buffers.
+"""Cold neurons that a GPU computes for a long prompt: their bundles are streamed to it through two buffers.
 
-Their bundles stay in RAM. A piece of them, whole groups, is copied into one of two pinned buffers, from there to one of
-two on the GPU on a stream of its own, and is brought into the GPU's order and multiplied on the step's stream:
+The bundles stay in RAM. A piece of them, whole groups, is copied into one of two pinned buffers, from there to one of
+two on the GPU on a separate stream, and is converted to the GPU's byte order and multiplied on the step's stream:
 
     CPU       into 0 | into 1 | into 0 ....... | into 1 ....
     copies             0 over | 1 over | ...... 0 over | ...
     GPU                         sum of 0 | sum of 1 |    sum of 0 ...
 
-A buffer is written again only when what read it is done: the copy out of a pinned one, the sum of one on the GPU. The
-CPU waits for nothing else, so it goes on to the next layer's first piece while the GPU is still at the last one.
+A buffer is reused only when its reader is done: the copy from a pinned one, the sum of one on the GPU. The CPU waits
+for nothing else, so it copies the next layer's first piece while the GPU still computes the last one.
 
-The bundles themselves are not pinned: that would take their own time at load, tens of gigabytes that the system could
-not move any more, and is refused by some systems; threads that copy them into pinned buffers keep up with the bus.
+The bundles themselves are not pinned: that would take time at load, lock tens of gigabytes, and some systems refuse it;
+threads that copy them into pinned buffers keep up with the bus.
 """
 
 from __future__ import annotations
@@ -39,27 +39,26 @@ Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 PIECE = 32 << 20
-"""Bytes of a buffer: a copy of that size runs at the bus's full speed, and is short beside a layer's."""
+"""Maximum bytes of a buffer: large enough for the bus's full speed, and small compared with a layer."""
 
 BUFFERS = 2
 
 BESIDE = 20
-"""Bytes that go along with each bundle, at most: where it begins, its group, where what the group shares begins, and
-its biases."""
+"""Maximum bytes of metadata per bundle: its offset, its group, the offset of the group's scales, and its biases."""
 
 _PADDING = 5 * LINE  # the parts of a piece begin at cache lines
-_SEGMENT = 2 << 20  # what torch rounds tensors of that size up to on a GPU
-_MOST_THREADS = 4  # that copy; more do not make memory faster
-_LEAST_SHARE = 1 << 20  # bytes that a thread is given
+_SEGMENT = 2 << 20  # torch's rounding of tensors of that size on a GPU
+_MOST_THREADS = 4  # copying; more threads are not faster
+_LEAST_SHARE = 1 << 20  # minimum bytes per thread
 
 
-def buffer_bytes(layout: BundleLayout, d_ff: int, most: int) -> int:
-    """Bytes of a buffer for pieces of layers of d_ff neurons, at most `most`; 0 where that holds no group of bundles.
+def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
+    """Bytes of a buffer for pieces of layers of so many neurons, `limit` at most; 0 where that holds no group of them.
 
     A piece is half a layer at most, so that there are two of them.
     """
     group = layout.group_bytes + BUNDLE_GROUP * BESIDE
-    nbytes = min(most, PIECE, -(-n_groups(d_ff) // 2) * group + _PADDING)
+    nbytes = min(limit, PIECE, -(-n_groups(neurons) // 2) * group + _PADDING)
     if nbytes < group + _PADDING:
         return 0
     return nbytes - nbytes % min(nbytes, _SEGMENT)
@@ -68,7 +67,7 @@ def buffer_bytes(layout: BundleLayout, d_ff: int, most: int) -> int:
 class Stage:
     """Two buffers in RAM and two on the GPU, for the layers in turn.
 
-    least: the tokens of a step from which on the GPU computes the cold neurons too; None: it never does.
+    least: the number of tokens of a step from which on the GPU computes the cold neurons too; None: never.
     """
 
     def __init__(self, to: device, nbytes: int) -> None:
@@ -107,11 +106,11 @@ class Stage:
         cold: SomeBundles,
         ffn: FfnConfig,
         biases: Sequence[Float32 | None],
-        most: float,
+        threshold: float,
     ) -> None:
-        """total += what these neurons make of n, both float32 [T, d_model] on the GPU.
+        """total += the sum of these neurons of n, both float32 [T, d_model] on the GPU.
 
-        biases: float32 [d_ff] of gate and up; most: activations up to this magnitude count as zero.
+        biases: float32 [neurons of the layer] of gate and up; threshold: activations up to it count as zero.
         """
         import torch
 
@@ -126,7 +125,7 @@ class Stage:
                 assert rows is not None and at is not None and shared is not None
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, gate_bias, up_bias)
                 gpu.unpack(layout, rows, at, shared, neurons)
-                total.add_(gpu.neuron_sum(neurons, n, None, most)[0])
+                total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
                 del neurons  # the next piece's take their memory
 
     @contextmanager

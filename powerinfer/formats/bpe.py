@@ -1,8 +1,8 @@
 """Byte-pair merging in Python, for texts so short that waiting for the native vocabulary would cost more.
 
-The `tokenizers` library needs 40 ms to take over a vocabulary of 49,000 pieces and its merges; a prompt of a few words
-is merged here in well under one. Only ASCII text comes this way: what a letter, a digit and a space is needs no Unicode
-tables there, so `re` gives the same words as the native engine. The tests hold both to the same ids.
+The `tokenizers` library needs 40 ms to load a vocabulary of 49,000 pieces and its merges; a prompt of a few words is
+merged here in well under one. Only ASCII text is encoded here: it needs no Unicode tables for letters, digits and
+spaces, so `re` gives the same words as the native engine. Tests check that both give the same ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from powerinfer.errors import ModelError
 
-MAX_CHARS = 1024  # above it the native engine, once built, is quicker
+MAX_CHARS = 1024  # above it the native engine, once built, is faster
 _NEVER = (float("inf"),)
 
 

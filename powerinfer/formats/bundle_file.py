@@ -1,15 +1,15 @@
 """Bundles on disk: gate, up and down of one neuron side by side; a layer is `layers.N.neurons` U8 [groups, bytes].
 
-A part is the row of one neuron in one of `PART_TYPES`, its bytes in the order that the native module chooses, padded to
-whole cache lines. 32 bundles make a group, the last one of a layer filled up with zeros. Down may also be `ACROSS`: its
-scales lie behind each group. Biases stay in the model's own files.
+A part is the row of one neuron in one of `PART_TYPES`, its bytes in an order private to the native module, padded to
+whole cache lines. 32 bundles form a group, the last one of a layer padded with zeros. Down may also be `ACROSS`: its
+scales follow each group. Biases stay in the model's own files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from powerinfer.config import ModelConfig
@@ -21,10 +21,10 @@ from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
 PART_TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
-"""The types that a part can have."""
+"""The types of parts."""
 
 ACROSS = "Q4_0X32"
-"""Down as files of Q4_0 have it: each block across the 32 neurons of a group, whose rows share their scales."""
+"""Down as in Q4_0 files: each block across the 32 neurons of a group, whose rows share their scales."""
 
 DOWN_TYPES = (*PART_TYPES, ACROSS)
 
@@ -37,8 +37,8 @@ class BundleFile:
     """The bundles of a model, mapped.
 
     layers: for each layer uint8 [groups, layout.group_bytes], read-only; source_type: the main type of the weights they
-    were made from; file: `file.check()` tells whether it is still as long as when it was opened, to be asked before it
-    is read.
+    were made from; file: call `file.check()` before reading, it raises if the file has been truncated since it was
+    opened.
     """
 
     layout: BundleLayout
@@ -48,7 +48,7 @@ class BundleFile:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """The file."""
         return self.file.path
 
     @property
@@ -57,12 +57,25 @@ class BundleFile:
         return sum(layer.nbytes for layer in self.layers)
 
     def copied(self, layer: int) -> Bytes:
-        """A layer, copied as `owned` does; the pages of the file are given back."""
+        """A layer, copied as by `owned`; the pages of the file are released."""
         rows = self.layers[layer]
         self.file.populate(rows)
         own = owned(rows)
         self.file.release(rows)
         return own
+
+
+@dataclass(frozen=True)
+class _Description:
+    """The description in a file."""
+
+    d_model: int
+    neurons: list[int]
+    n_layers: int
+    gated: bool
+    gate_type: str
+    down_type: str
+    source_type: str
 
 
 def bundle_layout(config: ModelConfig, gate_type: str, down_type: str, part_bytes: PartBytes) -> BundleLayout:
@@ -80,64 +93,61 @@ def can_hold(config: ModelConfig, part: str, type_name: str) -> bool:
 
 
 def n_groups(neurons: int) -> int:
-    """Groups of the bundles of so many neurons, the last of which need not be full."""
+    """Number of groups for so many neurons; the last need not be full."""
     return -(-neurons // BUNDLE_GROUP)
 
 
 def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartBytes) -> BundleFile:
-    """The bundles that were packed for a model, from the folder `prepared` (None: beside the model).
+    """The bundles of a model, from the folder `prepared` (None: beside the model).
 
-    ModelError, naming the command that makes them, if there are none or they do not suit the model as it is opened.
+    ModelError, with the command that makes them, if there are none or they do not match the model as it is opened.
     """
     place = PreparedFile(BUNDLES, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
+    about = place.described(_Description, description)
     for name, size in (("d_model", config.d_model), ("neurons", list(config.ffn_sizes)), ("n_layers", config.n_layers)):
-        if description.get(name) != size:
-            raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
-    if description.get("gated") is not config.gated:
+        if getattr(about, name) != size:
+            raise place.bad(f"states a {name} of {getattr(about, name)}, and the model has {size}")
+    if about.gated is not config.gated:
         raise place.bad("is not of the model's kind of FFN")
-    gate_type, down_type = str(description.get("gate_type")), str(description.get("down_type"))
+    gate_type, down_type = about.gate_type, about.down_type
     for part, name in (("up", gate_type), ("down", down_type)):
         if not can_hold(config, part, name):
             raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
     layout = bundle_layout(config, gate_type, down_type, part_bytes)
     layers = []
     for layer, size in enumerate(config.ffn_sizes):
-        groups = n_groups(size)
-        tensor = tensors.pop(_name(layer), None)
-        if tensor is None or tensor.type != "U8" or tensor.shape != (groups, layout.group_bytes):
-            raise place.bad(f"does not hold layer {layer} as {groups} groups of {layout.group_bytes} bytes")
+        tensor = place.holds(tensors, _name(layer), "U8", (n_groups(size), layout.group_bytes))
         if tensor.data.ctypes.data % LINE:
             raise place.bad(f"holds layer {layer} where no cache line begins")
         layers.append(tensor.data.reshape(tensor.shape))
-    if tensors:
-        raise place.bad(f"holds tensors that are not bundles, such as {shown(next(iter(tensors)))}")
-    return BundleFile(layout, tuple(layers), str(description.get("source_type")), file)
+    place.holds_no_more(tensors)
+    return BundleFile(layout, tuple(layers), about.source_type, file)
 
 
 @contextmanager
 def write_bundles(
     checkpoint: Checkpoint, prepared: str | None, layout: BundleLayout
 ) -> Iterator[Callable[[int, Bytes], None]]:
-    """Write the bundles of a model: the block calls what it is given with (layer, uint8 [groups, layout.group_bytes]).
+    """Write the bundles of a model: the block calls the function with (layer, uint8 [groups, layout.group_bytes]).
 
-    Layers in order, the groups of a layer in order and in as many pieces as one likes. The file appears under its name
-    when the block has ended well. PowerInferError if it cannot be written.
+    Layers in order, the groups of a layer in order and in any number of pieces. The file is renamed to its final name
+    when the block succeeds. PowerInferError if it cannot be written.
     """
     config = checkpoint.config
-    description = {
-        "d_model": config.d_model,
-        "neurons": list(config.ffn_sizes),
-        "n_layers": config.n_layers,
-        "gated": config.gated,
-        "gate_type": layout.gate_type,
-        "down_type": layout.down_type,
-        "source_type": checkpoint.main_type,
-    }
+    description = _Description(
+        d_model=config.d_model,
+        neurons=list(config.ffn_sizes),
+        n_layers=config.n_layers,
+        gated=config.gated,
+        gate_type=layout.gate_type,
+        down_type=layout.down_type,
+        source_type=checkpoint.main_type,
+    )
     shapes = [(n_groups(size), layout.group_bytes) for size in config.ffn_sizes]
     tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes)]
-    with PreparedFile(BUNDLES, checkpoint, prepared).write(description, tensors) as write:
+    with PreparedFile(BUNDLES, checkpoint, prepared).write(asdict(description), tensors) as write:
         yield lambda layer, rows: write(_name(layer), rows)
 
 

@@ -1,6 +1,6 @@
 """Bundles in memory: some of a layer's neurons copied out of the bundle file, and cut into pieces for a transfer.
 
-The bundles of the neurons that are held lie group by group (`SomeBundles`); what a group's rows share follows them.
+The bundles of the copied neurons are stored group by group (`SomeBundles`), each followed by its shared scales.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices
 
 @dataclass(frozen=True)
 class SomeBundles:
-    """Bundles of some of a layer's neurons, in memory of their own.
+    """Bundles of some of a layer's neurons, copied.
 
     index: int32 [n], the neurons, ascending; counts: int32 [groups], how many of them each group of the layer has;
-    rows: uint8 [1, bytes], group by group the bundles and, where a group has any, what they share, pages of their own.
+    rows: uint8 [1, bytes], group by group the bundles, and if a group has any, its shared scales; page-aligned.
     """
 
     index: Indices
@@ -31,29 +31,29 @@ class SomeBundles:
 
     @property
     def places(self) -> Indices:
-        """Of each neuron, where biases and the like of it are kept: group * BUNDLE_GROUP + its number in the group."""
+        """For each neuron the index of its biases etc.: group * BUNDLE_GROUP + its number in the group."""
         first = np.cumsum(self.counts) - self.counts
         group = self.index // BUNDLE_GROUP
         return (group * BUNDLE_GROUP + np.arange(len(self.index)) - first[group]).astype(np.int32)
 
 
 def some_bytes(layout: BundleLayout, index: Indices) -> int:
-    """Bytes of the bundles of these neurons, with what their groups share."""
+    """Bytes of the bundles of these neurons, including what their groups share."""
     return len(index) * layout.pitch + len(np.unique(index // BUNDLE_GROUP)) * layout.shared_bytes
 
 
 def own_pages(nbytes: int) -> Bytes:
-    """Memory that takes room as it is written: uint8 [nbytes]."""
+    """Anonymous memory, allocated by the system as it is written: uint8 [nbytes]."""
     memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # rows that lie anywhere touch many pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # scattered rows touch many pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
 def owned(rows: Bytes) -> Bytes:
-    """A copy in pages of its own, huge ones where the system has them.
+    """A copy in anonymous memory, in huge pages if possible.
 
-    Files are mostly mapped in pages of 4 KB, and out of those rows that lie anywhere take a quarter longer to read.
+    Files are mostly mapped in 4 KB pages, in which reading scattered rows takes a quarter longer.
     """
     own = own_pages(rows.nbytes).reshape(rows.shape)
     own[:] = rows
@@ -63,7 +63,7 @@ def owned(rows: Bytes) -> Bytes:
 def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | None = None) -> SomeBundles:
     """The bundles of some neurons, copied. groups: uint8 [groups, layout.group_bytes]; index: ascending, not empty.
 
-    memory: uint8 [bytes] where they are to lie, None: in pages of their own.
+    memory: uint8 [bytes] to copy into, None: newly allocated.
     """
     out = own_pages(some_bytes(layout, index)) if memory is None else memory[: some_bytes(layout, index)]
     counts = np.bincount(index // BUNDLE_GROUP, minlength=len(groups)).astype(np.int32)
@@ -82,7 +82,7 @@ def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | 
 class Piece:
     """Whole groups of `SomeBundles`.
 
-    first, last: which of its neurons, from `first` up to `last`; rows: uint8 [bytes], their bytes where they lie; at:
+    first, last: which of its neurons, from `first` up to `last`; rows: uint8 [bytes], a view of their bytes; at:
     int32 [n], the cache line of `rows` at which each bundle begins; group: int32 [n], the number of its group among
     those that are there; shared: int32 [those], the line at which what a group shares begins.
     """

@@ -23,10 +23,10 @@ class PartTypes:
 def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> PartTypes:
     """The types of a model's parts: those asked for (of `PART_TYPES`), else those that lose least.
 
-    F16, BF16, Q8_0 and Q4_0 stay what they are, F32 becomes F16, any other quantised type Q8_0. Down that is quantised
-    becomes Q8_0, unless the file has it neuron by neuron already, or keeps its blocks (`ACROSS`) where it is Q4_0; down
-    of floats stays what it is, or follows what was asked for (gate_type, --quantize): Q8_0 where that is a quantised
-    type. Rows that are not whole blocks become F16. RequestError for a type that cannot be had.
+    F16, BF16, Q8_0 and Q4_0 are kept, F32 becomes F16, any other quantised type Q8_0. Quantised down becomes Q8_0,
+    unless the file stores it neuron by neuron already, or it is Q4_0, whose blocks are kept (`ACROSS`); down of floats
+    is kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type. Rows that are not
+    whole blocks become F16. RequestError for a type that is not possible.
     """
     d_model = checkpoint.config.d_model
     for part, name, known in (("up", gate_type, PART_TYPES), ("down", down_type, DOWN_TYPES)):

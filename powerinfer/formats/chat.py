@@ -1,9 +1,9 @@
 """Chat templates: messages to the prompt that the model was trained on.
 
-A special token that stands in a message's content is plain text: it must not end a turn or begin one. Such tokens are
-enclosed in two marker characters before the template sees them, and the markers are taken out of the rendered text
-again, so that what the template writes itself and what came in with a message can be told apart. Contents without
-special tokens, nearly all, reach the template unchanged.
+A special token inside a message's content is plain text: it must not end or start a turn. Such tokens are enclosed in
+two marker characters before the template sees them, and the markers are removed from the rendered text, which
+distinguishes tokens of the template from those of messages. Contents without special tokens, nearly all, are passed to
+the template unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Segment:
 class ChatTemplate:
     """A model's chat template, in Jinja. `bos`, `eos`: what it knows as bos_token and eos_token.
 
-    special_tokens: texts of the special tokens, for `render`; `encode_chat` takes those of the tokenizer.
+    special_tokens: texts of the special tokens, for `render`; `encode_chat` uses those of the tokenizer.
     """
 
     def __init__(self, source: str, bos: str = "", eos: str = "", special_tokens: Sequence[str] = ()) -> None:
@@ -45,9 +45,9 @@ class ChatTemplate:
     ) -> list[Segment]:
         """The prompt for `messages`, [{"role": ..., "content": ...}, ...], cut where special tokens are plain text.
 
-        add_generation_prompt: end with the beginning of the assistant's answer. options: other names that the
-        template may use, such as `tools`. RequestError: the template does not take these messages. ModelError: it is
-        broken or takes too much time or memory.
+        add_generation_prompt: end with the start of the assistant's answer. options: other variables of the template,
+        such as `tools`. RequestError: the template rejects these messages. ModelError: it is broken or takes too much
+        time or memory.
         """
         text, plain = self._marked(messages, self.special_tokens, add_generation_prompt, options)
         segments, done = [], 0
@@ -94,9 +94,9 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template is refused: {_line(error)}; --raw goes without it") from error
 
 
-# Jinja takes 30 ms to import and to compile a template, a sixth of a short answer's time to its first token. These
-# templates, compared to the letter, are ChatML and need no Jinja: source -> system prompt when the chat has none. A
-# line's end in a string is written as such here, and as \n in some files, which says the same.
+# Jinja takes 30 ms to import and to compile a template, a sixth of a short answer's time to first token. Templates with
+# exactly these sources are ChatML and need no Jinja: source -> default system prompt. Some files have \n instead of a
+# line break inside strings, which is equivalent.
 _CHATML = (
     "{% for message in messages %}%s"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
@@ -147,7 +147,7 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of the prompt for `messages`; arguments and errors as in `ChatTemplate.render`.
 
-    The template writes the beginning-of-sequence token where the model wants one; none is added to it.
+    The template writes the beginning-of-sequence token if the model needs one; none is added.
     """
     text, plain = template._marked(messages, tokenizer.special_tokens, add_generation_prompt, options)
     return tokenizer.encode_masked(text, plain, add_bos=False)
@@ -167,7 +167,7 @@ class _Marks:
         present = [text for text in special if text]
         texts = list(_strings(given))
         whole = [token for token in present if any(token in text for text in texts)]
-        # Two strings that a template writes side by side must not make a token between them.
+        # Two adjacent strings of a template must not form a token across their boundary.
         starts = {token[:cut] for token in present for cut in range(1, len(token))}
         tails = [text.rstrip()[-max(map(len, present), default=1) :] for text in texts]
         ends = {tail[cut:] for tail in tails for cut in range(len(tail))}
@@ -193,7 +193,7 @@ class _Marks:
 
     def take(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """The text without markers and the spans they enclosed; one that lost its partner is a span of length 0."""
-        # A template that writes JSON in ASCII spells the markers as escapes.
+        # A template that writes ASCII JSON escapes the markers.
         for mark in (self.opening, self.closing):
             text = text.replace(f"\\u{ord(mark):04x}", mark)
         spans: list[tuple[int, int]] = []

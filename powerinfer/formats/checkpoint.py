@@ -1,4 +1,4 @@
-"""A model on disk, of whatever format, as a configuration and a set of canonically named tensors.
+"""A model on disk, in any format, as a configuration and a set of tensors with canonical names.
 
     checkpoint = open_checkpoint("model.gguf")
     q = checkpoint.take("layers.0.q")
@@ -7,8 +7,8 @@
 Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
 and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_norm gate up down ffn_out_norm`, with
 `_bias` behind the name of a matrix or a LayerNorm; which of them a model has follows from its configuration
-(`layout.py`). A file may bring `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] along for every
-layer, and may keep `down` as `down_rows` [neurons, d_model]; then there are both. All matrices are [out_features,
+(`layout.py`). A file may also have `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] for every layer,
+and may store `down` as `down_rows` [neurons, d_model]; then there are both. All matrices are [out_features,
 in_features]. Opening reads headers only; tensors are views of mapped files.
 """
 
@@ -45,8 +45,8 @@ class Checkpoint:
 
     config: the model's sizes; path; source: "gguf" or "hf"; metadata: GGUF metadata or config.json; notes: lines for
     the user about conversions; file_bytes: bytes on disk; parameters: number of weights, without predictors;
-    predictor_threshold: what the outputs of the file's own predictors are compared with, None where it brings none;
-    quantize: what was asked for.
+    predictor_threshold: for the outputs of the file's own predictors, None if it has none; quantize: the requested
+    type.
 
     With `quantize`, a tied embedding stays as it is for look-up and a quantised copy becomes the tensor `head`, so
     `config.tied_embeddings` is then False.
@@ -135,7 +135,7 @@ class Checkpoint:
     def take(self, name: str) -> RawTensor:
         """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.
 
-        Data is a read-only view of the file, or a new array where it had to be converted, gathered or transposed.
+        Data is a read-only view of the file, or a new array if it had to be converted, gathered or transposed.
         """
         own = self._own_name(name)
         tensor = self._tensors.get(own)
@@ -172,7 +172,7 @@ class Checkpoint:
     def finish(self) -> None:
         """ModelError naming the tensors that nobody took: the model would run without part of itself.
 
-        Predictors may be left: they only save work.
+        Predictors may be left over: they are optional.
         """
         left = [name for name in self._tensors if name not in self._taken and not _is_predictor(name)]
         if left:
@@ -269,14 +269,14 @@ def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Pro
     """Open a GGUF file (any part of a split one), a Hugging Face folder, or a folder that holds one GGUF model.
 
     quantize: "q8_0" or "q4_0", to quantise the matrices of a float model as they are taken. ModelError if the model
-    is malformed or of a kind this engine does not run, RequestError if the request does not suit it.
+    is malformed or not supported, RequestError if the request does not fit it.
     """
     return Checkpoint(_open(Path(path)), quantize, progress)
 
 
 def _open(path: Path) -> Source:
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").exists():
-        path = path.parent  # any file of a Hugging Face folder stands for the folder
+        path = path.parent  # any file of a Hugging Face folder is accepted for the folder
     if path.suffix == ".gpuidx":
         from powerinfer.formats.published import GPU_INDEX
 

@@ -17,7 +17,7 @@ _REQUIRED: Any = object()
 class Fields:
     """Typed reads of a mapping; every key that is read is remembered, so that `unread` can name the others.
 
-    where: what the errors begin with, a file name; prefix: put before every key.
+    where: a file name, the start of error messages; prefix: of every key.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
@@ -69,7 +69,7 @@ class Fields:
         """A finite float from `low` to `high`."""
 
         def accept(value: Any) -> float | None:
-            # an integer beyond `high` may be beyond any float as well, so compare before converting
+            # compare before converting: a large integer may exceed every float
             right = type(value) in (int, float) and low <= value <= high
             return float(value) if right and math.isfinite(value) else None
 

@@ -101,7 +101,7 @@ def open_folder(folder: Path) -> Source:
     config = read_config(metadata, folder)
     layout.check(config, str(folder / "config.json"))
     stored, files = _read_weights(folder)
-    # Frequencies that old versions saved along: they follow from the configuration.
+    # Frequencies saved by old versions: they follow from the configuration.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
     if config.architecture == "opt" and not any(name.startswith("model.decoder.") for name in stored):
         stored = {f"model.{name}" if name.startswith("decoder.") else name: stored[name] for name in stored}
@@ -116,7 +116,7 @@ def open_folder(folder: Path) -> Source:
     source = Source("hf", folder, config, metadata, tensors, [config_file, *files])
     if not predictors:
         return source
-    # The model's own code leaves out whatever its predictors give a probability of at most a half.
+    # The model's own code skips neurons whose predicted probability is at most a half.
     return replace(source, predictor_threshold=0.0, notes=["the files bring predictors along, with threshold 0"])
 
 

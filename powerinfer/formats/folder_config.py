@@ -1,7 +1,7 @@
 """config.json of a Hugging Face folder -> `ModelConfig`.
 
-Defaults are those of the `transformers` class that the configuration names, so that a key left out means the same
-there and here; anything that asks for more than this engine does is refused by name. No code of the folder is run.
+Defaults are those of the configuration's `transformers` class, so that a missing key means the same there and here;
+unsupported settings are refused by name. No code of the folder is run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ARCHITECTURES = {
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
-# Folders of these classes name code of their own that does what this engine does natively. It is not run.
+# Folders of these classes refer to custom code whose function this engine has natively. It is not run.
 _WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM")
 
 
@@ -83,7 +83,7 @@ def _llama_like(fields: Fields, architecture: str, name: str) -> ModelConfig:
     d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
     n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
     llama = architecture in ("llama", "sparsellama")
-    # Only Llama's own class takes a missing number of key-value heads for that of the heads; Bamboo's has 8.
+    # Only in Llama's own class the number of key-value heads defaults to that of the heads; in Bamboo's it is 8.
     kv_default = {"default": n_heads} if llama else {}
     if architecture == "bamboo":
         kv_default = {"default": n_heads if fields.stated("num_key_value_heads") else 8}
@@ -122,7 +122,7 @@ def _gated_activation(fields: Fields, architecture: str) -> tuple[str, float]:
         return _activation(fields, "hidden_act", {"relu": "drelu"}, "silu"), 0.0
     if architecture != "sparsellama":
         return _activation(fields, "hidden_act", _GATED, "silu"), 0.0
-    fields.text("hidden_act")  # a ProSparse model always says
+    fields.text("hidden_act")  # a ProSparse model always has it
     activation = _activation(fields, "hidden_act", {"fatrelu": "fatrelu", "relu": "relu"}, "")
     return activation, fields.number("hidden_act_param", 0, layout.MAX_SCALE) if activation == "fatrelu" else 0.0
 
@@ -353,11 +353,11 @@ def _nullable(fields: Fields, key: str, default: bool) -> bool:
 
 
 def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> int:
-    fixed = architecture in ("sparsellama", "bamboo", "opt", "falcon")  # classes without such a setting
+    fixed = architecture in ("sparsellama", "bamboo", "opt", "falcon")  # classes without this setting
     if fields.has("head_dim") and not fixed:
         return int(fields.integer("head_dim", 2, layout.MAX_HEAD_DIM))
     if architecture == "qwen3":
-        return 128  # the default of its class, whatever the other sizes
+        return 128  # the default of its class, independent of other sizes
     if d_model % n_heads or d_model // n_heads > layout.MAX_HEAD_DIM or d_model // n_heads < 2:
         raise fields.bad("num_attention_heads", f"is {n_heads}, which does not divide hidden_size {d_model} well")
     if fixed:
@@ -368,7 +368,7 @@ def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> 
 def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]:
     """The sliding window of each layer."""
     if architecture in ("llama", "sparsellama"):
-        return [None] * layers  # the class has none, whatever the file says
+        return [None] * layers  # the class ignores the setting
     # null means no window; only a missing key means the default of the class
     default = None if fields.stated("sliding_window") else 4096
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, default)

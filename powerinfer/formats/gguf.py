@@ -3,8 +3,8 @@
 PowerInfer's own files are GGUF as well, behind the magic `PWRI`.
 
 Layout (little-endian): magic, version, tensor count, metadata count; the metadata as (key, type, value); per tensor
-its name, dimensions (fastest first), type and offset; padding up to the alignment; the data. Nothing in the header is
-believed before it is compared with the size of the file, and long arrays are checked in bulk.
+its name, dimensions (fastest first), type and offset; padding up to the alignment; the data. Every number in the
+header is checked against the size of the file before it is used, and long arrays are checked in bulk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from powerinfer.errors import ModelError
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import BLOCK_TYPES, BlockType
 
-# Far above any real model, far below what would hurt: the largest vocabularies have about 1e6 tokens and merges.
+# Far above any real model, far below what would be expensive: the largest vocabularies have about 1e6 tokens and
+# merges.
 _MAX_HEADER = 1 << 27
 _MAX_STRING = 1 << 26
 _MAX_NAME = 1 << 16

@@ -1,7 +1,7 @@
 """GGUF metadata and tensor names -> `ModelConfig` and canonical names, for the architectures this engine runs.
 
-What is not understood and could change the result is refused: an unknown architecture, any unknown key of the
-architecture, any tensor without a place in the model.
+Anything unknown that could change the result is refused: an unknown architecture, any unknown key of the architecture,
+any unused tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
 class _Family:
     """What the name of an architecture says; the rest is in the metadata and in which tensors there are.
 
-    activation: what a file means that does not say; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
+    activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: of
     so many layers the last has no window, where the file states a window and no pattern, 0: all have it; local_theta:
     base of the frequencies of the layers with a window, None: as the others, always without scaling where full_every
@@ -92,7 +92,7 @@ _NAMES = Names(
 _QKV = Fused(("q", "k", "v"))
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
-_BOOKKEEPING = ("tensor_data_layout",)  # says how the converter got the weights; nothing depends on it
+_BOOKKEEPING = ("tensor_data_layout",)  # records how the converter read the weights; has no effect
 
 
 def open_gguf(file: GGUFFile) -> Source:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
 
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, missing in the mmap module
 
 
 def shown(text: object, limit: int = 80) -> str:
@@ -25,8 +25,8 @@ def shown(text: object, limit: int = 80) -> str:
 class MappedFile:
     """A regular file, its size taken once; headers are read with `read`, big data is mapped by `view`.
 
-    A mapping of a file that somebody cuts short kills the process on access, so headers never go through it, and
-    `check` tells before data is handed out whether the file is still as long as it was.
+    Accessing a mapping of a truncated file kills the process, so headers are never read through it, and `check`
+    verifies the length of the file before data is used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class MappedFile:
     def release(self, part: NDArray[np.uint8] | None = None) -> None:
         """Give back the memory of the pages read so far, or of those under a part of the view.
 
-        They are read again from the file when touched.
+        They are read from the file again on access.
         """
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED, *self._pages(part))
@@ -103,7 +103,7 @@ class MappedFile:
     def populate(self, part: NDArray[np.uint8] | None = None) -> None:
         """Read the mapped file, or a part of its view, into memory now, so that no page has to be fetched later.
 
-        A wish, not a promise.
+        Best effort.
         """
         if self._mapping is not None:
             with contextlib.suppress(OSError, ValueError):

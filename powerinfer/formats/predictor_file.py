@@ -1,6 +1,6 @@
 """Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [neurons, rank].
 
-A layer's rank, threshold and floor stand in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of
+A layer's rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of
 blocks are stored as U8 [rows, row_bytes].
 """
 
@@ -34,7 +34,7 @@ FIGURES = ("recall", "precision", "candidate_fraction", "active_fraction", "svd_
 @dataclass(frozen=True)
 class _LayerDescription:
     rank: Annotated[int, Between(1, MAX_WIDTH)]
-    threshold: Annotated[float, Between(-1e6, 1e6)]  # it is of the size of a logit
+    threshold: Annotated[float, Between(-1e6, 1e6)]  # of the magnitude of a logit
     floor: Count
 
 
@@ -84,9 +84,9 @@ class LayerPredictor:
 
 @dataclass(frozen=True)
 class PredictorFile:
-    """The predictors of a model, one a layer, mapped; `file.check()` is to be asked before the weights are read.
+    """The predictors of a model, one a layer, mapped; call `file.check()` before the weights are read.
 
-    training: how they were trained and what they reach, as docs/train.md describes it; None where nothing is told.
+    training: how they were trained, and their quality, as described in docs/train.md; None if unknown.
     """
 
     type: str
@@ -108,7 +108,7 @@ class PredictorFile:
 def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> PredictorFile:
     """The predictors that were trained for a model, from the folder `prepared` (None: beside the model).
 
-    ModelError, naming the command that makes them, if there are none or they do not suit the model as it is opened.
+    ModelError, with the command that makes them, if there are none or they do not match the model as it is opened.
     """
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     description, tensors, file = place.read()
@@ -150,9 +150,9 @@ def write_predictor(
     """Write the predictors of a model; the path of the file.
 
     layers: one for each layer; weights: of each layer in order, inner [rank, d_model] and outer [neurons, rank],
-    float32, taken from the iterable one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0,
-    d_model and the ranks must be multiples of 32. training: what `PredictorFile.training` will be, values of JSON.
-    ModelError for values that the type cannot hold, PowerInferError if the file cannot be written.
+    float32, consumed one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0, d_model and
+    the ranks must be multiples of 32. training: what `PredictorFile.training` will be, values of JSON. ModelError for
+    values that the type cannot hold, PowerInferError if the file cannot be written.
     """
     config = checkpoint.config
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES

@@ -5,7 +5,7 @@ safetensors file. Its metadata holds one JSON object under "powerinfer": `format
 (the model it was made for, and the option it was opened with), `made_with`, and what the kind adds. The first tensor
 begins at a multiple of 4096 bytes of the file, every tensor at a multiple of 64.
 
-A file appears under its name only when it is complete and on disk: it is written as NAME.part, synced and renamed.
+A file has its final name only when it is complete and on disk: it is written as NAME.part, synced and renamed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from powerinfer.formats.quant import Bytes
 from powerinfer.formats.safetensors_file import read_with_metadata
 from powerinfer.formats.tensors import RawTensor
 
-PAGE = 4096  # where the first tensor begins
-LINE = 64  # where every tensor begins
+PAGE = 4096  # alignment of the first tensor
+LINE = 64  # alignment of every tensor
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ Write = Callable[[str, Bytes], None]
 class Filling(Protocol):
     """A file whose bytes are put where they belong, in any order."""
 
-    resumed: bool  # it goes on with what an earlier process put
+    resumed: bool  # it continues the file of an earlier process
 
     def put(self, name: str, at: int, data: Bytes) -> None:
         """The bytes of a tensor from byte `at` on, uint8, contiguous; they may be put again."""
@@ -68,7 +68,7 @@ class Filling(Protocol):
 class Kind:
     """A kind of prepared file: its name, what people call its contents, and the verb that makes it.
 
-    format: goes up with every change of what the files hold, the order of the bytes in a bundle's part included.
+    format: incremented with every change of the content, including the order of bytes in a bundle's part.
     """
 
     name: str
@@ -88,7 +88,7 @@ def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
     """The folder of what is prepared for a model: `prepared` if it is given, else MODEL.powerinfer beside the model."""
     if prepared is not None:
         return Path(prepared).expanduser()
-    return Path(os.path.abspath(model) + ".powerinfer")  # abspath: `.` and `dir/` have names too
+    return Path(os.path.abspath(model) + ".powerinfer")  # abspath resolves `.` and `dir/`
 
 
 class PreparedFile:
@@ -119,7 +119,7 @@ class PreparedFile:
         """The description, the tensors by name (views of the mapped file) and the file.
 
         ModelError if there is none, or it is damaged, or was made for another model, with another --quantize, or by a
-        version that writes it differently. Which tensors there are is left to the caller to check.
+        version with another format. The caller checks which tensors there are.
         """
         if not self.exists():
             raise ModelError(f"there is no {self.path}; `{self.command}` makes it")
@@ -172,9 +172,9 @@ class PreparedFile:
     def write(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> Iterator[Write]:
         """Write the file while the block runs; it takes its place at the block's end, unless that raised.
 
-        The block calls what it is given for each of `tensors`, in their order; nothing is kept in memory.
+        The block calls the given function for each of `tensors`, in their order; nothing is buffered.
         PowerInferError, one line, when the folder cannot be written or the disk is full; then, and on any other error
-        or Ctrl-C, nothing is left behind and a former file stays as it was.
+        or Ctrl-C, no partial file remains and an existing file stays unchanged.
         """
         writer = _Writer(self.path, self._header(description, tensors))
         try:
@@ -188,9 +188,9 @@ class PreparedFile:
     def fill(self, description: dict[str, Any], tensors: Sequence[Tensor], resume: bool = False) -> Iterator[Filling]:
         """Write the file in any order while the block runs; it takes its place at the block's end, unless that raised.
 
-        Its bytes are zero where none are put. Unlike with `write`, NAME.part stays behind when the block ends early,
-        and `resume` goes on with it where one of the same description and tensors lies: `resumed` tells. The space is
-        taken at the beginning: PowerInferError, with nothing left behind, when the disk is too small.
+        Bytes that are not written are zero. Unlike with `write`, NAME.part remains if the block ends early, and
+        `resume` continues it if it has the same description and tensors: see `resumed`. The space is allocated at the
+        start: PowerInferError, without a partial file, if the disk is too small.
         """
         filler = _Filler(self.path, self._header(description, tensors))
         try:
@@ -228,7 +228,7 @@ class PreparedFile:
 
 
 def opened_with(quantize: object) -> str:
-    """How a model was opened, for people; quantize: the option, or what a file says it was."""
+    """How a model was opened, for messages; quantize: the option, or what a file states."""
     return "without --quantize" if quantize is None else f"with --quantize {shown(quantize)}"
 
 
@@ -241,7 +241,7 @@ def _is_padding(name: str, tensor: RawTensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    raw: bytes  # the length, the JSON text and the spaces behind it
+    raw: bytes  # the length, the JSON text and padding
     sizes: tuple[tuple[str, int], ...]  # (name, bytes) of each tensor, those that only pad included
 
     @property
@@ -277,7 +277,7 @@ def _header(description: str, tensors: Sequence[Tensor]) -> _Header:
 def write_small(path: Path, data: bytes) -> None:
     """Write a small file: beside its place, and there when it is on disk.
 
-    OSError when that cannot be done, PowerInferError while another process does it; nothing is left behind then.
+    OSError if that fails, PowerInferError while another process does it; then no partial file remains.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -298,7 +298,7 @@ def write_small(path: Path, data: bytes) -> None:
 
 
 class _Part:
-    """A file that comes to be as NAME.part."""
+    """A file that is written under NAME.part and renamed when it is complete."""
 
     def __init__(self, path: Path, header: _Header) -> None:
         self._path = path
@@ -319,7 +319,7 @@ class _Part:
         from shutil import disk_usage
 
         usage = disk_usage(self._path.parent)
-        if usage.total and usage.free < self._header.file_bytes:  # some file systems know nothing and say 0 of 0
+        if usage.total and usage.free < self._header.file_bytes:  # some file systems report 0 of 0
             why = f"{self._header.file_bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
             raise OSError(errno.ENOSPC, why)
 
@@ -415,8 +415,8 @@ class _Writer(_Part):
     def __init__(self, path: Path, header: _Header) -> None:
         super().__init__(path, header)
         self._rest = deque(header.sizes)
-        self._name = ""  # the tensor whose turn it is
-        self._left = 0  # bytes that it lacks
+        self._name = ""  # the current tensor
+        self._left = 0  # its remaining bytes
 
     def open(self) -> None:
         with self._file_errors():
@@ -442,7 +442,7 @@ class _Writer(_Part):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with suppress(OSError):
-                self._part.unlink()  # before the lock goes: another process may take the name at once
+                self._part.unlink()  # before unlocking: another process may use the name at once
             os.close(fd)
 
     def _advance(self) -> None:
@@ -463,7 +463,7 @@ class _Writer(_Part):
 def _open_alone(part: Path, empty: bool = True) -> int:
     """A descriptor of the file, locked, and emptied of what a killed process left. The lock dies with us.
 
-    PowerInferError if another process is writing it. A link that came with a model's folder is not followed.
+    PowerInferError if another process is writing it. A symbolic link in a model's folder is not followed.
     """
     flags = os.O_WRONLY | os.O_CREAT
     for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
@@ -473,7 +473,7 @@ def _open_alone(part: Path, empty: bool = True) -> int:
         try:
             _lock(fd, part)
             with suppress(FileNotFoundError):
-                # A process that finished in between has given the name away: then this is its file, not ours.
+                # Another process may have finished and renamed the file meanwhile.
                 if os.path.samestat(os.fstat(fd), os.stat(part)):
                     if empty:
                         os.ftruncate(fd, 0)

@@ -1,8 +1,8 @@
 """Profiles on disk: how often each neuron of a model fires.
 
 For each layer `layers.N.counts` I64 [corpora, neurons], tokens that the neuron fired for, and `layers.N.active` I64
-[101], tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds stand in the
-file's description, and under "about" what made it.
+[101], tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds are in the
+file's description, and under "about" how it was made.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class ProfileFile:
 def open_profile(checkpoint: Checkpoint, prepared: str | None = None) -> Profile:
     """The profile of a model, from the folder `prepared` (None: beside the model).
 
-    ModelError, naming the command that makes it, if there is none or it does not suit the model as it is opened.
+    ModelError, with the command that makes it, if there is none or it does not match the model as it is opened.
     """
     return open_profile_file(checkpoint, prepared).profile
 
 
 def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> ProfileFile:
-    """The same with its path and what was said about it."""
+    """The same with its path and how it was made."""
     place = PreparedFile(PROFILE, checkpoint, prepared)
     description, tensors, file = place.read()
     layers, sizes = checkpoint.config.n_layers, checkpoint.config.ffn_sizes

@@ -1,7 +1,7 @@
 """What PowerInfer published beside its models: `PWRI` files, and counts of activations.
 
-A PWRI file is a GGUF file behind another magic. It brings a predictor along for every layer (`fc1`, `fc2`) and keeps
-the down projection neuron by neuron (`ffn_down_t`). Its FFN is always rectified, whatever architecture it names.
+A PWRI file is a GGUF file with another magic. It has a predictor for every layer (`fc1`, `fc2`) and stores the down
+projection neuron by neuron (`ffn_down_t`). Its FFN is always rectified, whatever its architecture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from powerinfer.formats.source import Source, collect, predictor_shapes
 GPU_INDEX = "says which neurons PowerInfer put on a GPU; this engine does not need it: name the model itself"
 
 _ACTIVATIONS = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
-# The converter of that time wrote no name of the pre-tokenizer: there was one for each of these.
+# The converter wrote no name of the pre-tokenizer: there was one for each of these.
 _PRE_TOKENIZERS = {"falcon": "falcon", "opt": "gpt-2"}
 _MAX_COUNTS_FILE = 1 << 24  # bytes; MAX_WIDTH counts of 8 bytes, and as much again
 
@@ -69,7 +69,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 def read_activation_counts(folder: Path) -> list[NDArray[np.int64]]:
     """How often each neuron fired, int64 [neurons] for every layer, from the files `activation_N.pt` of a folder.
 
-    Layers are in the order of the numbers. The files are pickles; torch reads them without running what they name.
+    Layers are in the order of the numbers. The files are pickles; torch reads them without running code in them.
     RequestError if torch is missing, ModelError if a file is missing or does not hold counts.
     """
     matches = [re.fullmatch(r"activation_(\d{1,6})\.pt", path.name) for path in folder.glob("activation_*.pt")]
@@ -94,16 +94,16 @@ def _read_counts(path: Path, torch: Any) -> NDArray[np.int64]:
     stored = _stored_bytes(path)
     try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file makes torch raise nearly anything
+    except Exception as error:  # torch may raise any exception on a damaged file
         raise ModelError(f"{path}: torch cannot read it without running code ({type(error).__name__})") from None
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ModelError(f"{path}: does not hold a plain tensor")
     kind = str(tensor.dtype).removeprefix("torch.")
     if tensor.ndim != 1 or not 1 <= tensor.shape[0] <= MAX_WIDTH or kind not in (*_INTEGERS, *_FLOATS):
         raise ModelError(f"{path}: a tensor {shown(list(tensor.shape))} of {kind} does not count neurons")
-    if tensor.untyped_storage().nbytes() != stored:  # torch believes what the pickle says about this
+    if tensor.untyped_storage().nbytes() != stored:  # torch does not check this
         raise ModelError(f"{path}: claims another size than it has")
-    # float64 holds every count up to 2**53
+    # float64 is exact up to 2**53
     values: NDArray[Any] = tensor.detach().to(torch.int64 if kind in _INTEGERS else torch.float64).numpy()
     if not (np.isfinite(values) & (values >= 0) & (values < 2**53)).all() or (values != np.floor(values)).any():
         raise ModelError(f"{path}: holds values that are no counts")
@@ -120,7 +120,7 @@ def _stored_bytes(path: Path) -> int:
             members = archive.infolist()
     except ModelError:
         raise
-    except Exception:  # zipfile has many ways to say that it is none
+    except Exception:  # zipfile raises various exceptions
         raise ModelError(f"{path}: not a file that torch.save writes") from None
     storages = [member for member in members if "/data/" in member.filename]
     stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)

@@ -1,8 +1,8 @@
 """Block formats of GGUF files: their sizes, and numpy code that reads and writes them.
 
-A row of a quantised matrix is a run of blocks; a block holds `block` elements in `nbytes` bytes. The numpy code is the
-truth that the native kernels are tested against and the way a type that no kernel takes is converted on load; results
-are the same bits as ggml's reference code.
+A row of a quantised matrix is a run of blocks; a block holds `block` elements in `nbytes` bytes. The numpy code is
+the reference for the tests of the native kernels, and converts types without kernels on load; results are bit-identical
+to ggml's reference code.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ _READERS: dict[str, Callable[[Bytes], Float32]] = {
 }
 
 
-_CHUNK = 1 << 17  # elements worked on at once: the temporaries stay in the second-level cache
+_CHUNK = 1 << 17  # elements processed at once: the temporaries stay in the L2 cache
 
 
 def can_dequantize(type_name: str) -> bool:
@@ -298,7 +298,7 @@ def dequantize(data: Bytes, type_name: str) -> Float32:
         return reader(blocks.reshape(rows, row_bytes)).reshape(rows, cols)
     out = np.empty((len(blocks), kind.block), np.float32)
     step = _CHUNK // kind.block
-    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale gives NaN: the values, not a mishap
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale gives NaN, as it should
         for start in range(0, len(blocks), step):
             out[start : start + step] = reader(blocks[start : start + step])
     return out.reshape(rows, cols)
@@ -320,7 +320,7 @@ def _signed_peak(values: Float32) -> Float32:
     highest, lowest = values.max(axis=1, keepdims=True), values.min(axis=1, keepdims=True)
     peak: Float32 = np.where(highest > -lowest, highest, lowest)
     ties = (highest == -lowest) & (highest != 0)
-    if ties.any():  # rare, so the slow exact rule is applied to these rows only
+    if ties.any():  # rare: the slow exact rule is applied to these rows only
         rows = np.flatnonzero(ties[:, 0])
         first = np.abs(values[rows]).argmax(axis=1)
         peak[rows, 0] = values[rows, first]
@@ -402,7 +402,7 @@ def _to_f16(values: Float32) -> Bytes:
 def _to_bf16(values: Float32) -> Bytes:
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    quiet = bits >> np.uint32(16) | np.uint32(64)  # a NaN must stay one
+    quiet = bits >> np.uint32(16) | np.uint32(64)  # NaN stays NaN
     return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(np.uint8)
 
 
@@ -434,7 +434,7 @@ def quantize(x: Float32, type_name: str) -> Bytes:
     values = np.ascontiguousarray(x, np.float32).reshape(-1, kind.block)
     out = np.empty((len(values), kind.nbytes), np.uint8)
     step = _CHUNK // kind.block
-    with np.errstate(invalid="ignore"):  # a NaN or infinity is found in the scale, and refused there
+    with np.errstate(invalid="ignore"):  # NaN and infinity show in the scale, and are refused there
         for start in range(0, len(values), step):
             out[start : start + step] = writer(values[start : start + step])
     return out.reshape(rows, cols // kind.block * kind.nbytes)

@@ -1,7 +1,7 @@
 """Safetensors files: an 8-byte length, a JSON header, the data. Parsed strictly; tensors are views of the mapping.
 
-The `safetensors` library gives copies or framework tensors; this gives the bytes where they lie, under the same rules:
-no overlaps, no holes, no duplicate names, nothing beyond the end.
+The `safetensors` library returns copies or framework tensors; this returns views of the bytes, with the same checks: no
+overlaps, no holes, no duplicate names, nothing beyond the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from powerinfer.formats.json_file import parse_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.tensors import RawTensor
 
-_MAX_HEADER = 1 << 24  # 100,000 tensors have less; the bound keeps a hostile header from costing seconds
+_MAX_HEADER = 1 << 24  # more than 100,000 tensors need; a hostile header must not cost seconds
 _MAX_DIMS = 8
 _BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),

@@ -1,7 +1,7 @@
 """Samples on disk: what a layer's predictor reads for a token, and the neurons that fire for it.
 
 For each layer `layers.N.x` F16 [rows, d_model], the residual stream before the FFN's norm (where attention and FFN read
-the same, the layer's input), clipped to what F16 holds, and `layers.N.active` U8 [rows, ceil(neurons / 8)]: bit i % 8
+the same, the layer's input), clipped to the range of F16, and `layers.N.active` U8 [rows, ceil(neurons / 8)]: bit i % 8
 of byte i // 8 is neuron i. Rows are in the order of the text, and row r of every layer is the same token. `windows` I64
 [number] holds the first row of each window of text, so that whole windows can be held out.
 """
@@ -34,7 +34,7 @@ class _Description:
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """The samples of a model, mapped; `file.check()` is to be asked before they are read.
+    """The samples of a model, mapped; call `file.check()` before they are read.
 
     layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only views;
     windows: int64, the first row of each window, ascending from 0; about: how they were made.
@@ -61,7 +61,7 @@ def row_bytes(checkpoint: Checkpoint) -> int:
 def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> SamplesFile:
     """The samples of a model, from the folder `prepared` (None: beside the model).
 
-    ModelError, naming the command that makes them, if there are none or they do not suit the model as it is opened.
+    ModelError, with the command that makes them, if there are none or they do not match the model as it is opened.
     """
     place = PreparedFile(SAMPLES, checkpoint, prepared)
     description, tensors, file = place.read()
@@ -120,9 +120,9 @@ def write_samples(
 ) -> Iterator[SamplesWriter]:
     """Write the samples of a model: the block puts the rows of every layer, in any order.
 
-    windows: first rows, int64, ascending from 0; about: values of JSON. The file appears under its name when the block
-    has ended well; when it ends early, `resume` goes on with what was put by a call with the same arguments.
-    PowerInferError if it cannot be written.
+    windows: first rows, int64, ascending from 0; about: values of JSON. The file is renamed to its final name when the
+    block succeeds; if it ends early, `resume` continues it in a call with the same arguments. PowerInferError if it
+    cannot be written.
     """
     assert rows > 0 and len(windows) and windows[0] == 0
     tensors = [one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, rows)]

@@ -1,7 +1,7 @@
 """Renders chat templates in a process of their own, with bounded time and memory.
 
-The process (template_worker.py) is started with the first template that needs Jinja, in about 0.1 s, and stays: each
-rendering is then one exchange over its pipes. One that goes beyond its limits ends it, and the next starts another.
+The process (template_worker.py) is started with the first template that needs Jinja, in about 0.1 s, and is kept: each
+rendering is then one exchange over its pipes. A rendering beyond the limits ends it, and the next one starts another.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-SECONDS = 1.0  # of processor time for compiling and rendering; real templates need milliseconds
-WAIT = 10.0  # seconds by the clock, on a machine however busy
-MEMORY = 512 << 20  # bytes of address space, and 16 times the question
-MAX_SOURCE = 1 << 16  # characters; the longest template in use has a quarter of it
+SECONDS = 1.0  # CPU seconds for compiling and rendering; real templates need milliseconds
+WAIT = 10.0  # wall-clock seconds, even on a busy machine
+MEMORY = 512 << 20  # bytes of address space, plus 16 times the request
+MAX_SOURCE = 1 << 16  # characters, four times the longest template in use
 
 
 class Refused(Exception):

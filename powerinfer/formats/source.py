@@ -26,14 +26,14 @@ class Source:
     tensors: dict[str, RawTensor]
     files: list[MappedFile]
     notes: list[str] = field(default_factory=list)  # lines for the user about how the file was read
-    predictor_threshold: float | None = None  # of the predictors that the file brings along
+    predictor_threshold: float | None = None  # of the file's own predictors
 
 
 @dataclass(frozen=True)
 class Names:
     """How a family's files spell canonical names: `outer` and `inner` name -> name without `.weight` or `.bias`.
 
-    layers: what stands before the number of a layer.
+    layers: the prefix of a layer's number.
     """
 
     outer: dict[str, str]
@@ -52,7 +52,7 @@ class Names:
 class Fused:
     """Matrices of a layer that a file has in one tensor, whose name is then that of each; and their biases.
 
-    parts: canonical names, in the order of the rows; groups: that order is repeated so many times (Falcon: for each
+    parts: canonical names, in the order of the rows; groups: number of repetitions of that order (Falcon: for each
     key-value head its query heads, its key, its value).
     """
 
@@ -93,8 +93,8 @@ def collect(
 ) -> dict[str, RawTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
-    stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: what the file has
-    in one tensor; down_rows: whether the file keeps `down` neuron by neuron, as `down_rows` [neurons, d_model].
+    stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: matrices in one
+    tensor; down_rows: whether the file stores `down` neuron by neuron, as `down_rows` [neurons, d_model].
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")

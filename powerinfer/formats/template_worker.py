@@ -1,7 +1,7 @@
 """The program that renders chat templates: questions on standard input, answers on standard output, a JSON line each.
 
-A template is a program out of a model file. Jinja's sandbox keeps it from Python's internals, and the system ends this
-process when a rendering takes too much time or memory (`_limit`). It imports nothing of the package.
+A template is a program in a model file. Jinja's sandbox blocks access to Python's internals, and the system ends this
+process if a rendering takes too much time or memory (`_limit`). It imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from datetime import datetime
 from typing import Any
 
-MAX_OUTPUT = 1 << 22  # characters, and as many times the question as below
+MAX_OUTPUT = 1 << 22  # characters, plus a multiple of the request
 MAX_GROWTH = 16
-MAX_TEMPLATES = 8  # compiled ones that are kept
+MAX_TEMPLATES = 8  # compiled templates kept
 
 
 class Refused(Exception):
@@ -101,7 +101,7 @@ def _limit(seconds: float, memory: int | None) -> None:
     try:
         import resource
         import signal
-    except ImportError:  # Windows: there the caller's clock is the only limit
+    except ImportError:  # Windows: the caller's timeout is the only limit
         return
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which nobody handles
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -97,7 +97,7 @@ def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) ->
     kind = block_type(type_name)
     same = type_name == tensor.type and kind.block == 1
     out = np.empty((m, kind.row_bytes(n)), np.uint8)
-    # Columns of the source whose values, as float32, fill a piece; they are whole blocks of whatever type it has.
+    # Columns of the source whose values, as float32, fill a piece; whole blocks of any type.
     step = max(1, _PIECE // n // 256) * 256
     for start in range(0, m, step):
         wide = min(step, m - start)

@@ -1,8 +1,8 @@
 """Text to token ids and back, from the metadata of a GGUF file or the tokenizer files of a Hugging Face folder.
 
-The ids are those of `transformers`: the engine is the `tokenizers` library, built on first need because handing it a
+The ids are those of `transformers`: the engine is the `tokenizers` library, built on first use because loading a
 vocabulary takes tens of milliseconds. Until then short ASCII texts are encoded by `formats.bpe` and everything is
-decoded here, so that a process with a short prompt never waits for it.
+decoded here, so that a process with a short prompt never needs it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from powerinfer.formats import bpe
 if TYPE_CHECKING:
     import tokenizers
 
-# A model may end its answer with any of these; not every file names them all (the list of llama.cpp, without the ones
-# that mean something else in some family).
+# A model may end its answer with any of these; not every file lists them all (llama.cpp's list, without those that have
+# another meaning in some family).
 END_OF_GENERATION = frozenset(
     [
         *(
@@ -52,8 +52,8 @@ class Added:
 
     text: str
     id: int
-    special: bool  # a control token: parsed only where special tokens are wanted, hidden on decoding
-    lstrip: bool = False  # takes the white space before it (after it: rstrip) along
+    special: bool  # a control token: parsed only if special tokens are enabled, hidden on decoding
+    lstrip: bool = False  # includes the white space before it (after it: rstrip)
     rstrip: bool = False
 
 
@@ -61,7 +61,7 @@ class Added:
 class Vocabulary:
     """What a tokenizer needs besides its engine.
 
-    piece: text of a token id as the vocabulary spells it, None where there is none. byte_level: pieces spell bytes in
+    piece: text of a token id in the vocabulary, None if there is none. byte_level: pieces spell bytes in
     GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to the byte they stand for.
     strip_space: decoding drops one leading space, the one that encoding puts there.
     """
@@ -84,8 +84,8 @@ class Vocabulary:
 class Engine:
     """The native tokenizer `full`, once with its special tokens and, sharing its vocabulary, without them.
 
-    `inner` is the one without for text that does not begin the whole: some put a space before the whole text only.
-    plain_model: the vocabulary for text without special tokens, where it is not that of `full`.
+    `inner` is for text that is not at the start: some tokenizers put a space before the whole text only.
+    plain_model: the vocabulary for text without special tokens, if it differs from that of `full`.
     """
 
     def __init__(self, full: tokenizers.Tokenizer, plain_model: Any = None) -> None:
@@ -133,7 +133,7 @@ class Tokenizer:
     """Encodes text to ids and decodes ids to text. Made by `tokenizer_gguf` and `tokenizer_folder`.
 
     `bos_id`, `eos_id`: None where the model has none. `eos_ids`: every token that ends a generation.
-    `chat_template`: the model's own template source, or None. `special_tokens`: the texts that are more than text.
+    `chat_template`: the model's own template source, or None. `special_tokens`: the texts of special tokens.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Tokenizer:
         """Token ids of `text`.
 
         special: text such as `<|im_end|>` becomes the special token; False: it is plain text. add_bos: put the
-        beginning-of-sequence token first; None: do with it, and with the end token, as the model says.
+        beginning-of-sequence token first; None: as the model specifies, also for the end token.
         A lone surrogate, which no UTF-8 text can hold, counts as U+FFFD.
         """
         return self._framed(self._encode(valid_unicode(text), special), add_bos)

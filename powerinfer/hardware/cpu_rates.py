@@ -35,7 +35,7 @@ from powerinfer.system import available_memory
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is computed and read. The tests take less of everything."""
+    """Sizes of the measurements. Tests use smaller ones."""
 
     sample_bytes: int = 0  # weights of a sample; 0: twice the largest cache, within SAMPLE_BYTES
     steps: int = 10  # timed, of each sample; two more warm up
@@ -51,14 +51,14 @@ class Effort:
 FULL = Effort()
 
 SAMPLE_BYTES = (256 << 20, 384 << 20)
-"""Least and most bytes of a sample's weights: a larger cache, as servers have, is shared, and none gets all of it."""
+"""Minimum and maximum bytes of a sample's weights: larger caches, as in servers, are shared."""
 
 _RANK = 128  # of the predictors
 _VOCAB = 8192  # rows of a head that is timed
 _FEW = 256  # rows of one that is not
 _WARM_UP = 2
 _LEAST_STEPS = 3
-_SAMPLE_SECONDS = 0.6  # after which a sample gets no more steps than the least
+_SAMPLE_SECONDS = 0.6  # after which a sample gets only the minimum of steps
 _OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
 
 
@@ -102,12 +102,12 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = 
 
 
 def _rate(nbytes: float, seconds: float, fixed_us: float) -> float:
-    """GB/s of what takes so long with its fixed times, which are no more than half of it."""
+    """GB/s of a measurement, fixed times subtracted, at most half of it."""
     return nbytes / max(seconds - 1e-6 * fixed_us, 0.5 * seconds) / 1e9
 
 
 def largest_cache() -> int:
-    """Bytes of the largest cache of the first core; 32 MiB where the system does not say."""
+    """Bytes of the largest cache of the first core; 32 MiB if unknown."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -118,11 +118,11 @@ def largest_cache() -> int:
     return max(sizes, default=32 << 20)
 
 
-# ---------------------------------------------------------------- what the times say
+# ---------------------------------------------------------------- fits
 
 
 def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]:
-    """(bytes, gain) of `Device.warm` that come nearest to the gains of samples of these sizes; (0, 1.0) for no gain."""
+    """(bytes, gain) of `Device.warm` that best match the gains of samples of these sizes; (0, 1.0) for no gain."""
     gain = max(gains)
     if gain < 1.05:
         return 0, 1.0
@@ -138,7 +138,7 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
     return round(best), gain
 
 
-# ---------------------------------------------------------------- what is timed
+# ---------------------------------------------------------------- samples
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Sample:
 
 
 class _CpuSamples(Samples):
-    """The samples, one after another; each is gone before the next is made."""
+    """The samples, one after another; each is freed before the next is made."""
 
     def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress | None) -> None:
         total = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
@@ -170,7 +170,7 @@ class _CpuSamples(Samples):
         return min(max(0.0, fixed), narrow.layer_s) * 1e6 / len(_OPERATORS)
 
     def cache(self) -> tuple[int, float]:
-        """(cache_bytes, cache_gain): smaller and smaller samples of layers that are small themselves."""
+        """(cache_bytes, cache_gain): from ever smaller samples of small layers."""
         shape = self._effort.narrow
         cold = self.dense("Q8_0", shape).layer_s
         sizes = [round(mib * (1 << 20)) for mib in self._effort.warm_mib]
@@ -184,7 +184,7 @@ class _CpuSamples(Samples):
         layer_bytes = (4 * d_model + 3 * d_ff) * row
         layers = max(1, round((nbytes or self._nbytes) / layer_bytes))
         heads = d_model // HEAD_DIM
-        vocab = _VOCAB if not nbytes else _FEW  # the head of a sample that caches hold takes none of its bytes
+        vocab = _VOCAB if not nbytes else _FEW  # the head of a small sample must not count
         with self._transformer(layers, d_model, d_ff, heads, heads, vocab) as executor:
             square, up, down = (
                 self._matrix(type_name, rows, cols)
@@ -243,7 +243,7 @@ class _CpuSamples(Samples):
         inner, outer = self.normal("Q8_0", _RANK, d_model), self.normal("Q8_0", d_ff, _RANK)
         tiny = self._matrix("F16", HEAD_DIM, d_model), self._matrix("F16", d_model, HEAD_DIM)
         with self._transformer(layers, d_model, d_ff, 1, 1) as executor:
-            up, down_matrix = executor.matrix(gate), executor.matrix(down)  # never used: shared by all layers
+            up, down_matrix = executor.matrix(gate), executor.matrix(down)  # not used: shared by all layers
             for layer in range(layers):
                 executor.attention(layer, self._norm(executor), [executor.matrix(tiny[0]) for _ in range(3)])
                 executor.project(layer, executor.matrix(tiny[1]))
@@ -300,7 +300,7 @@ class _CpuSamples(Samples):
         return executor.norm(np.ones(executor.d_model, np.float32))
 
     def _matrix(self, type_name: str, rows: int, cols: int) -> RawTensor:
-        """A matrix whose values do not matter, as long as they are neither infinite nor tiny, which would be slow."""
+        """A matrix of arbitrary values, neither infinite nor denormal, which would be slow."""
         if type_name in FLOAT_TYPES:
             return self.normal(type_name, rows, cols)
         nbytes = rows * block_type(type_name).row_bytes(cols)  # no half precision scale of bytes below 64 exceeds 2
@@ -310,7 +310,7 @@ class _CpuSamples(Samples):
     # ------------------------------------------------------------ steps
 
     def _paced(self) -> Iterator[int]:
-        """The numbers of a sample's steps, those that warm up included; a slow machine takes fewer."""
+        """The numbers of a sample's steps, warm-up included; fewer on a slow machine."""
         begin = time.perf_counter()
         for step in range(_WARM_UP + self._effort.steps):
             if step >= _WARM_UP + _LEAST_STEPS and time.perf_counter() - begin > _SAMPLE_SECONDS:

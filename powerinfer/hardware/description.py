@@ -1,8 +1,8 @@
-"""What a machine can do, as the placement of a model needs to know it: measured here, or described in a JSON file.
+"""Hardware descriptions, for the placement of models: measured on this machine, or described in a JSON file.
 
 A description is the JSON object of a `Hardware`, with `format` 1 and `kind` "hardware". Those that come with the
-package lie in `machines/`; this machine's own lies in the user's cache folder (`measure.measured`). 1 GB/s is 1e9 bytes
-a second, throughout.
+package are in `machines/`; this machine's is in the user's cache folder (`measure.measured`). 1 GB/s is 1e9 bytes per
+second.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from powerinfer.formats.tensors import NATIVE_TYPES
 FORMAT = 1
 KIND = "hardware"
 OTHER = "other"
-"""Stands in `Device.dense_gb_s` for every weight type that has no figure of its own."""
+"""Key in `Device.dense_gb_s` for all weight types without a figure of their own."""
 
 NO_GPU = "stand-in for a GPU"
-"""How the name begins of torch's CPU device where it takes a GPU's place."""
+"""Prefix of the name of torch's CPU device when it emulates a GPU."""
 
 MACHINES = Path(__file__).with_name("machines")
 
@@ -45,21 +45,21 @@ _Time = Annotated[float, Between(0, 1e9)]  # us or ns: a second of a row, a quar
 class Device:
     """Something that computes, with its memory and its rates in decoding one token, all of its threads together.
 
-    memory_bytes, reserved_bytes: what it has, and what of it others take (system, driver, runtime).
+    memory_bytes, reserved_bytes: its memory, and the part used by others (system, driver, runtime).
     threads: of the CPU that the rates hold for; 1 for a GPU.
-    dense_gb_s: bytes of weights read in dense products, by weight type; `OTHER` stands for types that are not named.
+    dense_gb_s: bytes of weights read in dense products, by weight type; `OTHER`: all other types.
     head_gb_s: the same for the output head, whose activations come in two parts where its weights are quantised.
-    bundle_gb_s, row_ns: by the type of gate and up, the rate at which the rows of bundles are read that lie anywhere,
-        and the time that one row takes besides its bytes. A row is one part of one bundle: gate, up or down. Down has
-        the type that `pack` takes to that of gate: the same, and Q8_0 to Q4_0. seconds = bytes / rate + rows * row_ns.
+    bundle_gb_s, row_ns: by the type of gate and up, the rate of reading scattered rows of bundles, and
+        the fixed time of a row. A row is one part of one bundle: gate, up or down. Down has
+        the type that `pack` combines with it. seconds = bytes / rate + rows * row_ns.
     op_us: fixed time of an operator: its barriers and norms, on a GPU its launch. A layer has four, attention's input,
         attention, projection and FFN (and every norm that stands alone); the head is one more.
     step_us: fixed time of a step beside these: the embedding, waking the threads, Python.
-    sparse_us: fixed time that an FFN takes beyond `op_us` when it goes sparse: its lists and its further barriers.
+    sparse_us: fixed time of a sparse FFN beyond `op_us`: lists and additional barriers.
     kv_gb_s: bytes of keys and values that attention reads.
     cache_bytes, cache_gain: the rates hold for steps that read more than twice `cache_bytes`, so that every byte comes
         from memory; a step that reads up to `cache_bytes` finds them in the cache, `cache_gain` times as fast, and so
-        are operators, which wait for the first bytes of their weights (`warm`). 0 and 1 where that is not known.
+        are operators, which wait for the first bytes of their weights (`warm`). 0 and 1 if unknown.
     """
 
     name: Line
@@ -80,8 +80,8 @@ class Device:
     def warm(self, step_bytes: float) -> Device:
         """The device with the rates of steps that read `step_bytes` of weights, keys and values in all.
 
-        From `cache_bytes` to twice as much the gain goes linearly back to none, in time per byte: steps read everything
-        in turn, and of what does not fit less and less is still there when it is read again.
+        From `cache_bytes` to twice as much the gain decreases linearly to none, in time per byte: steps read everything
+        in turn, so ever less of it is still cached when it is read again.
         """
         if not self.cache_bytes or step_bytes >= 2 * self.cache_bytes:
             return self
@@ -115,12 +115,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Disk:
-    """read_gb_s: by the bytes of one read, what random reads give, `READERS` of them under way at a time."""
+    """read_gb_s: by the bytes of one read, rate of random reads, `READERS` of them in flight."""
 
     read_gb_s: Annotated[Mapping[Annotated[int, Between(1, _MOST_BYTES)], _Rate], Length(64, least=1)]
 
     def seconds(self, size: int) -> float:
-        """Time that a read of `size` bytes adds while many are under way.
+        """Time that a read of `size` bytes adds while many are in flight.
 
         Linear between the sizes that are known; a smaller read takes as long as the smallest, a larger one goes on at
         the rate of the largest.
@@ -141,16 +141,16 @@ class Disk:
 
 
 READERS = 8
-"""Reads under way at a time for which a disk's figures hold."""
+"""Number of reads in flight for which a disk's figures hold."""
 
 
 @dataclass(frozen=True)
 class Hardware:
     """A machine. source: where its figures come from; assumed: which of them nobody measured or published, "" for none.
 
-    gpu, disk: None where there is none. sync_us: what a layer pays when both devices work on it: its input out, the
-    partial sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
-    of CPU and GPU. host_bytes: what libraries and driver of the GPU take in RAM. All three are 0 without a GPU.
+    gpu, disk: None where there is none. sync_us: the cost of a layer on both devices: its input out, the partial
+    sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
+    of CPU and GPU. host_bytes: RAM of the GPU's libraries and driver. All three are 0 without a GPU.
     key: what a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
     """
 
@@ -172,9 +172,9 @@ def ready_made() -> list[str]:
 
 
 def load(path_or_name: str | Path) -> Hardware:
-    """A ready-made machine by its name, else the description in a file.
+    """A built-in machine by its name, else the description in a file.
 
-    RequestError where neither is there; ModelError for a file that is no description or holds absurd figures.
+    RequestError if there is neither; ModelError for a file that is not a description or has absurd figures.
     """
     name = str(path_or_name)
     if name in ready_made():
@@ -186,9 +186,9 @@ def load(path_or_name: str | Path) -> Hardware:
 
 
 def read(path: Path) -> Hardware:
-    """The description in a file; ModelError if it is none."""
+    """The description in a file; ModelError if it is invalid."""
     document = of_kind(parse_json(read_limited(path, _LIMIT), str(path)), KIND, FORMAT, str(path))
-    for name in ("sync_us", "copy_gb_s", "assumed"):  # 0 and "" are claims, to be made by whoever describes
+    for name in ("sync_us", "copy_gb_s", "assumed"):  # defaults, but a description must state them
         if name not in document:
             raise ModelError(f"{path}: {name} is missing")
     hardware = checked(Hardware, document, str(path))
@@ -207,7 +207,7 @@ def save(hardware: Hardware, path: Path) -> None:
 
 
 def _refuse_absurd(hardware: Hardware, where: str) -> None:
-    """ModelError for figures that cannot go together."""
+    """ModelError for inconsistent figures."""
     for name, device in (("cpu", hardware.cpu), ("gpu", hardware.gpu)):
         if device is None:
             continue

@@ -1,9 +1,9 @@
-"""The rates of a GPU in decoding, from the layers and kernels that decode on it, over random weights no cache holds.
+"""The rates of a GPU in decoding, from the layers and kernels that decode on it, over weights larger than caches.
 
-Dense products and fixed times: steps of `GpuLayers` of two widths, as they really run, launched or replayed. Rows of
-bundles: `kernels.gpu.neuron_sum` over neurons of which chosen fractions fire, recorded and replayed, so that the
-device's time counts and not the launches. What a layer pays for a sparse FFN, and for an exchange with the CPU, is what
-steps take longer with it. torch's CPU device is measured the same way.
+Dense products and fixed times: steps of `GpuLayers` of two widths, launched or replayed as in decoding. Rows of
+bundles: `kernels.gpu.neuron_sum` over neurons of which chosen fractions fire, recorded and replayed, so that launches
+do not count. The cost of a sparse FFN, and of an exchange with the CPU, is the extra time of steps that have one.
+torch's CPU device is measured the same way.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ON_CUDA = GpuEffort(256 << 20, (4096, 4096), (256, 512), ((2048, 8192), (8192, 8
 STAND_IN = GpuEffort(4 << 20, (256, 512), (64, 128), ((256, 256), (512, 256)), 512, 3, (2, 6), 16 << 20)
 
 MOST_CONTEXT = 1 << 30
-"""What the driver's own part for a process is taken to be at most; more in use on a card belongs to others."""
+"""Assumed maximum of the driver's memory per process; more in use on a card belongs to others."""
 
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
@@ -82,7 +82,7 @@ class GpuRates:
 
 
 def gpu_name(name: str) -> str:
-    """What the device of a name for `choose_device` is called."""
+    """The model name of a device, by its name for `choose_device`."""
     import torch
 
     chosen = choose_device(name)
@@ -92,22 +92,22 @@ def gpu_name(name: str) -> str:
 
 
 def software(name: str) -> dict[str, str]:
-    """What a GPU's rates depend on beside the engine: its kind, and the versions of what runs on it."""
+    """What a GPU's rates depend on besides the engine: its kind, and the versions of the software."""
     import torch
 
     triton = "none"
     if gpu.which(torch.empty(0, device=choose_device(name))) == "triton":
         try:
             triton = version("triton")
-        except PackageNotFoundError:  # it goes by other names too
+        except PackageNotFoundError:  # it has other names too
             triton = "unknown"
     return {"gpu_device": gpu_name(name), "torch": str(torch.__version__), "triton": triton}
 
 
 def free_memory(name: str) -> int:
-    """Bytes on the device that this process may still take or has taken, its driver's part aside; 0: not known.
+    """Bytes on the device that are free or used by this process, without the driver's part; 0: unknown.
 
-    Of the stand-in, what RAM is free.
+    In emulation, free RAM.
     """
     import torch
 
@@ -118,7 +118,7 @@ def free_memory(name: str) -> int:
 
 
 def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | None = None) -> GpuRates:
-    """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError where it fails or has no room."""
+    """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError if it fails or has too little memory."""
     chosen = choose_device(name)
     effort = effort or (ON_CUDA if chosen.type == "cuda" else STAND_IN)
     in_use = _driver_bytes(chosen)
@@ -160,7 +160,7 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | N
 
 
 def with_free_memory(device: Device, name: str) -> Device:
-    """A device that was measured earlier, with the memory that is free on it now."""
+    """A device measured earlier, with its current free memory."""
     return replace(device, memory_bytes=_memory(name, device.reserved_bytes))
 
 
@@ -182,9 +182,9 @@ def _driver_bytes(chosen: device) -> int:
 
 
 def host_bytes(name: str) -> int:
-    """RAM that a process takes more once layers run on a GPU: libraries, kernels, the driver's part.
+    """Additional RAM of a process once layers run on a GPU: libraries, kernels, the driver's part.
 
-    A process of its own tells, since what this one has loaded by now is not known.
+    Measured in a separate process, since this one may have loaded some of it.
     """
     own = os.pathsep.join(path for path in sys.path if path)
     call = f"from powerinfer.hardware import gpu_rates; print(gpu_rates._host_bytes_here({name!r}))"
@@ -218,7 +218,7 @@ class _GpuSamples(Samples):
         self._effort = effort
 
     def close(self) -> None:
-        """Give back what torch keeps for later."""
+        """Release torch's cached memory."""
         if self._cuda:
             import torch
 
@@ -324,7 +324,7 @@ class _GpuSamples(Samples):
         return layout, gpu.resident(layout, bundles, every, self._device, self.config(shape, 1).layers[0].ffn)
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
-        """(sparse_us, sync_us): what a layer takes longer for a sparse FFN, and for an exchange with an idle CPU."""
+        """(sparse_us, sync_us): extra time of a layer for a sparse FFN, and for an exchange with an idle CPU."""
         self.tick()
         shape, layers = self._effort.narrow, self._effort.layers[1]
         _, neurons = self._neurons("F16", shape)
@@ -338,14 +338,14 @@ class _GpuSamples(Samples):
                 made.project(layer, made.matrix(square))
                 made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, most, exchange))
             times.append(self._step_seconds(made))
-        read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and what fires of up and down
+        read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and the firing rows of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
         return max(0.0, each), max(0.0, 1e6 * (times[1] - times[0]) / layers)
 
     # ------------------------------------------------------------ copies
 
     def copy_gb_s(self) -> float:
-        """Between the memories, the slower way."""
+        """GB/s between the memories, the slower direction."""
         import torch
 
         self.tick()
@@ -411,7 +411,7 @@ class _GpuSamples(Samples):
             return median(self._paced(lambda: self._finished(run))) / len(calls)
 
     def _recorded(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-        """The calls without what it takes the host to make them."""
+        """The calls, recorded so that launches do not count."""
         import torch
 
         for _ in range(_WARM_UP):
@@ -430,7 +430,7 @@ class _GpuSamples(Samples):
             torch.cuda.synchronize(self._device)
 
     def _paced(self, run: Callable[[], Any]) -> Iterator[float]:
-        """Seconds of each run after those that warm up; a slow device runs less often."""
+        """Seconds of each run after the warm-up; fewer runs on a slow device."""
         for _ in range(_WARM_UP if self._cuda else 1):
             run()
         begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""From how many tokens of a step on the GPU computes the cold neurons too: measured, and kept beside the model.
+"""The number of tokens of a step from which on the GPU computes the cold neurons too: measured, and saved.
 
-The CPU goes through the cold bundles once for every 32 tokens; what streams to the GPU (devices/stage.py) costs
-nearly the same whatever the number of tokens. Where the lines cross is measured at load on one layer of the model, with
-inputs that a text gave it, and kept in crossing.json: a number that changes from run to run would change bits.
+The CPU reads the cold bundles once per 32 tokens; streaming them to the GPU (devices/stage.py) costs nearly the same
+for any number of tokens. The crossing is measured at load on one layer of the model, with inputs from a text, and saved
+in crossing.json: if it changed from run to run, so would the bits of the answers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 KIND = "crossings"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Tokens of the steps that are tried, until streaming is faster."""
+"""Numbers of tokens to try, until streaming is faster."""
 
 GAIN = 0.95
 """Streaming must take less than this share of the CPU's time."""
 
-_CALLS = 3  # one behind the other, as the layers of a model are
+_CALLS = 3  # one after another, like the layers of a model
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class _Kept:
 
 
 Seconds = Callable[[int, bool], float]
-"""What a layer takes for a step of so many tokens; streamed, or not."""
+"""Time of a layer for a step of so many tokens; streamed, or not."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """least: the tokens of a step from which on streaming is faster, None: it never is.
+    """least: the number of tokens from which on streaming is faster, None: never.
 
     tried: (tokens, seconds of a layer with the CPU, streamed).
     """
@@ -93,10 +93,10 @@ def settle(
     sample: Callable[[], Sequence[int]],
     progress: Progress | None = None,
 ) -> None:
-    """Let the stage take steps as an earlier measurement under the same circumstances said, or one that is made now.
+    """Set `least` of the stage, from a saved measurement under the same conditions, or a new one.
 
-    sample: the token ids of a text; the KV cache must hold nothing yet. Says what came of it in the executor's choices.
-    PowerInferError where the GPU fails or has no memory left.
+    sample: the token ids of a text; the KV cache must be empty. Notes the result in the executor's choices.
+    PowerInferError if the GPU fails or runs out of memory.
     """
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
@@ -125,7 +125,7 @@ def settle(
 
 
 def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], sample: Sequence[int]) -> Crossing:
-    """Time the layer that has the most cold neurons, both ways. The stage takes no steps afterwards."""
+    """Time the layer with the most cold neurons, both ways. The stage is off afterwards."""
     import torch
 
     ffn = max(ffns, key=lambda one: len(one.cold))

@@ -5,9 +5,9 @@ For each layer of a step:
     GPU   attention ... n | x and selection out | sum of the hot neurons            | + sum of the cold ones ...
     CPU                     wait                | sum of the cold neurons | back
 
-The selector runs once, on the GPU. One transfer tells the CPU to begin (n, and with a predictor which of its neurons
-are selected); the CPU returns one vector a token, which is added to the GPU's own. Where no cold neuron is selected
-there is no job and nothing is returned; where a layer has no cold neurons nothing is sent either.
+The selector runs once, on the GPU. One transfer starts the CPU (n, and with a predictor which of its neurons are
+selected); the CPU returns one vector per token, which is added to the GPU's own. If no cold neuron is selected the CPU
+computes nothing; if a layer has no cold neurons nothing is sent.
 
 For a long prompt the GPU computes the cold neurons too, and the CPU none: see devices/stage.py.
 
@@ -17,10 +17,10 @@ An FFN is a sum over its neurons, so where they are placed changes only how the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,22 +30,16 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.formats.bundle_file import BundleFile
-from powerinfer.hybrid.adjust import trades
 from powerinfer.hybrid.parts import Biases, CpuPart, GpuPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import Indices, Placement, Predictor, Tier
-from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.devices.gpu import GpuLayers
-    from powerinfer.devices.split import SplitExecutor
-
-ENOUGH = 128
-"""Tokens that a layer must have computed recently before its neurons trade places."""
 
 
 @dataclass
@@ -83,9 +77,9 @@ class HybridFfn:
         stage: Stage | None = None,
     ) -> None:
         """biases: of gate, up and down; the last is not this FFN's to add. threshold: activations up to this magnitude
-        count as zero; weights: of a predictor; stage: through which cold neurons come to the GPU for long prompts.
+        count as zero; weights: of a predictor; stage: streams cold neurons to the GPU for long prompts.
 
-        PowerInferError when a device has no memory left.
+        PowerInferError if a device runs out of memory.
         """
         assert layers.link is not None
         self.layer = layer
@@ -111,8 +105,8 @@ class HybridFfn:
     def place(self, hot: Indices) -> None:
         """Put these neurons on the GPU, and only there; all others on the CPU.
 
-        Neurons that come are read from the bundles' file, in the order of their index, into the memory of those that
-        leave. If this fails, it must be done again before a step runs.
+        New neurons are read from the bundles file, in the order of their index, into the memory of those they replace.
+        If this fails, it must be repeated before a step runs.
         """
         import torch
 
@@ -121,7 +115,7 @@ class HybridFfn:
         groups = self._bundles.layers[self.layer]
         self.hot = hot
         self.cold = np.setdiff1d(np.arange(self._config.size, dtype=np.int32), hot)
-        self._gpu_part = None  # its memory is free before others need it
+        self._gpu_part = None  # free its memory before allocating
         with self._failures(), current(to):
             if len(hot):
                 own = self._config, self._biases, self._threshold
@@ -138,7 +132,7 @@ class HybridFfn:
 
     @property
     def neurons(self) -> gpu.Neurons | None:
-        """The hot neurons; None where there are none."""
+        """The hot neurons; None if there are none."""
         return None if self._gpu_part is None else self._gpu_part.neurons
 
     @property
@@ -156,9 +150,9 @@ class HybridFfn:
     def begin(self) -> list[Operator]:
         """Send the CPU its input and its selection, see `FfnParts`.
 
-        All that the GPU does is static, for it launches the same for every step of a shape. In between the host acts
-        twice where there are cold neurons: it marks what was sent, and sums them while the GPU sums the hot ones. In a
-        long step it does neither, but brings them to the GPU.
+        The GPU's work is static: the launches are the same for every step of a shape. In between, the host acts twice
+        if there are cold neurons: it records an event after the copy, and sums the cold neurons while the GPU sums the
+        hot ones. In a long step it streams them to the GPU instead.
         """
         operators = []
         if self._predictor is not None:
@@ -182,7 +176,7 @@ class HybridFfn:
         return Operator(kind, self.layer, run, static)
 
     def _selects(self, tokens: int) -> bool:
-        """Whether the predictor selects neurons in a step of so many tokens."""
+        """Whether the predictor runs in a step of so many tokens."""
         return self._predictor is not None and self._predicts and tokens <= NEURON_TOKENS
 
     def _streams(self, step: Step) -> bool:
@@ -207,7 +201,7 @@ class HybridFfn:
             self._link.send(len(step.x), self._sent_columns(len(step.x)))
 
     def _sent_columns(self, tokens: int) -> int:
-        """Cold neurons of which the selection is sent, for each token."""
+        """Number of cold neurons whose selection is sent, per token."""
         return len(self.cold) if self._selects(tokens) else 0
 
     def _mark(self, step: Step) -> None:
@@ -224,7 +218,7 @@ class HybridFfn:
         step.add_part(self._gpu_part.sum(step.read, selected, count=tokens <= NEURON_TOKENS))
 
     def _sum_cold(self, step: Step) -> None:
-        """The CPU's part into the link's buffer; zeros where no cold neuron is selected."""
+        """Write the CPU's sum to the link's buffer; zeros if no cold neuron is selected."""
         tokens = len(step.x)
         if self._streams(step):
             with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
@@ -246,10 +240,10 @@ class HybridFfn:
             self._link.add_back(step.target)
         step.normed = None
 
-    # ---------------------------------------------------------------- what was done
+    # ---------------------------------------------------------------- counters
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
         self._sums: Counter[str] = Counter()
         self._jobs = 0
         self._since = self._layers.few_tokens, self._layers.few_steps
@@ -259,7 +253,7 @@ class HybridFfn:
         self.recent[:] = 0
 
     def predict(self, on: bool) -> None:
-        """Whether a predictor selects neurons from now on."""
+        """Whether to use the predictor from now on."""
         self._predicts = on
         self._layers.changed(self.layer)
 
@@ -269,7 +263,7 @@ class HybridFfn:
         self.recent_tokens /= 2
 
     def collect(self) -> Mapping[str, int]:
-        """Of the tokens that were counted, in steps of up to `NEURON_TOKENS`: tokens, steps, jobs (steps in which the
+        """Counts, over the tokens of steps of up to `NEURON_TOKENS`: tokens, steps, jobs (steps in which the
         CPU had one), and summed over the tokens the neurons that fired on the GPU (hot) and on the CPU (cold).
 
         `recent`, float64 [neurons], has then for each neuron the tokens that it fired for.
@@ -283,7 +277,7 @@ class HybridFfn:
         return self._sums
 
     def _take_counts(self) -> dict[str, int]:
-        """Bring what fired since the last call into `recent`. Returns the sums of the parts that there are."""
+        """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""
         sums = {}
         for name, index, part in (("hot", self.hot, self._gpu_part), ("cold", self.cold, self._cpu_part)):
             if part is not None and len(index):
@@ -309,7 +303,7 @@ class NeuronSplit:
     ffns: list[HybridFfn] = field(default_factory=list)
 
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, biases: Biases) -> HybridFfn:
-        """PowerInferError when a device has no memory left."""
+        """PowerInferError if a device runs out of memory."""
         ffn = HybridFfn(
             layer,
             cpu,
@@ -323,104 +317,3 @@ class NeuronSplit:
         )
         self.ffns.append(ffn)
         return ffn
-
-
-class HybridSparsity(Sparsity):
-    """Of a model whose layers are split between a GPU and the CPU."""
-
-    def __init__(
-        self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
-    ) -> None:
-        """ffns: of the executor's split layers; stage: theirs."""
-        self.selector = selector
-        self.stage = stage
-        self.ffns = ffns
-        self.traded = 0  # neurons that came to the GPU since the model was loaded
-        self._executor = executor
-        self._turn = 0
-
-    def report(self) -> dict[str, Any]:
-        """Per layer and in all, of tokens computed in steps of up to `NEURON_TOKENS`.
-
-        hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
-        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had something to do; traded:
-        neurons that have come to the GPU for others; streams_from: the tokens of a step from which on the GPU computes
-        the cold ones too, None: it never does. The layers that the CPU has as a whole count, too.
-        """
-        cpu = self._executor.cpu
-        sizes = cpu.config.ffn_sizes
-        layers: list[dict[str, Any]] = []
-        totals: Counter[str] = Counter()
-
-        def add(layer: int, hot: int, sums: Mapping[str, int]) -> None:
-            own = Counter({**sums, "neurons": sums["tokens"] * sizes[layer]})
-            totals.update(own)
-            layers.append({"layer": layer, "hot": hot, "cold": sizes[layer] - hot, **_shares(own)})
-
-        for ffn in self.ffns:
-            add(ffn.layer, len(ffn.hot), ffn.collect())
-        for layer in cpu.bundled_layers:
-            counts = cpu.bundled_counts(layer)
-            own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
-            add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
-        whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
-        streams = None if self.stage is None else self.stage.least
-        return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
-
-    def clear(self) -> None:
-        """Start the counts of `report` anew."""
-        for ffn in self.ffns:
-            ffn.clear()
-        self._executor.cpu.clear_bundled_counts()
-
-    def adjust(self) -> bool:
-        """Let neurons of one layer trade places, the next in turn that has seen enough; not while a step runs.
-
-        What has fired lately counts, half of it at each turn of the layer. False where no layer was worth it.
-        PowerInferError when a device has no memory left; all is then as before.
-        """
-        for _ in self.ffns:
-            ffn = self.ffns[self._turn]
-            self._turn = (self._turn + 1) % len(self.ffns)
-            ffn.collect()
-            if ffn.recent_tokens < ENOUGH:
-                continue
-            leave, come = trades(ffn.recent, ffn.hot, ffn.cold)
-            ffn.forget_half()
-            if len(come):
-                before = ffn.hot
-                try:
-                    ffn.place(np.union1d(np.setdiff1d(before, leave), come).astype(np.int32))
-                except BaseException:
-                    ffn.place(before)
-                    raise
-                self.traded += len(come)
-                return True
-        return False
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """No predictor names neurons meanwhile."""
-        self._let_predict(False)
-        try:
-            yield
-        finally:
-            self._let_predict(True)
-
-    def _let_predict(self, on: bool) -> None:
-        for ffn in self.ffns:
-            ffn.predict(on)
-        self._executor.cpu.predict_bundled(on)
-
-    def bytes_per_token(self, dense: int | None) -> None:
-        """Not known: what the GPU skips is not counted."""
-
-
-def _shares(sums: Mapping[str, int]) -> dict[str, Any]:
-    active, tokens = sums["hot"] + sums["cold"], sums["tokens"]
-    return {
-        "tokens": tokens,
-        "active_fraction": active / sums["neurons"] if tokens else None,
-        "gpu_share": sums["hot"] / active if active else None,
-        "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
-    }

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from powerinfer.models.blocks import SplitFfns
 
 Sample = Callable[[], Sequence[int]]
-"""Gives the token ids of a text, to try the model's speed on."""
+"""Returns the token ids of a text for measuring the model's speed."""
 
 
 def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None = None) -> tuple[Executor, Sparsity]:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
-    RequestError for options that cannot be met, PowerInferError when the GPU has not enough memory.
+    RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
     """
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
@@ -89,7 +89,7 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | No
         held = hold_budget(executor, resolved.engine.max_batch, resolved.vram, resolved.plan, split)
         if held is not None and held is not resolved.plan:
             executor.choices["gpu"] += f", {100 * held.choice.mass_on_gpu:.0f} % since memory was measured"
-        sparsity.clear()  # of what was tried
+        sparsity.clear()  # counts of the measurements
     except BaseException:
         executor.close()
         raise
@@ -117,9 +117,9 @@ def _planned_split(resolved: Resolved) -> NeuronSplit:
 def _settled(
     executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress | None
 ) -> Sparsity:
-    """How the split layers decode, once it is known from how many tokens on cold neurons stream to the GPU."""
+    """The `Sparsity` of the split layers, after the crossing is measured."""
     from powerinfer.hybrid.crossing import settle
-    from powerinfer.hybrid.ffn import HybridSparsity
+    from powerinfer.hybrid.sparsity import HybridSparsity
 
     ffns, stage = split.ffns, split.stage
     if stage is not None:

@@ -18,9 +18,11 @@ from powerinfer.neurons import BundleLayout, Counts, Indices
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer import _native
+
 Float32 = NDArray[np.float32]
 Biases = Sequence[Float32 | None]
-"""float32 [neurons of the layer] of gate, up and down; None where there is none. A part takes those of gate and up."""
+"""float32 [neurons of the layer] of gate, up and down; None where there is none. A part uses those of gate and up."""
 
 
 class GpuPart:
@@ -50,7 +52,7 @@ class GpuPart:
         return self.neurons.nbytes + tensor_bytes(self._fired)
 
     def sum(self, x: Tensor, selected: Tensor | None, *, count: bool) -> Tensor:
-        """What the neurons make of x, both float32 [T, d_model].
+        """The neurons' sum for x, both float32 [T, d_model].
 
         selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
         count: whether neurons that fire are counted.
@@ -76,10 +78,10 @@ class CpuPart:
         self._cpu = cpu
         self._layer = layer
         self._layout = layout
-        self._biases = (*biases[:2], None)
+        self._biases = biases[:2]
         self._threshold = threshold
         self._memory: NDArray[np.uint8] | None = None
-        self._op: int | None = None
+        self._neurons: _native.NeuronSum | None = None
 
     @property
     def index(self) -> Indices:
@@ -92,8 +94,8 @@ class CpuPart:
         return 0 if self.bundles is None else self.bundles.rows.nbytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """Have these neurons instead. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
-        self.bundles = None
+        """Replace the neurons. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
+        self.bundles = self._neurons = None
         if not len(index):
             return
         layout = self._layout
@@ -101,24 +103,21 @@ class CpuPart:
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = own_pages(nbytes)
         self.bundles = gather(layout, groups, index, self._memory)
-        own = self._layer, layout, self.bundles
-        if self._op is None:
-            self._op = self._cpu.bundled_ffn(*own, biases=self._biases, replace=True, most=self._threshold)
-        else:
-            self._cpu.replace_neurons(self._op, *own, self._biases)
-        self._cpu.count_fired(self._op)
+        own = self._layer, layout, self.bundles, self._biases
+        self._neurons = self._cpu.neuron_sum(*own, most=self._threshold, count_fired=True)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
-        """out = what the neurons make of x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
+        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
 
-        False where none is selected: out is zero, and nothing was computed.
+        False if none is selected: then out is zero, and nothing was computed.
         """
-        assert self._op is not None
-        return self._cpu.neuron_sum(self._op, x, selected, out)
+        assert self._neurons is not None
+        return self._neurons.sum(x, out, selected)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""
-        assert self._op is not None
-        counts = self._cpu.fired(self._op, len(self.index))
-        self._cpu.count_fired(self._op)
+        assert self._neurons is not None
+        counts = np.empty(self._neurons.neurons, np.int64)
+        self._neurons.fired(counts)
+        self._neurons.clear()
         return counts

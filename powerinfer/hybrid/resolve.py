@@ -1,7 +1,7 @@
 """How a model is loaded: selector, prepared files, plan and devices, decided once before its weights are read.
 
 With bundles, and a profile that says which neurons are hot, the plan of `placement` decides under the budgets. Without
-them layers go to the GPU as a whole, as many as fit.
+them whole layers are placed on the GPU, as many as fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan
     from powerinfer.placement.shapes import Model
 
-_SHORT = 256  # tokens: a shorter context is no help
+_SHORT = 256  # tokens: a shorter context is not suggested
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Resolved:
     selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
     head are on the GPU. plan: places neurons one by one; None: layers on the GPU are dense. pages: of the KV cache on
-    every device, None: as many as the CPU's memory holds; kv_room: the most bytes that they may take then, None: no
-    limit. vram: bytes of the GPU that all of it may take beside the driver, None: no limit but the device's.
+    every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
+    limit in bytes on the GPU without the driver, None: the device's memory.
     """
 
     checkpoint: Checkpoint
@@ -82,7 +82,7 @@ def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | 
 
 
 def _on_cpu(resolved: Resolved) -> Resolved:
-    """The same within --ram; `auto` does without bundles where they do not fit."""
+    """The same within --ram; `auto` does not use bundles if they do not fit."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if engine.ram is None:
         return resolved
@@ -124,7 +124,7 @@ def _context(model: Model, engine: EngineConfig) -> int:
 def _too_little_ram(
     checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, model: Model, total: int
 ) -> RequestError:
-    """The error for a --ram that does not hold one context, with what would do."""
+    """The error for a --ram too small for one context, with what would help."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.placement.budget import gib
     from powerinfer.placement.shapes import checkpoint_model
@@ -140,7 +140,7 @@ def _too_little_ram(
     if _ram_bytes(model, engine) <= ram:
         helps.append("--selector all")
     for kind in ("q8_0", "q4_0") if engine.quantize is None else ():
-        with suppress(PowerInferError):  # there is nothing to quantise
+        with suppress(PowerInferError):  # nothing to quantise
             smaller = checkpoint_model(open_checkpoint(checkpoint.path, quantize=kind), engine.prepared, fresh=True)
             if _ram_bytes(smaller, engine) <= ram:
                 helps.append(f"--quantize {kind}")
@@ -159,7 +159,7 @@ def _too_little_ram(
 def _beside_gpu(
     checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, gpu: str, progress: Progress | None
 ) -> Resolved | str:
-    """What is placed where; a reason where the GPU is not used."""
+    """What is placed where; the reason if the GPU is not used."""
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.hardware.measure import measured
@@ -176,7 +176,7 @@ def _beside_gpu(
         selection = select(checkpoint, engine, lacking)
     hardware = measured(engine, progress, gpu=gpu)
     model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
-    pages = -(-_context(model, engine) // cpu.PAGE)  # one whole context, which the requests share
+    pages = -(-_context(model, engine) // cpu.PAGE)  # one full context, shared by all requests
     assert hardware.gpu is not None
     vram = None if engine.vram is None else engine.vram - hardware.gpu.reserved_bytes
     resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages, vram=vram)
@@ -186,7 +186,7 @@ def _beside_gpu(
 
 
 def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | str:
-    """The first layers on the GPU, as many as --vram holds."""
+    """The first layers on the GPU, as many as fit into --vram."""
     from powerinfer.placement.budget import budgets, gib, in_ram, layers_that_fit
 
     engine = resolved.engine
@@ -200,12 +200,12 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
             f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "
             f"{gib(needed)}, or more --vram"
         )
-    why = f"layers as a whole ({resolved.selection.why})"
+    why = f"whole layers ({resolved.selection.why})"
     return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
 
 
 def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_in: bool) -> Resolved | str:
-    """Neurons placed one by one. stand_in: torch's CPU is the GPU, to try things: time does not matter."""
+    """Neurons placed one by one. stand_in: torch's CPU emulates the GPU: time does not matter."""
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.budget import gib
     from powerinfer.placement.plan import make_plan

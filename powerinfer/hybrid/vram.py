@@ -1,8 +1,7 @@
-"""A VRAM budget held by measuring: once a model is loaded its largest steps run, and what they really took counts.
+"""Keeping a VRAM budget by measuring: once a model is loaded its largest steps run, and their real memory use counts.
 
-A plan is made from an estimate of a GPU's working memory. Where that was too low, or the device runs out of memory,
-the neurons that matter least go back to the CPU. torch's CPU device has no allocator to ask, so there the estimate
-stands.
+A plan is made from an estimate of a GPU's working memory. If that was too low, or the device runs out of memory, the
+least important neurons move back to the CPU. torch's CPU device has no allocator statistics, so the estimate is used.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan
 
 _LACKING = 256 << 20
-"""Bytes of neurons that make room at a time where the device ran out of memory, which does not say what is lacking."""
+"""Bytes of neurons moved at a time if the device ran out of memory, since it is unknown how much is lacking."""
 
 
 def hold_budget(
@@ -32,9 +31,9 @@ def hold_budget(
 ) -> Plan | None:
     """Run the largest steps, `requests` of them decoding together, and move neurons to the CPU until they fit.
 
-    The cache must be empty yet. vram: bytes that tensors, steps and recordings may take, None: all that the device has.
-    plan, split: where neurons are, None: there are none to move. Returns the plan that holds.
-    PowerInferError, with what would do, where the budget cannot be held.
+    The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. plan,
+    split: the placed neurons, None: there are none to move. Returns the plan that fits.
+    PowerInferError, with what would help, if the budget cannot be kept.
     """
     while True:
         try:
@@ -61,7 +60,7 @@ def hold_budget(
 
 
 def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
-    """Bytes of the device that a model's dense parts and its largest steps take; None where nobody counts them."""
+    """Bytes of the device that a model's dense parts and its largest steps take; None where they are unknown."""
     if executor.gpu.device.type != "cuda":
         return None
     executor.gpu.rehearse(requests)
@@ -69,12 +68,12 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
 
 
 def _neuron_bytes(split: NeuronSplit) -> int:
-    """Of hot neurons and predictors, and of the buffers for cold ones, on the GPU."""
+    """Bytes of hot neurons, predictors and staging buffers on the GPU."""
     return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
 
 
 def _move(split: NeuronSplit, plan: Plan) -> None:
-    """Place neurons as another plan does: layers that give up some first, to make room."""
+    """Move neurons to match another plan: first the layers that lose some, to make room."""
     placement = plan.placement(plan.request.profile)
     hot = {ffn.layer: placement.parts(ffn.layer)[Tier.GPU] for ffn in split.ffns}
     for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):

@@ -1,4 +1,4 @@
-"""The door to the native module: what this CPU can run, what is chosen and why, and products with checked shapes."""
+"""Access to the native module: what this CPU supports, what is chosen and why, and products with checked shapes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LANES = _native.LANES
 """Rows of a panel: widths of native buffers are multiples of it."""
 
 NEURON_TOKENS = _native.NEURON_TOKENS
-"""Most tokens of a step that may run sparse."""
+"""Maximum number of tokens of a sparse step."""
 
 ISA_VARIABLE = "POWERINFER_ISA"
 
 
 def levels() -> list[str]:
-    """Instruction-set levels that this build has and this CPU runs, best first."""
+    """Instruction-set levels of this build that this CPU supports, best first."""
     return list(_native.levels())
 
 
@@ -42,20 +42,20 @@ def choose_isa(wanted: str | None) -> tuple[str, str]:
 
 
 def choose_threads(wanted: int) -> tuple[int, str]:
-    """(threads, reason). RequestError when `wanted` is out of range; 0 leaves the choice to us."""
+    """(threads, reason). RequestError when `wanted` is out of range; 0: automatic."""
     if not 0 <= wanted <= 1024:
-        raise RequestError(f"threads must lie between 0 (automatic) and 1024, not {wanted}")
+        raise RequestError(f"threads must be between 0 (automatic) and 1024, not {wanted}")
     return (wanted, "asked for") if wanted else usable_cores()
 
 
 def build() -> str:
-    """Something that changes when the native module is built anew."""
+    """A value that changes whenever the native module is rebuilt."""
     status = os.stat(_native.__file__)
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def choices(engine: EngineConfig) -> dict[str, str]:
-    """What is chosen for this machine, each with its reason."""
+    """The choices for this machine, each with its reason."""
     isa, isa_reason = choose_isa(engine.isa)
     threads, threads_reason = choose_threads(engine.threads)
     return {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
@@ -95,7 +95,7 @@ def pack_part(
     at: int,
     threads: int,
 ) -> None:
-    """Write rows [rows, k] into one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.
+    """Write rows [rows, k] into one part of bundles, at byte `at` of each; bundles are `pitch` bytes apart.
 
     data: the rows as a model file stores them, uint8 1-D; for Q4_0X32 group by group k blocks of Q4_0, each across the
     group's neurons. out: the bundles, uint8 [groups, bytes of a group]; kind: "dot" for gate and up, "add" for down.
@@ -118,7 +118,8 @@ def matmul(
     """x . W^T through the native kernels, float32 [tokens, rows].
 
     x: float32 [tokens, k]; weights: the blocks of W [rows, k] as a model file stores them, uint8 1-D. Activations take
-    the form that the type wants: 8 bits per 32 for quantised weights, bfloat16 for BF16. ValueError for wrong shapes.
+    the form that the type requires: 8 bits per 32 for quantised weights, bfloat16 for BF16. ValueError for wrong
+    shapes.
     """
     pool = _native.Pool(threads)
     matrix = _native.pack(pool, _native.Arena(), type_name, rows, x.shape[1], weights)

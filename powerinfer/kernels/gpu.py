@@ -1,11 +1,11 @@
-"""Kernels over torch tensors: plain torch on any device, or Triton on a GPU, chosen by where the tensors lie.
+"""Kernels over torch tensors: plain torch on any device, or Triton on a GPU, chosen by the device of the tensors.
 
-Activations are float32 between operators; weights rest in their own type and are dequantised on their way into a
-product, whose sums are float32. The plain functions here are what the Triton kernels must compute. Every sum has a
+Activations are float32 between operators; weights are stored in their own type and dequantised within products, whose
+sums are float32. The plain functions here define what the Triton kernels must compute. Every sum has a
 fixed order: the same arguments give the same bits. Many tokens at once, of a prompt, are multiplied in the narrow
 types of tensor cores, on a GPU.
 
-torch is imported inside the functions: the sizes below are asked for without it.
+torch is imported inside the functions: the sizes below are used without it.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 1 << 24  # elements of a matrix that are multiplied with many tokens at a time
-_SLAB = 1 << 19  # elements that a thread brings into the order of a device at a time: they stay in its cache
+_PIECE = 1 << 24  # elements of a matrix multiplied with many tokens at a time
+_SLAB = 1 << 19  # elements that a thread converts at a time: they stay in its cache
 
-_LOADED = 1 << 24  # bytes of bundles that are brought to a device at a time
+_LOADED = 1 << 24  # bytes of bundles uploaded at a time
 
-_SIGNS = np.uint8(0x88)  # turns two codes that lie 8 above their values into two's complement, and back
+_SIGNS = np.uint8(0x88)  # converts two codes with an offset of 8 into two's complement, and back
 
-_NARROW = ["cuda"]  # the devices that multiply many tokens in float16 or bfloat16
+_NARROW = ["cuda"]  # devices that multiply many tokens in float16 or bfloat16
 
 _forced = [False]
 
 
 def force_triton(on: bool) -> None:
-    """Whether Triton kernels serve tensors of any device: for Triton's interpreter, which runs on the CPU."""
+    """Whether to use Triton kernels for tensors of any device: for Triton's interpreter, which runs on the CPU."""
     _forced[0] = on
 
 
 def which(tensor: Tensor) -> str:
-    """ "triton" or "torch": the kind of kernel that serves tensors which lie where this one does."""
+    """ "triton" or "torch": the kind of kernel used for tensors on the device of this one."""
     return "triton" if _triton(tensor) else "torch"
 
 
@@ -78,7 +78,7 @@ def _has_triton() -> bool:
 
 
 def gpu_type(type_name: str, k: int = 32) -> str:
-    """The type in which a matrix with rows of k elements, stored as `type_name`, lies on a GPU."""
+    """The type in which a matrix with rows of k elements, stored as `type_name`, gets on a GPU."""
     if type_name in GPU_TYPES:
         return type_name
     if block_type(type_name).block == 1:  # F64 and the like
@@ -139,7 +139,7 @@ def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32]
 
 
 def _by_slabs(rows: int, k: int, work: Callable[[int, int], None]) -> None:
-    """Calls work(begin, end) for some rows at a time, from several threads: numpy copies without Python's lock."""
+    """Calls work(begin, end) for some rows at a time, in several threads: numpy copies without the GIL."""
     slabs = list(_pieces(rows, k, _SLAB))
     threads = min(len(slabs), 8, usable_cores()[0])
     if threads < 2:
@@ -176,7 +176,7 @@ def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
 
 
 def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
-    """Rows of `out` from `first` on get these bytes."""
+    """Write these bytes to the rows of `out` from `first` on."""
     import torch
 
     if out is None or rows is None or not rows.size:
@@ -256,7 +256,7 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     if w.dtype == torch.bfloat16:
         return _wide(x.bfloat16(), w)
     peak = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
-    return _wide((x / peak).half(), w) * peak  # no activation is too large for float16
+    return _wide((x / peak).half(), w) * peak  # so that no activation exceeds float16
 
 
 def _wide(x: Tensor, w: Tensor) -> Tensor:
@@ -341,10 +341,10 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Keys and values of T tokens go to their slots of a layer's cache.
+    """Store the keys and values of T tokens in their slots of a layer's cache.
 
     k, v: float32 [T, kv_heads, head_dim]; slots: int64 [T], page * PAGE + place, no two alike; a token whose slot is
-    negative is not stored. What float16 cannot hold becomes the largest value it can; int8 is as in `quantised`.
+    negative is not stored. Values beyond float16 are clipped; int8 as in `quantised`.
     """
     if _triton(k):
         _kernels().store_kv(cache_k, cache_v, k, v, slots)
@@ -370,7 +370,7 @@ def rotate_and_store(
     cache_v: Cached,
     slots: Tensor,
 ) -> None:
-    """`rotate` of q in place and of k, then `store_kv`; what k holds afterwards is not said."""
+    """`rotate` of q in place and of k, then `store_kv`; k is undefined afterwards."""
     if _triton(q):
         _kernels().rotate_and_store(q, k, v, positions, frequencies, factor, cache_k, cache_v, slots)
         return
@@ -419,11 +419,11 @@ def attention(
 
 
 def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
-    """The neurons that a predictor names for each token: 1 or 0, uint8 [T, d_ff].
+    """The neurons that a predictor selects for each token: 1 or 0, uint8 [T, d_ff].
 
     inner: [rank, d_model]; outer: [d_ff, rank]; x: float32 [T, d_model]. A neuron is selected when z = outer .
-    relu(inner . x) is at least `threshold` (or no number), and where fewer than `floor` are, the `floor` of largest z,
-    of equals the first.
+    relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the `floor` of largest z are, ties by
+    index.
     """
     if x.shape[0] <= FEW and _triton(x):
         return _kernels().predict(inner, outer, x, threshold, floor)
@@ -451,7 +451,7 @@ def resident(
     """Some neurons of a layer on a torch device, from their bundles.
 
     groups: uint8 [groups, layout.group_bytes], a layer of a BundleFile; index: int32 [n] ascending, the neurons;
-    biases: float32 [d_ff] of gate and up (and down, which belongs to no neuron and is left out).
+    biases: float32 [d_ff] of gate and up (that of down belongs to no neuron and is ignored).
     """
     import torch
 
@@ -521,7 +521,7 @@ def unpack(
 
 
 def _order(kind: str, use: str) -> tuple[str, int]:
-    """How the codes of a part lie, and the bytes that stay together."""
+    """The order of a part's codes, and the bytes that stay together."""
     if kind in FLOAT_TYPES:
         return "as it is", 2
     if use == "dot":
@@ -530,8 +530,9 @@ def _order(kind: str, use: str) -> tuple[str, int]:
 
 
 def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: int) -> None:
-    """out[i, j] = the unit of which `_place` says that it is number j, of the part that begins `part` bytes behind line
-    at[i] of `rows`. unit: its bytes. Codes of 4 bits become two's complement.
+    """out[i, j] = unit number `_places`[j] of the part that begins `part` bytes behind line at[i] of `rows`.
+
+    unit: its bytes. Codes of 4 bits become two's complement.
     """
     import torch
 
@@ -557,7 +558,7 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: in
 
 
 def _places(width: int, order: str, each: int) -> Tensor:
-    """Where the units of a row lie in its part, int64 [width]; each: units of a block of 32 elements.
+    """Where the units of a row are in its part, int64 [width]; each: units of a block of 32 elements.
 
     blocks: word by word of sixteen blocks, or of those that are left. Of 128 elements: bytes: byte 4 l + z is to be
     16 z + l; words: word 4 a + z is to be 4 z + a.
@@ -616,7 +617,7 @@ def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: fl
     if neurons.gate is not None:
         up = linear(neurons.up, x, neurons.up_bias)
         up = up.relu_() if neurons.activation == "drelu" else up
-        h = torch.where(h == 0, h, h * up)  # where gate is zero, up does not count, whatever it is
+        h = torch.where(h == 0, h, h * up)  # where gate is zero, up is ignored, even NaN
     return h
 
 

@@ -1,7 +1,7 @@
-"""Reference operators in numpy: what every kernel must compute, written to be read, not to be fast.
+"""Reference operators in numpy: the definition of what every kernel must compute, written for clarity, not speed.
 
-Values are rounded where the kernels round on purpose (activations, keys and values on their way into a smaller type);
-everything else is float64, so that what differs is the kernels' float32 arithmetic.
+Values are rounded where the kernels round on purpose (activations, keys and values converted to a smaller type);
+everything else is float64, so that the only difference is the kernels' float32 arithmetic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quantise_activations(x: Floats) -> tuple[NDArray[np.int8], Float32]:
 def seen_by(x: Floats, type_name: str, planes: int = 1) -> Float64:
     """x [..., k] in the form that weights of this type are multiplied with: as it is, bfloat16, or 8 bits per 32.
 
-    planes 2: what the first 8 bits left is quantised once more, as the output head does.
+    planes 2: the remainder of the first 8 bits is quantised again, as for the output head.
     """
     if type_name in ("F32", "F16"):
         return np.asarray(x, np.float32).astype(np.float64)
@@ -96,7 +96,7 @@ def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
 
 
 def activate(activation: str, gate: Floats, up: Floats | None = None, threshold: float = 0.0) -> Float64:
-    """What the FFN makes of gate . n and up . n, or, without a gate, of up . n alone (here `gate`).
+    """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
     activation: of `config.ACTIVATIONS`; threshold: of fatrelu, what a value must exceed to be kept. NaN stays NaN.
     """
@@ -119,7 +119,7 @@ def activate(activation: str, gate: Floats, up: Floats | None = None, threshold:
 
 
 def kv_rounded(x: Floats, kv_type: str) -> Float32:
-    """Keys or values [..., head_dim] as the cache gives them back. kv_type: f32, f16 or q8_0 (8 bits per 32)."""
+    """Keys or values [..., head_dim] as read from the cache. kv_type: f32, f16 or q8_0 (8 bits per 32)."""
     narrow = np.asarray(x, np.float32)
     if kv_type == "f32":
         return narrow

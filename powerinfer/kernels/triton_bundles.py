@@ -1,4 +1,4 @@
-"""The Triton kernel that brings parts of bundles, as the CPU's kernels read them, into the order of a GPU's weights."""
+"""The Triton kernel that converts parts of bundles from the CPU's byte order into that of a GPU's weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-UNITS = 1024  # of a row that a program brings over
+UNITS = 1024  # of a row that a program converts
 
 
 @triton.jit(do_not_specialize=["part"])
@@ -18,7 +18,7 @@ def _take_kernel(
     raw, at, out, width, part, each,
     ORDER: tl.constexpr, FLIP: tl.constexpr, LINE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """out[i, j] = unit `place(j)` of the part of bundle i. LINE: units of a line; FLIP: the bits to turn over."""
+    """out[i, j] = unit `place(j)` of the part of bundle i. LINE: units of a line; FLIP: the bits to invert."""
     i = tl.program_id(0)
     j = tl.program_id(1) * B + tl.arange(0, B)
     if ORDER == "blocks":

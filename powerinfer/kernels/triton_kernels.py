@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time: rows of a matrix, columns (of Q4_0 bytes, two columns each), and its warps."""
+    """The tile of a program: rows of a matrix, columns (of Q4_0 bytes, two columns each), and its warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# One token: every thread has a few bytes of each of several rows, so that a program has some eight kilobytes under way.
+# One token: every thread loads a few bytes of each of several rows, so that a program has about 8 KB in flight.
 ONE = {
     "F32": Tile(4, 512, 4),
     "F16": Tile(4, 1024, 4),
@@ -47,10 +47,10 @@ ONE = {
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
-ROUNDS = tl.constexpr(1.5 * 2**23)  # added and taken away again, it leaves a whole number, to even
+ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
-ATTENTION_PROGRAMS = 264  # a context is split until there are so many programs,
+ATTENTION_PROGRAMS = 264  # a context is split until there are this many programs,
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def row_dots(
 
 @triton.jit
 def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
-    """Adds, if there is one, what belongs to the rows of `row_dots`."""
+    """Adds the bias, if any, to the rows of `row_dots`."""
     if BIAS:
         b = tl.load(bias + row, mask=live, other=0)
         sums += b[:, None] if T else b
@@ -246,17 +246,17 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
 
 
 def columns(tokens: int) -> int:
-    """Columns of a product with so many tokens: 0 for one, else what tensor cores take."""
+    """Columns of a product with so many tokens: 0 for one, otherwise a size for tensor cores."""
     return 0 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
 
 
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer for an argument that may not be read."""
+    """A valid pointer for an argument that is not read."""
     return other if tensor is None else tensor
 
 
 def precision(x: Tensor) -> str:
-    """How tensor cores multiply float32: as three products of TF32, nearly as exact. Before Ampere there are none."""
+    """How tensor cores multiply float32: as three products of TF32, nearly as exact. Not available before Ampere."""
     return "tf32x3" if not x.is_cuda or _capability(x.device.index) >= 8 else "ieee"
 
 
@@ -342,13 +342,13 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
 
 @triton.jit
 def _half(y):
-    """What float16 can hold of it."""
+    """Clipped to float16."""
     return tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
 
 
 @triton.jit
 def _stored(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """A head's key or value goes to its slot; y [BLOCK] is zero from `dims` on."""
+    """Store a head's key or value in its slot; y [BLOCK] is zero from `dims` on."""
     row = slot * heads + head
     there = tl.where(slot >= 0, dims, 0)
     if KIND == "Q8_0":  # as `gpu.quantised`
@@ -452,7 +452,7 @@ def rotate_and_store(
 
 @triton.jit
 def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys or values [32, BLOCK] of a page: those of rows that live, zeros for the others."""
+    """Keys or values [32, BLOCK] of a page: zeros for rows that are not live."""
     if KIND == "Q8_0":
         b = tl.arange(0, BLOCK // 32)
         each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -589,17 +589,17 @@ def attention(
 
 @triton.jit
 def _select_kernel(z, selected, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: the guesses from the threshold on and, where these are fewer than `floor`, the `floor` largest."""
+    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest."""
     t, i = tl.program_id(0), tl.arange(0, BLOCK)
     here = i < n
     guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
     chosen = here & ((guess >= threshold) | (guess != guess))
     if FLOOR:  # noqa: SIM102 - known when it is compiled
         if tl.sum(chosen.to(tl.int32), 0) < floor:
-            # Whole numbers in the order of the guesses, what is no number above all.
+            # Integers in the order of z, NaN above all.
             bits = (guess + 0.0).to(tl.int32, bitcast=True)
             key = tl.where(guess != guess, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-            # The largest key that `floor` of them reach, by halving what it may be.
+            # The largest key that `floor` of them reach, by bisection.
             low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
             for _ in range(32):
                 middle = (low + high + 1) >> 1

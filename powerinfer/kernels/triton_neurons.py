@@ -1,9 +1,9 @@
 """Triton kernels for the neurons of a layer, for few tokens; see `triton_kernels` for the rules and the letters.
 
-[what is selected -> a list ->] products of gate and up -> a list of what fires -> sums of down, each of a share of the
-list -> one sum. A list has room for every neuron, and its length lies in device memory, where programs read when to
-stop. It is made in two stages: programs count what they have of it; then programs that write a piece of it first add up
-what lies before.
+[selected neurons -> a list ->] products of gate and up -> a list of the neurons that fire -> sums of down, each over a
+share of the list -> one sum. A list has room for every neuron, and its length is in device memory, where programs read
+it. It is made in two stages: programs count their entries; then programs add up the counts before them and write
+theirs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
     from powerinfer.kernels.gpu_types import Neurons
 
-# Products of listed neurons, for one token and for several: fewer rows than in a whole matrix, for there are fewer.
+# Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
 DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 64, 2)), "Q4_0": Tile(32, 32, 2)}
-# Sums of rows of down, likewise; the rows are those taken at a time.
+# Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
     **dict.fromkeys(("F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
 ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
-ADD_PROGRAMS = 1056  # lists are cut until there are so many programs, eight for each processor of the largest GPUs,
-ADD_ROUNDS = 2  # but, were all neurons listed, into no fewer than so many tiles
-SUM = (16, 128)  # splits, and sums of each, that a program adds up at a time
+ADD_PROGRAMS = 1056  # lists are split until there are this many programs, eight per multiprocessor of the largest GPUs,
+ADD_ROUNDS = 2  # but into pieces of at least so many tiles, if all neurons are listed
+SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
-LIST = 1024  # neurons that one program looks at to list them; a multiple of the rows of tiles
+LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ LIST = 1024  # neurons that one program looks at to list them; a multiple of the
 
 @triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
-    """counts: how many neurons of each block any token names. fired: of none, as yet."""
+    """counts: neurons of each block that any token selects. fired: set to 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
     wanted = tl.zeros((BLOCK,), tl.int32)
@@ -58,7 +58,7 @@ def _list_kernel(
     source, before, length, counts, listed, kept, total, tokens, n, pieces, per,
     LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Lists ascending what is not zero for any token in source [tokens, n].
+    """List, ascending, the neurons that are not zero for some token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
     [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, what
@@ -107,7 +107,7 @@ def _active(a, fatrelu, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _tokens_of(a, T: tl.constexpr):
-    """How many tokens each row of a is not zero for, int32 [R]."""
+    """Number of tokens for which each row of a is not zero, int32 [R]."""
     fires = (a != 0).to(tl.int32)
     return tl.sum(fires, 1) if T else fires
 
@@ -120,9 +120,9 @@ def _products_kernel(
     UP_BIAS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """h [tokens, n] at places of the list, of R neurons: rows of up are read where gate has not made it zero.
+    """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
 
-    fired: at neurons; counts: of the R neurons those that fire. Without GATED, gate and its like are up's.
+    fired: by neuron; counts: number of the R neurons that fire. Without GATED, the gate arguments are up's.
     """
     place = tl.program_id(0) * R + tl.arange(0, R)
     many, neuron = n, place
@@ -303,7 +303,7 @@ def _add_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _sum_kernel(parts, out, size, splits, S: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the splits, S at a time."""
+    """Sum of the splits, S at a time."""
     i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
     acc = tl.zeros((S, BLOCK), tl.float32)
     for first in range(0, splits, S):

@@ -1,16 +1,16 @@
-"""Budgets: which dense parts of a model a GPU holds, and what is left of either memory for neurons.
+"""Budgets: which dense parts of a model are placed on a GPU, and the room left for neurons in either memory.
 
-Everything counts: weights, predictors, KV cache, working memory, and what driver and runtime take. Weights and caches
+Everything counts: weights, predictors, KV cache, working memory, driver and runtime. Weights and caches
 are exact; a GPU's working memory is an estimate from above with a stated margin (`Model.gpu_scratch`), and what a load
 really takes is measured once it is there (`hybrid/vram.py`).
 
-Order of claim on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
-(attention cannot run where its cache is not) and its predictor; the output head; what is left is for hot neurons. The
-layers that do not fit run on the CPU as a whole. A small part of the room for neurons goes to the buffers through which
-those in RAM come to the GPU for long prompts (devices/stage.py), if every neuron has a place all the same. RAM holds
+Priority on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
+(attention runs where its cache is) and its predictor; the output head; what is left is for hot neurons. The
+layers that do not fit run on the CPU as a whole. A small part of the room for neurons is used for buffers that stream
+those in RAM to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds
 runtime, working memory, the embedding and every dense part that is not on the GPU; what is left is for the other
-neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where there is
-no room for both, bundles alone are kept.
+neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; if
+both do not fit, only the bundles are kept.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
 
 RUNTIME_BYTES = 80 << 20
-"""What the interpreter, its libraries, the tokenizer and the threads take in RAM beside the model: 47 to 65 MiB with
-vocabularies of 16,000 and 49,000, and some room."""
+"""RAM of the interpreter, its libraries, the tokenizer and the threads: 47 to 65 MiB with vocabularies of 16,000 and
+49,000, and a margin."""
 
 STAGED = 16
 """Staging gets at most 1/STAGED of the room for neurons on a GPU."""
@@ -43,7 +43,7 @@ attention, predictor, head, kv, panels (dense matrices of FFNs in RAM), ffn (neu
 
 @dataclass(frozen=True)
 class Workload:
-    """What a model is loaded for, as far as memory depends on it.
+    """The settings of a load that memory depends on.
 
     kv_type, context, batch: of the KV cache, which holds `batch` contexts of `context` tokens. chunk: tokens of a
     prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`.
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The most of a step."""
+        """Maximum tokens of a step."""
         return max(self.chunk, self.requests)
 
     @property
@@ -70,7 +70,7 @@ class Workload:
 @dataclass(frozen=True)
 class Claims:
     """gpu_layers: so many layers, from the first, have their attention on the GPU, and their predictor where there are
-    any; 0: the GPU is not used; gpu_head: the output head is there. The other layers have theirs in RAM.
+    any; 0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
 
     gpu, cpu: bytes of all but the bundles, by use; gpu_left, cpu_left: what remains of the budgets, once there is room
     for what groups of bundles share, as if each group had neurons on both sides. gpu_neuron, cpu_neuron: bytes of a
@@ -93,10 +93,9 @@ class Claims:
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
-    """(VRAM, RAM) in bytes; None asks for all that is not taken already. RequestError for more than there is.
+    """(VRAM, RAM) in bytes; None: all that is free. RequestError for more than there is.
 
-    A budget is what may be used at most, so without a GPU there is none to use, whatever --vram says; the plan's
-    reasons tell.
+    Without a GPU --vram is ignored; the plan's reasons say so.
     """
     gpu, cpu = hardware.gpu, hardware.cpu
     if gpu is None:
@@ -113,13 +112,13 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
     return vram, ram
 
 
-# ---------------------------------------------------------------- what either memory holds
+# ---------------------------------------------------------------- bytes in either memory
 
 
 def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: bool, dense: bool = False) -> Footprint:
-    """What a GPU takes that has the first `layers` layers, at least one, and with `head` the output head.
+    """Bytes on a GPU with the first `layers` layers, at least one, and with `head` the output head.
 
-    Their neurons do not count; with `dense` their FFNs are dense, and do.
+    Neurons do not count; with `dense` the FFNs are dense, and count.
     """
     assert hardware.gpu is not None
     held = {
@@ -141,7 +140,7 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: 
 def in_ram(
     model: Model, work: Workload, layers: int = 0, head: bool = False, host_bytes: int = 0, panels: bool = True
 ) -> Footprint:
-    """What RAM holds beside a GPU that has the first `layers` layers, and with `head` the output head.
+    """Bytes in RAM beside a GPU with the first `layers` layers, and with `head` the output head.
 
     host_bytes: what the GPU's libraries take in RAM. panels: all FFNs are dense, and those of the other layers count;
     else no neurons do.
@@ -174,7 +173,7 @@ def bundle_bytes(model: Model) -> int:
 def layers_that_fit(
     model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False
 ) -> tuple[int, bool]:
-    """How many layers, from the first on, a budget holds on the GPU, and whether the head too. dense: as `on_gpu`."""
+    """How many layers, from the first on, fit into a GPU budget, and whether the head fits too. dense: as `on_gpu`."""
     if hardware.gpu is None or not vram:
         return 0, False
 
@@ -201,11 +200,11 @@ def shared_in_ram(model: Model, gpu_layers: int) -> int:
     return _groups(model, model.config.n_layers) * model.bundles.shared_bytes if gpu_layers else 0
 
 
-# ---------------------------------------------------------------- claims
+# ---------------------------------------------------------------- placing the dense parts
 
 
 def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ram: int | None) -> Claims:
-    """What the dense parts take. RequestError, with the minimum, where RAM and VRAM together do not hold them."""
+    """Place the dense parts. RequestError, with the minimum, if they do not fit into RAM and VRAM together."""
     vram, ram = budgets(hardware, vram, ram)
     layers, head = layers_that_fit(model, hardware, work, vram)
     gpu = on_gpu(model, hardware, work, layers, head) if layers else {}
@@ -241,7 +240,7 @@ def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> Reques
 
 
 def _staging(model: Model, work: Workload, gpu_layers: int, gpu_left: int, left: int) -> int:
-    """Bytes of a buffer: the most that leaves all neurons a place. 0 where no prompt needs any."""
+    """Bytes of a staging buffer: the most with which all neurons still fit. 0 if no prompt needs one."""
     sizes = [-(-layer.ffn.size // GROUP) for layer in model.config.layers]
     gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundles.pitch
     if work.selector == "all" or work.chunk <= kernels.FEW or gpu_left // gpu_group >= sum(sizes[:gpu_layers]):
@@ -256,7 +255,7 @@ def _staging(model: Model, work: Workload, gpu_layers: int, gpu_left: int, left:
 
 
 def staged_on_gpu(staging: int) -> int:
-    """Bytes on the GPU for buffers of that size: theirs, and a piece once it is in the GPU's order."""
+    """Bytes on the GPU for buffers of that size, and for a converted piece."""
     return (BUFFERS + 1) * staging
 
 
@@ -280,6 +279,6 @@ def _stored(matrices: tuple[Matrix, ...]) -> int:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes for people, rounded up, as the flags take them."""
+    """Bytes as text, rounded up, in the format of the flags."""
     unit, name = (_GIB, "GiB") if nbytes >= _GIB else (1 << 20, "MiB")
     return f"{-int(-nbytes * 100 // unit) / 100:.2f}{name}".replace(".00", "")

@@ -20,13 +20,13 @@ up, a gated one's gate; a gated one's up row is read where the gate fires. With 
 
     T_layer = T_attention + T_predictor + max(T_gpu, T_cpu + T_sync) + T_disk
 
-and a token takes the sum over the layers, and embedding and head. Every layer goes the fastest of the ways that the
-selector allows, as the engine's trial has it. T_disk is the time of reading what is needed of the neurons on disk;
+and a token takes the sum over the layers, and embedding and head. Every layer uses the fastest way that the selector
+allows, like the engine's trial. T_disk is the time of reading what is needed of the neurons on disk;
 the CPU computes them, so they count in T_cpu too.
 
-What is left out: the mean of a maximum is not less than the maximum of the means used here; neurons are taken to fire
-independently of each other (this matters for batches, and for the chance that the CPU has nothing to do); what was
-read from disk for the last token counts as gone; a row costs its bytes, however many tokens it is multiplied with.
+Simplifications: the mean of a maximum is not less than the maximum of the means used here; neurons are assumed to fire
+independently of each other (this matters for batches, and for the chance that the CPU has nothing to do); nothing read
+from disk is cached; a row costs its bytes, however many tokens it is multiplied with.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ WAYS = {
     "threshold": ("exact", "all"),
     "predicted": ("predicted", "exact", "all"),
 }
-"""The ways that a layer may go, by selector; the first is the selector's own."""
+"""The ways that a selector allows; the first is its own."""
 
-_STREAM = 1 << 20  # bytes of a read where neurons follow one another on disk
+_STREAM = 1 << 20  # bytes of a read of consecutive neurons
 
 EACH, SELECTED, FIRED, ACTIVE, SHARED = _KINDS = range(5)
 
@@ -64,7 +64,7 @@ class Expected:
     are (EACH), for how many a step needs the first row (SELECTED), up (FIRED) and down (ACTIVE), and of how many groups
     of bundles the scales of down (SHARED).
 
-    idle: float64 [layers, groups + 1], chance that no neuron from there on is selected.
+    idle: float64 [layers, groups + 1], probability that no neuron from there on is selected.
     """
 
     sums: Float64
@@ -84,11 +84,11 @@ def expected(
     batch: int,
     group: int,
 ) -> Expected:
-    """What a step of `batch` tokens needs of each layer's groups, `group` neurons of its `order` each.
+    """Expected neurons needed in a step of `batch` tokens, by layer and group: `group` neurons of its `order`.
 
-    selected: for each layer, neurons that a predictor names by those that fire. A neuron is needed when some token
-    needs it: 1 - (1 - p) ** batch. A dReLU's gate and up are taken to fire independently and equally often: p(gate) is
-    the root of p(active).
+    selected: for each layer, neurons that a predictor selects per neuron that fires. A neuron is needed when some token
+    needs it: 1 - (1 - p) ** batch. A dReLU's gate and up are assumed to fire independently and equally often: p(gate)
+    is the root of p(active).
     """
     groups = -(-max(profile.sizes) // group)
     starts = np.arange(groups) * group
@@ -118,7 +118,7 @@ def _any(p: Float64, batch: int) -> Float64:
 
 
 def _groups_read(active: Float64) -> Float64:
-    """[neurons]: how many groups of bundles have an active neuron, divided among their neurons by each one's chance."""
+    """[neurons]: how many groups of bundles have an active neuron, divided among their neurons by probability."""
     starts = np.arange(0, len(active), BUNDLE_GROUP)
     some = -np.expm1(np.add.reduceat(np.log1p(-np.minimum(active, 1 - 1e-15)), starts))
     expected = np.add.reduceat(active, starts)
@@ -129,10 +129,10 @@ def _groups_read(active: Float64) -> Float64:
 def neuron_seconds(
     device: Device, bundles: BundleLayout, way: str, panels: tuple[Matrix, ...] = (), neurons: int = 1
 ) -> Float64:
-    """[EACH, SELECTED, FIRED, ACTIVE, SHARED]: seconds that a device spends on one of each.
+    """[EACH, SELECTED, FIRED, ACTIVE, SHARED]: seconds of a device per unit of each kind.
 
-    panels: the layer's dense matrices where the device keeps them, from which `all` and the first rows of `exact` are
-    computed; without them both come from the bundles.
+    panels: the layer's dense matrices, if the device keeps them; `all` and the first rows of `exact` are then computed
+    from them, otherwise from the bundles.
     """
     seconds = np.zeros(len(_KINDS))
     first = device.rows_seconds(bundles.gate_type, 1, bundles.gate_bytes)
@@ -154,12 +154,12 @@ def neuron_seconds(
 
 
 def fixed_seconds(device: Device, way: str) -> float:
-    """What an FFN takes on a device whatever its neurons."""
+    """Time of an FFN on a device, apart from its neurons."""
     return 1e-6 * (device.op_us + (0.0 if way == "all" else device.sparse_us))
 
 
 def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -> float:
-    """Time of dense products with these matrices, which lie in panels (CPU) or in the types of a GPU."""
+    """Time of dense products with these matrices, in panels (CPU) or in the types of a GPU."""
     if panels:
         return sum(device.dense_seconds(one.type, one.panels) for one in matrices)
     return sum(device.dense_seconds(one.gpu_type, one.stored) for one in matrices)
@@ -173,7 +173,7 @@ def attention_seconds(
     window = config.attention.window
     seen = past if window is None else min(past, window)
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch)
-    norms = 2 if config.norms == "post" else 0  # those that stand alone
+    norms = 2 if config.norms == "post" else 0  # separate operators
     fixed = 1e-6 * (3 + norms) * device.op_us
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
 
@@ -184,7 +184,7 @@ def predictor_seconds(device: Device, model: Model, layer: int, panels: bool) ->
 
 
 def end_seconds(device: Device, model: Model, panels: bool) -> float:
-    """Output head, with what projects its input."""
+    """Output head, with the projection of its input."""
     type_name, nbytes = (model.head.type, model.head.panels) if panels else (model.head.gpu_type, model.head.stored)
     head = device.head_seconds(type_name, nbytes)
     return head + matrix_seconds(device, model.projections, panels) + 1e-6 * device.op_us
@@ -192,7 +192,7 @@ def end_seconds(device: Device, model: Model, panels: bool) -> float:
 
 @dataclass(frozen=True, eq=False)
 class FfnTime:
-    """[layers, groups + 1] each: what GPU and CPU take for FFNs whose first k groups are on the GPU, and T_sync."""
+    """[layers, groups + 1] each: times of GPU and CPU for FFNs whose first k groups are on the GPU, and T_sync."""
 
     gpu: Float64
     cpu: Float64
@@ -207,7 +207,7 @@ class FfnTime:
 def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: str, sync: float) -> FfnTime:
     """FFNs split between both devices, or wholly on one of them.
 
-    Where nothing on the CPU is needed there is neither a job for it nor a wait; with a predictor that is known before.
+    If no neuron on the CPU is needed, there is neither a job nor a wait; a predictor tells in advance.
     """
     groups = np.arange(expected.sums.shape[1])
     on_gpu = expected.sums @ neuron_seconds(gpu, model.bundles, way)
@@ -218,7 +218,7 @@ def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: 
 
 
 def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bool) -> FfnTime:
-    """FFNs on the CPU alone, from the dense matrices where `panels`, else from bundles; infinite for any k but 0."""
+    """FFNs on the CPU alone, from the dense matrices if `panels`, else from bundles; infinite for k > 0."""
     layers, nothing = model.config.n_layers, np.zeros(expected.sums.shape[:2])
     kept = model.ffn if panels else ((),) * layers
     sizes = model.config.ffn_sizes
@@ -229,10 +229,10 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
 
 
 def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Float64:
-    """[layers, groups + 1]: time of reading, for one step, what is needed of the neurons from each group on.
+    """[layers, groups + 1]: time to read from disk, for one step, the needed neurons from each group on.
 
-    `all` streams them. `predicted` reads the bundles that are selected. `exact` needs the first row of each neuron, and
-    the rest of those that fire; or streams them all, where that is faster.
+    `all` streams them. `predicted` reads the selected bundles. `exact` needs the first row of each neuron, and the rest
+    of those that fire; or streams them all, if that is faster.
     """
     n, selected, fired, *_ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
     streamed = n * bundles.stride / disk.rate(_STREAM)
@@ -245,7 +245,7 @@ def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector
 
 
 def neuron_bytes(bundles: BundleLayout, way: str) -> Float64:
-    """[EACH, SELECTED, FIRED, ACTIVE, SHARED]: bytes that are read of one of each."""
+    """[EACH, SELECTED, FIRED, ACTIVE, SHARED]: bytes read per unit of each kind."""
     nbytes = np.zeros(len(_KINDS))
     if way == "all":
         nbytes[EACH] = bundles.stride

@@ -1,4 +1,4 @@
-"""A plan: what of a model rests on the GPU, in RAM and on disk, why, and how fast a token comes then.
+"""A plan: what of a model is placed on the GPU, in RAM and on disk, why, and the predicted time of a token.
 
     plan = make_plan(PlanRequest(model, profile, hardware, vram=8 << 30, ram=16 << 30))
     placement = plan.placement(profile)
@@ -60,16 +60,16 @@ from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
 GPU_ACCOUNTING = 7
-"""Goes up when bytes or times on a GPU are counted in another way, so that earlier plans for one are not taken."""
+"""Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
-"""time: the least predicted time of a token; ilp: the paper's program, the most activations on the GPU; greedy: groups
-by impact; random: any neurons, the floor."""
+"""time: least predicted time of a token; ilp: the paper's program, most activations on the GPU; greedy: groups by
+impact; random: random neurons, the baseline."""
 
 _NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 
 SECONDS = ("gpu", "cpu", "sync", "disk", "other")
-"""What takes a layer's time: other + max(gpu, cpu + sync) + disk."""
+"""The terms of a layer's time: other + max(gpu, cpu + sync) + disk."""
 
 Float64 = NDArray[np.float64]
 
@@ -81,8 +81,8 @@ class PlanRequest:
     vram, ram: budgets in bytes, everything counted; None: all that the machine has. context: tokens of each of `batch`
     requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
     seed: of the policy `random`. time_limit: seconds for the solver. requests: that decode together in the caches of
-    `batch`, which only working memory counts; 0: as many as `batch`. insist: the GPU is used although it is slower than
-    the CPU.
+    `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
+    CPU.
     """
 
     model: Model
@@ -102,7 +102,7 @@ class PlanRequest:
     insist: bool = False
 
     def __post_init__(self) -> None:
-        """RequestError for what does not go together."""
+        """RequestError for contradictory options."""
         config = self.model.config
         assert self.selector in cost.WAYS and self.policy in POLICIES
         assert self.profile.sizes == config.ffn_sizes
@@ -119,22 +119,22 @@ class PlanRequest:
 
     @property
     def workload(self) -> Workload:
-        """What memory depends on."""
+        """The settings that memory depends on."""
         return Workload(self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector)
 
     def claims(self) -> Claims:
-        """Where the dense parts are. RequestError, with the minimum, where the budgets do not hold them."""
+        """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
         return claim(self.model, self.hardware, self.workload, self.vram, self.ram)
 
     def vram_for(self, groups: int = 0) -> int:
-        """Bytes of VRAM that hold all dense parts and so many groups of neurons; buffers for cold ones come in it."""
+        """Bytes of VRAM for all dense parts and so many groups of neurons, buffers for cold ones included."""
         layers = self.model.config.n_layers
         held = sum(on_gpu(self.model, self.hardware, self.workload, layers, True).values())
         return held + shared_on_gpu(self.model, layers) + groups * GROUP * self.model.gpu_neuron
 
     @property
     def goes(self) -> str:
-        """The selector that a step goes by: for too many tokens predictors are not asked."""
+        """The selector of a step: with too many tokens predictors do not run."""
         return "exact" if self.selector == "predicted" and self.batch > NEURON_TOKENS else self.selector
 
     @property
@@ -168,11 +168,11 @@ class PlanRequest:
 class Choice:
     """Which neurons a policy places where: of each layer's order the first `gpu` groups, then up to `kept` in RAM.
 
-    layer_seconds: of each layer for one step, by what takes them: gpu and cpu (neurons; both at a time), sync, disk,
+    layer_seconds: of each layer for one step, by term: gpu and cpu (neurons; concurrent), sync, disk,
     other (predictor, and attention unless it is part of gpu); seconds: of the step. mass: for each layer, of its
     activations, the share that the GPU computes; mass_on_gpu: of the model's. work_on_gpu: of the weights' bytes that a
     step reads, the dense ones included, the share that the GPU reads. optimal: whether the policy's best is proven,
-    None for policies that promise none. solve_s: seconds that finding it took.
+    None for heuristic policies. solve_s: seconds of solving.
     """
 
     policy: str
@@ -189,10 +189,10 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The answer to a request: where the dense parts are (claims), where the neurons (choice), and what else there was.
+    """The answer to a request: placement of the dense parts (claims) and of the neurons (choice).
 
-    others: what every policy would give, the plan's own included; reasons: lines for people; helps: the next budgets at
-    which more fits.
+    others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
+    at which more fits.
     """
 
     request: PlanRequest
@@ -229,13 +229,13 @@ class Plan:
 
     @property
     def staging(self) -> int:
-        """Bytes of a buffer through which cold neurons come to the GPU for long prompts; 0: there are none."""
+        """Bytes of a buffer that streams cold neurons to the GPU for long prompts; 0: there are none."""
         split = any(layer[Tier.CPU] for layer in self.neurons[: self.claims.gpu_layers])
         return self.claims.staging if split else 0
 
     @property
     def _neuron_bytes(self) -> list[dict[Tier, int]]:
-        """For each layer, the bytes of its neurons in each tier, with what their groups of bundles share."""
+        """For each layer, the bytes of its neurons in each tier, including what their groups share."""
         model, claims = self.request.model, self.claims
         bundles, orders = model.bundles, _orders(self.request, self.choice.policy)
         result = []
@@ -253,7 +253,7 @@ class Plan:
 
     @property
     def activations(self) -> dict[str, float]:
-        """Share of the model's activations that belong to the neurons of each tier; 0 everywhere where none fires."""
+        """Share of the model's activations in each tier; 0 everywhere if no neuron fires."""
         profile, orders = self.request.profile, _orders(self.request, self.choice.policy)
         sums = dict.fromkeys(Tier, 0)
         for layer, neurons in enumerate(self.neurons):
@@ -269,7 +269,7 @@ class Plan:
         return not any(layer[Tier.DISK] for layer in self.neurons)
 
     def placement(self, profile: Profile) -> Placement:
-        """Which tier every neuron rests in. profile: the one that the plan was made from."""
+        """The tier of every neuron. profile: the one that the plan was made from."""
         assert profile.digest == self.request.profile.digest
         numbers = [np.arange(-(-size // GROUP)) for size in profile.sizes]
         tiers = tuple(
@@ -279,7 +279,7 @@ class Plan:
         return Placement(profile.sizes, GROUP, tiers, tuple(_orders(self.request, self.choice.policy)))
 
     def document(self, path: Path | None = None) -> PlanDocument:
-        """The plan as it is kept and shown; path: where it is kept."""
+        """The plan as a document; path: of its file."""
         request, choice = self.request, self.choice
         vram, ram = budgets(request.hardware, request.vram, request.ram)
         return PlanDocument(
@@ -332,7 +332,7 @@ class Plan:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Solve it. RequestError where the budgets do not hold the dense part, or not the model and there is no disk."""
+    """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
     plan = _solved(request, request.claims())
     may_leave = request.policy == "time" and plan.claims.gpu_layers and not request.insist
     alone = _without_gpu(request) if may_leave else None
@@ -343,9 +343,9 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
-    """The plan with neurons of `lacking` bytes fewer on the GPU; None where there are not so many there.
+    """The plan with `lacking` fewer bytes of neurons on the GPU; None if there are not that many.
 
-    RequestError where RAM does not hold them either, and there is no disk.
+    RequestError if they do not fit into RAM either, and there is no disk.
     """
     claims = plan.claims
     left = sum(plan.choice.gpu) * GROUP * claims.gpu_neuron - lacking
@@ -356,11 +356,11 @@ def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
 
 
 def _solved(request: PlanRequest, claims: Claims) -> Plan:
-    """Neurons placed in what the dense parts leave."""
+    """Place the neurons into the memory that the dense parts leave."""
     tables = {False: _tables(request, claims, _orders(request, "time"))}
     tables[True] = _tables(request, claims, _orders(request, "random")) if claims.gpu_layers else tables[False]
     others: dict[str, Choice] = {}
-    for policy in reversed(POLICIES):  # `time` begins with what the others found
+    for policy in reversed(POLICIES):  # `time` starts with the answers of the others
         others[policy] = _choose(request, claims, tables[policy == "random"], policy, others)
     others = {policy: others[policy] for policy in POLICIES}
     choice = others[request.policy]
@@ -417,7 +417,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu
         )
     ways = []
-    for way in cost.WAYS[selector][: 1 if first else None]:  # beside a GPU every layer goes the selector's own
+    for way in cost.WAYS[selector][: 1 if first else None]:  # with a GPU every layer uses the selector's own way
         ffn = cost.cpu_time(cpu, expected, model, way, claims.panels)
         if gpu is not None and first:
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
@@ -450,7 +450,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
 
 
 def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:
-    """Head, embedding, and the ways between the devices: a token's row in, the last layer's to the CPU, logits back."""
+    """Head, embedding, and transfers between devices: a token's row in, the last layer's to the CPU, logits back."""
     model, hardware = request.model, request.hardware
     on_gpu = hardware.gpu is not None and claims.gpu_head
     head = hardware.gpu if hardware.gpu is not None and on_gpu else cpu
@@ -475,7 +475,7 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
 
 
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
-    """Where the neurons go, by a policy. others: what has been chosen by policies that share the tables."""
+    """Place the neurons by a policy. others: the choices of policies so far."""
     model, hardware = request.model, request.hardware
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
     room = claims.gpu_left // (GROUP * claims.gpu_neuron) if claims.bundles else 0
@@ -529,7 +529,7 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
 
 
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
-    """Of the bytes of weights that a step reads, the share that the GPU does."""
+    """The share of the bytes of weights of a step that the GPU reads."""
     model, first = request.model, claims.gpu_layers
     attention = [sum(one.stored for one in layer) for layer in model.attention]
     predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
@@ -552,7 +552,7 @@ def _least(request: PlanRequest) -> int | None:
 
 
 def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables) -> tuple[list[str], list[Help]]:
-    """Why things are where they are, and the budgets at which more fits."""
+    """Explanations of the placement, and the budgets at which more fits."""
     hardware, config = request.hardware, request.model.config
     vram, _ = budgets(hardware, request.vram, request.ram)
     reasons: list[str] = []
@@ -605,7 +605,7 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
 
 
 def _groups_for(mass: Float64, share: float) -> int:
-    """How many groups, of those that fire most, carry that share of the model's activations."""
+    """The number of most frequent groups that carry that share of the model's activations."""
     each = np.sort(np.diff(mass, axis=1), axis=None)[::-1]
     if share == 1:
         return len(each)
@@ -613,16 +613,16 @@ def _groups_for(mass: Float64, share: float) -> int:
     return int(np.searchsorted(carried, share * carried[-1]) + 1) if carried[-1] else 0
 
 
-# ---------------------------------------------------------------- beside the model
+# ---------------------------------------------------------------- saved plans
 
 
 def plan_path(folder: Path, request: PlanRequest) -> Path:
-    """Where the plan of a request is kept, in the folder of what is prepared for its model."""
+    """The file of a request's plan, in the folder of its model's prepared files."""
     return folder / f"plan-{request.key}.json"
 
 
 def save_plan(plan: Plan, folder: Path) -> Path:
-    """Keep a plan; its path. PowerInferError when it cannot be written, then nothing is left behind."""
+    """Save a plan; its path. PowerInferError if it cannot be written; then no partial file remains."""
     path = plan_path(folder, plan.request)
     text = json.dumps(plan.document(path).json(), indent=1, allow_nan=False) + "\n"
     try:
@@ -635,9 +635,9 @@ def save_plan(plan: Plan, folder: Path) -> Path:
 
 
 def read_plan(folder: Path, request: PlanRequest) -> Plan | None:
-    """The plan that was kept for just this request, without the other policies; None where there is none.
+    """The saved plan of exactly this request, without the other policies; None if there is none.
 
-    ModelError for a file that does not hold a plan which keeps within the request's budgets.
+    ModelError for a file that is not a plan within the request's budgets.
     """
     path = plan_path(folder, request)
     if not path.is_file():
@@ -646,12 +646,12 @@ def read_plan(folder: Path, request: PlanRequest) -> Plan | None:
     try:
         return _of_document(document, request)
     except ValueError as error:
-        why = f"not the plan that its name promises ({error}); `powerinfer plan` makes it anew"
+        why = f"not the plan that its name says ({error}); `powerinfer plan` makes it again"
         raise ModelError(f"{path}: {why}") from None
 
 
 def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
-    """The plan of this request; ValueError where the document does not hold it. Only what is checked is used."""
+    """The plan of this request; ValueError if the document is not one. Only checked fields are used."""
     config, profile = request.model.config, request.profile
     if document.key != request.key:
         raise ValueError("another key")

@@ -1,8 +1,8 @@
-"""How many bytes every part of a model takes, from its configuration and types alone: no weight is read.
+"""The bytes of everything in a model, from its configuration and types alone: no weight is read.
 
-A model is a checkpoint, whose headers name the types, or only a configuration and one weight type. Bytes are those of
-the engine's own layouts: on the CPU matrices lie in panels, rows padded to 16 and heads to whole lanes; on a GPU in the
-types that its kernels take, without padding; the neurons of an FFN as bundles, on a GPU as rows of its matrices.
+A model is a checkpoint, whose headers have the types, or only a configuration and one weight type. Bytes are those of
+the engine's own layouts: on the CPU matrices are in panels, rows padded to 16 and heads to whole lanes; on a GPU in the
+types of its kernels, without padding; the neurons of an FFN as bundles, on a GPU as rows of its matrices.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """Weight types of a model that is only described."""
 
 PREDICTOR_SHARE = 0.0709
-"""Weights of the predictors by those of the model: the mean of arXiv 2312.12456."""
+"""Weights of the predictors per weight of the model: the mean of arXiv 2312.12456."""
 MOST_PREDICTOR = 0.10
-"""Predictors are held under this share of the model's bytes, here as by `train`."""
+"""Maximum share of predictors in the model's bytes, as in `train`."""
 SELECTED_PER_FIRING = 1.5
-"""Neurons that a predictor names, by those that fire, where it is not known: ReLU and ProSparse models of 7B and 13B
+"""Neurons that a predictor selects per neuron that fires, if unknown: ReLU and ProSparse models of 7B and 13B
 have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
-"""Of a model that can be planned for; OPT-175B has 4.7 million."""
+"""Maximum for a plan; OPT-175B has 4.7 million."""
 
-GPU_MARGIN = RECORDED_BYTES + (192 << 20)
+GPU_MARGIN = RECORDED_BYTES + (112 << 20)
 """Bytes of a GPU for recorded steps, and for what is not counted: a piece of a quantised matrix as it is converted,
 attention's partial sums, segments of torch's allocator that are not full."""
-LAYER_MARGIN = 4 << 20
+LAYER_MARGIN = 3 << 20
 """The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
 
 _PREDICTOR_TYPE = "Q8_0"
@@ -65,7 +65,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model consists of, layer by layer.
+    """The contents of a model, layer by layer.
 
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
@@ -119,7 +119,7 @@ class Model:
 
     @property
     def end_vectors(self) -> int:
-        """The norm in front of the head."""
+        """Bytes of the norm before the head."""
         return 4 * sum(size for name, size in self._vectors if name.startswith("final_norm"))
 
     @cached_property
@@ -154,9 +154,9 @@ class Model:
         (`hybrid/vram.py`).
         """
         config = self.config
-        qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        piece = min(max(2 * config.widest_ffn, qkv), _PIECE // config.d_model)
-        row = 5 * config.d_model + max(4 * qkv, 5 * config.widest_ffn) + 2 * piece
+        heads, first = (7 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim // 2, 1 + config.gated
+        piece = min(max(first * config.widest_ffn, heads), _PIECE // config.d_model)
+        row = 5 * config.d_model + max(heads, (2 * first + 5) * config.widest_ffn // 2) + 2 * piece
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
@@ -178,7 +178,7 @@ class Model:
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
-# ---------------------------------------------------------------- from what there is
+# ---------------------------------------------------------------- models from checkpoints and configurations
 
 
 def checkpoint_model(
@@ -186,9 +186,9 @@ def checkpoint_model(
 ) -> Model:
     """The model of a checkpoint, from its headers.
 
-    The predictor is the one that was trained for it, else one that its file brings along. Bundles are those that are
-    packed, else those that `pack` would make. selected: of predictors whose training is not described; fresh: as if
-    nothing were packed or trained yet.
+    The predictor is the trained one, else the one in its file. Bundles are those that exist, else those that `pack`
+    would make. selected: of predictors whose training is not described; fresh: as if nothing were packed or trained
+    yet.
     """
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.bundle_types import choose_types
@@ -230,7 +230,7 @@ def described_model(
     share: float = PREDICTOR_SHARE,
     selected: float = SELECTED_PER_FIRING,
 ) -> Model:
-    """A model of which there is only the configuration, all of its matrices of one type (of `DTYPES`).
+    """A model from a configuration alone, all of its matrices of one type (of `DTYPES`).
 
     share: of the weights, that predictors have, in Q8_0; fewer where they would take more than `MOST_PREDICTOR` of the
     model's bytes. Types of bundles follow `pack`.

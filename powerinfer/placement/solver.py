@@ -71,9 +71,6 @@ TIME_LIMIT = 10.0
 """Default limit in seconds of CPU time; then the best answer so far is used."""
 
 _ROUNDS = 200  # maximum iterations of the search for prices
-_TABLES = 12  # maximum number of RAM prices tried
-_CLOSE = 1e-6  # relative gap to the bound at which the search for prices stops
-_FEW = 4000  # maximum number of binaries for HiGHS
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +135,7 @@ def solve(
     priced = program.priced(starts)
     best, bound, considered = priced.found, priced.bound, 0
     if best is None or best.cost - bound > program.rounding:
-        method = program.by_table if disk_costs is None else program.by_tables_and_highs
+        method = program.by_table if disk_costs is None else program.by_highs
         best, bound, considered = method(priced, until)
     if best is None:
         raise Infeasible
@@ -290,45 +287,18 @@ class _Program:
         found = self.answer(gpu, np.full(layers, width - 1))
         return found, found.cost, considered
 
-    def by_tables_and_highs(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
-        """The same with a disk: for each price y of RAM, the GPU's groups are distributed exactly, by a table.
+    def by_highs(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
+        """With a disk, the same: the numbers k and j that are left, each a binary, by HiGHS."""
+        gap = np.inf if priced.found is None else priced.found.cost - priced.bound
+        considered = sum(map(len, priced.tried(priced.gpu_slack, self.rounding)))
+        considered += sum(map(len, priced.tried(priced.kept_slack, self.rounding)))
+        found, solved = self._binaries(priced, gap, until)
+        known = [one for one in (found, priced.found) if one is not None]
+        best = min(known, key=lambda one: one.cost, default=None)
+        return best, best.cost if solved and best is not None else priced.bound, considered
 
-        Each gives a bound. HiGHS closes the last gap if few numbers remain.
-        """
-        best, bound = priced.found, priced.bound
-        tried = priced.tried(priced.gpu_slack, self.rounding)
-        numbers, low, high, y = np.arange(self.a.shape[1]), 0.0, np.inf, priced.y
-        for _ in range(_TABLES):
-            later = self.b + y * numbers
-            costs = self.a - y * numbers + _suffix_min(later)
-            gpu = _table(costs, tried, self.capacity[0], 0, until)
-            if gpu is None:
-                break
-            kept = np.where(numbers >= gpu[:, None], later, np.inf).argmin(axis=1)
-            # Any better answer is among the numbers searched.
-            total = math.fsum(costs[np.arange(len(gpu)), gpu]) - y * self.capacity[1]
-            bound = max(bound, min(total, np.inf if best is None else best.cost))
-            for one in (kept, fill(gpu, self.b, self.capacity[1], int(numbers[-1]))):
-                answer = self.answer(gpu, one)
-                if self.fits(gpu, one) and (best is None or answer.cost < best.cost):
-                    best = answer
-            if best is not None and best.cost - bound <= max(self.rounding, _CLOSE * abs(best.cost)):
-                break
-            low, high = (y, high) if not self.fits(gpu, kept) else (low, y)
-            y = (low + high) / 2 if high < np.inf else 1.05 * y + 1e-3 * priced.y + self.rounding
-        considered = sum(map(len, tried))
-        kept_tried = sum(map(len, priced.tried(priced.kept_slack, self.rounding)))
-        done = best is not None and best.cost - bound <= self.rounding
-        if not done and considered + kept_tried <= _FEW:
-            gap = np.inf if best is None else best.cost - priced.bound
-            found, solved = self.by_highs(priced, gap, until)
-            if found is not None and (best is None or found.cost < best.cost):
-                best = found
-            bound = best.cost if solved and best is not None else bound
-        return best, bound, considered + kept_tried
-
-    def by_highs(self, priced: _Priced, gap: float, until: float) -> tuple[_Found | None, bool]:
-        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS finished."""
+    def _binaries(self, priced: _Priced, gap: float, until: float) -> tuple[_Found | None, bool]:
+        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS was done."""
         import highspy
 
         reach = gap + self.rounding

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.devices.batch import Batch
 from powerinfer.errors import ModelError
+from powerinfer.formats.json_file import Between, Count, Share
 from powerinfer.formats.prepared import PROFILE_STATE, SAMPLES, PreparedFile
 from powerinfer.formats.profile_file import BINS, ProfileFile, open_profile_file, write_profile
 from powerinfer.formats.samples_file import SamplesWriter, open_samples, write_samples
@@ -100,6 +100,15 @@ class State:
     _ARRAYS = ("counts", "active", "pairs", "magnitudes")
 
 
+@dataclass(frozen=True)
+class _Description:
+    """Of the file of a state. measured: (quantile, perplexity)."""
+
+    key: str
+    windows: Count
+    measured: list[tuple[Share, Annotated[float, Between(1e-300, 1e300)]]]
+
+
 class Saved:
     """The file of a task's `State` beside the model."""
 
@@ -118,20 +127,12 @@ class Saved:
         state = State(self._checkpoint.config, len(self._task.windows.corpora))
         try:
             description, tensors, _ = self._place.read()
+            saved = self._place.described(_Description, description)
         except ModelError:
             return None
-        windows, measured = description.get("windows"), description.get("measured")
-        if description.get("key") != self._task.key or type(measured) is not list:
+        if saved.key != self._task.key or saved.windows > len(self._task.windows.ids):
             return None
-        if type(windows) is not int or not 0 <= windows <= len(self._task.windows.ids):
-            return None
-        state.windows = windows
-        for pair in measured:
-            if type(pair) is not list or [type(value) for value in pair] != [float, float]:
-                return None
-            if not (0 <= pair[0] <= 1 and 0 < pair[1] < math.inf):
-                return None
-            state.measured[pair[0]] = pair[1]
+        state.windows, state.measured = saved.windows, dict(saved.measured)
         for name in State._ARRAYS:
             found, wanted = tensors.get(name), getattr(state, name)
             if found is None and name == "magnitudes":

@@ -1,4 +1,4 @@
-"""The steps that make a model run better, one after another: measure, profile, train, pack, plan, report.
+"""The steps of `powerinfer prepare`: measure, profile, train, pack, plan, report.
 
 Each step makes what the command of its name makes, unless that is up to date, so an interrupted run resumes. `check`
 and `check_budgets` find what would stop the work later.
@@ -87,9 +87,9 @@ class Work:
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
-            return f"--selector {self.engine.selector} asks no predictor"
+            return f"--selector {self.engine.selector} uses no predictor"
         if self.checkpoint.predictor_threshold is not None:
-            return "the model's file brings its own predictors"
+            return "the model's file has its own predictors"
         return None
 
     def request(self, selector: str, assume: bool = False, fresh: bool = False) -> PlanRequest:
@@ -196,7 +196,7 @@ def train(work: Work, progress: Progress) -> Outcome:
     document.pop("layers")
     document["resumed"] = trained.resumed if trained else 0
     said = (
-        f"{document['bytes'] / 1e6:.1f} MB, {100 * document['recall']:.1f} % of the firing neurons named, "
+        f"{document['bytes'] / 1e6:.1f} MB, {100 * document['recall']:.1f} % of the firing neurons selected, "
         f"{100 * document['candidate_fraction']:.1f} % of all"
     )
     return Outcome(DONE if trained else SKIPPED, said, document)

@@ -94,7 +94,7 @@ def profile(
     if state is not None and (state.windows or state.measured):
         say(f"resuming: {state.windows * windows.size} of {windows.tokens} tokens are done")
     elif saved.exists() and not force:
-        say("an unfinished profile was made from another text, other options or another model: starting anew")
+        say("an unfinished profile was made from another text, other options or another model: starting over")
     state = state or State(config, len(windows.corpora))
     executor = _load(checkpoint, engine, windows, progress)
     try:

@@ -155,6 +155,12 @@ class Point:
     steps: int
 
 
+@dataclass(frozen=True)
+class _KeptPoint:
+    key: str
+    point: Point
+
+
 class _Work:
     """One run: fits the points, chooses the sizes, writes the file."""
 
@@ -320,16 +326,13 @@ class _Work:
     def _kept(self, layer: int, rank: int) -> Point | None:
         """The point saved by an earlier run with the same key."""
         try:
-            description, tensors, _ = self._place(layer, rank).read()
-            if description.get("key") != self._key or {t.shape for t in tensors.values()} != self._shapes(layer, rank):
-                return None
-            told = dict(description["point"])
-            for name in ("chosen", "figures", "svd"):
-                told[name] = Figures(**told[name])
-            point = Point(**{**told, "predictor": Predictor(**told["predictor"])})
-            return point if point.predictor.rank == rank else None
-        except (ModelError, KeyError, TypeError, ValueError, AssertionError):
+            place = self._place(layer, rank)
+            description, tensors, _ = place.read()
+            kept = place.described(_KeptPoint, description)
+        except ModelError:
             return None
+        same = kept.key == self._key and {t.shape for t in tensors.values()} == self._shapes(layer, rank)
+        return kept.point if same and kept.point.predictor.rank == rank else None
 
     def _shapes(self, layer: int, rank: int) -> set[tuple[int, ...]]:
         kind, config = block_type(self._type), self._checkpoint.config

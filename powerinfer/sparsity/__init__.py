@@ -9,7 +9,7 @@ __all__ = ["Sparsity"]
 
 
 class Sparsity:
-    """How the layers of a model decode, and what its tokens needed. This one: all layers are dense.
+    """How the layers of a model decode, and statistics of it. This base class: all layers are dense.
 
     selector: its name.
     """
@@ -17,20 +17,20 @@ class Sparsity:
     selector = "all"
 
     def report(self) -> dict[str, Any] | None:
-        """What the tokens so far needed, per layer ("layers") and in all; None where all layers are dense."""
+        """Statistics of the tokens so far, per layer ("layers") and in total; None if all layers are dense."""
         return None
 
     def clear(self) -> None:
         """Reset the statistics of `report`."""
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Meanwhile the selector is `all`, or, where a device lacks the dense matrices, `exact`."""
+        """A context in which the selector is `all`, or `exact` if a device lacks the dense matrices."""
         return nullcontext()
 
     def bytes_per_token(self, dense: int | None) -> int | None:
-        """Bytes of weights that one decoded token reads, from those of the dense model; None: not known."""
+        """Bytes of weights read per decoded token, given those of the dense model; None: unknown."""
         return dense
 
     def adjust(self) -> bool:
-        """Let neurons trade places between devices; not while a step runs. False where it was not worth it."""
+        """Swap neurons between devices; not while a step runs. False if it was not worth it."""
         return False

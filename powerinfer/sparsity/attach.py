@@ -68,7 +68,7 @@ class CpuSparsity(Sparsity):
             apply(self.executor, self.verdicts)
 
     def bytes_per_token(self, dense: int | None) -> int | None:
-        """Bytes of weights read for a token: the dense model's, less what sparse layers were seen not to read."""
+        """Bytes of weights read per token: the dense model's, less what sparse layers skipped."""
         if dense is None:
             return None
         total = float(dense)
@@ -103,9 +103,9 @@ def attach(
     sample: Callable[[], Sequence[int]],
     progress: Progress | None = None,
 ) -> Sparsity:
-    """Give the executor's FFNs the selector, with its bundles and predictors, and find where it is faster than dense.
+    """Attach bundles and predictors to the executor's FFNs, and find where the selector is faster than dense.
 
-    sample: gives the token ids of a text, for the trial. Notes its choice in `executor.choices`.
+    sample: returns the token ids of a text, for the trial. Notes the result in `executor.choices`.
     """
     if selection.bundles is None:
         executor.choices["selector"] = f"all ({selection.why})"
@@ -123,7 +123,7 @@ def attach(
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     executor.choices["selector"] = f"{name} in {sparse} of {layers} layers ({selection.why}; {_tally(verdicts)})"
     sparsity = CpuSparsity(name, executor, verdicts)
-    sparsity.clear()  # of the trial's
+    sparsity.clear()  # counts of the trial
     return sparsity
 
 
@@ -136,7 +136,7 @@ def _tried(
     sample: Callable[[], Sequence[int]],
     progress: Progress | None,
 ) -> list[Verdict]:
-    """The verdicts of an earlier trial under the same circumstances, or of one that is made now."""
+    """The verdicts of a saved trial under the same conditions, or of a new one."""
     from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
     from powerinfer.sparsity.trial import trial
 
@@ -157,7 +157,7 @@ def _tried(
 
 
 def _tally(verdicts: Sequence[Verdict]) -> str:
-    """How many layers decode one token which way."""
+    """Number of layers by their way for one token."""
     counts: dict[str, int] = {}
     for verdict in verdicts:
         way = verdict.ways["1"]
@@ -166,8 +166,8 @@ def _tally(verdicts: Sequence[Verdict]) -> str:
 
 
 DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52}
-"""By type of gate: the share of a layer's neurons from which on reading up and down from end to end is faster than
-reading the rows of those that fire (docs/selectors.md)."""
+"""By type of gate: the share of firing neurons from which on reading up and down sequentially is faster than reading
+the rows of those that fire (docs/selectors.md)."""
 
 
 def _load(
@@ -175,9 +175,9 @@ def _load(
 ) -> None:
     from powerinfer.system import available_memory
 
-    with ThreadPoolExecutor(2) as pool:  # one thread alone does not fill the memory's bandwidth
-        layers: Iterable[Bytes] = bundles.layers  # without room read where they lie in the file
-        if bundles.nbytes < available_memory() * 3 // 4:  # a copy cannot be given back: the rest stays for others
+    with ThreadPoolExecutor(2) as pool:  # one thread cannot use the full memory bandwidth
+        layers: Iterable[Bytes] = bundles.layers  # read from the mapped file if they do not fit
+        if bundles.nbytes < available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
             layers = pool.map(bundles.copied, range(len(bundles.layers)))
         for layer, rows in enumerate(layers):
             executor.sparsify(
@@ -187,7 +187,7 @@ def _load(
                 most=selection.threshold(layer),
                 predictor=None if selection.predictors is None else selection.predictors(layer),
                 recall_every=engine.recall_every,
-                dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # forced is forced
+                dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # --no-trial: no fallback
             )
             if progress is not None:
                 progress("loading neurons", layer + 1, len(bundles.layers))

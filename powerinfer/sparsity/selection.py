@@ -49,9 +49,9 @@ DENSE = Selection(All(), ASKED)
 def auto(
     config: ModelConfig, lacking: str | None = None, *, predictors: bool = False, thresholds: bool = False
 ) -> tuple[str, str]:
-    """(selector, reason) that `--selector auto` stands for: the only place where that is decided.
+    """(selector, reason) for `--selector auto`: the only place where that is decided.
 
-    It changes no answer: `exact` where neurons that do not fire are exactly zero and bundles can be used, else `all`.
+    It never changes answers: `exact` if inactive neurons are exactly zero and bundles can be used, else `all`.
     lacking: why bundles cannot be used; None: they are there, or will be.
     predictors, thresholds: for planning only, where the selector is then stated to the user, who has to request it to
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
@@ -64,7 +64,7 @@ def auto(
 
 
 def choose(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = None) -> tuple[str, str]:
-    """(name of the selector, reason) for running a model; no file is read. lacking: as `auto` takes it."""
+    """(name of the selector, reason) for running a model; no file is read. lacking: as for `auto`."""
     if engine.selector != "auto":
         return engine.selector, ASKED
     bundles = PreparedFile(BUNDLES, checkpoint, engine.prepared)
@@ -74,9 +74,9 @@ def choose(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
 
 
 def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = None) -> Selection:
-    """The selector for running a model, with its files open. lacking: as `auto` takes it.
+    """The selector for running a model, with its files open. lacking: as for `auto`.
 
-    RequestError for a selector that was requested and cannot be had, ModelError for files that do not suit the model.
+    RequestError if a requested selector is not possible, ModelError for files that do not match the model.
     """
     name, why = choose(checkpoint, engine, lacking)
     if (name, engine.selector) == ("all", "auto"):
@@ -89,7 +89,7 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
 
 
 def _calibrated(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[float, ...]:
-    """The thresholds that `profile` found for the layers."""
+    """The thresholds calibrated by `profile`."""
     place = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if not place.exists():
         raise RequestError(
@@ -98,14 +98,14 @@ def _calibrated(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[float, ..
     thresholds = open_profile(checkpoint, engine.prepared).thresholds
     if thresholds is None:
         raise RequestError(
-            f"{place.path} has no thresholds, because the model's activations are zero by themselves: use --selector "
+            f"{place.path} has no thresholds, because the model's activations are exactly zero: use --selector "
             "exact, or give --threshold X"
         )
     return thresholds
 
 
 def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, why: str) -> Selection:
-    """The prepared files. Predictors are those that were trained for the model, else those that its file brings."""
+    """The prepared files. Predictors are the trained ones, else those in the model's file."""
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
 

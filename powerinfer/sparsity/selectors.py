@@ -1,11 +1,11 @@
 """Selectors: which neurons of a layer are computed for a token.
 
     all        every neuron
-    exact      those whose gate fires; the same answer, where silent gates are exactly zero
-    predicted  those that a predictor names and whose gate, checked exactly, fires
+    exact      those whose gate fires: the dense answer, if inactive gates are exactly zero
+    predicted  those that a predictor selects and whose gate, computed exactly, fires
     threshold  those whose activation exceeds a threshold: lossy, for activations that are never exactly zero
 
-The native operators do this work (csrc/sparse.cpp).
+The native operators do this work (csrc/ffn.cpp).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from powerinfer.errors import RequestError
 
 
 class Selector(Protocol):
-    """Names the neurons to compute."""
+    """Selects the neurons to compute."""
 
     name: str
     way: str  # of the native operator
     needs_predictor: bool
 
     def unsuited(self, config: ModelConfig) -> str | None:
-        """Why a model of this configuration cannot be run so, and what to use instead; None when it can."""
+        """Why a model of this configuration cannot use it, and what to use instead; None if it can."""
         ...
 
 
@@ -52,14 +52,14 @@ class Predicted:
     def unsuited(self, config: ModelConfig) -> str | None:
         if config.rectified:
             return None
-        return f"no predictor can name silent neurons of the activation {config.activations}: use --selector threshold"
+        return f"no predictor can select neurons of the activation {config.activations}: use --selector threshold"
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Activations of a magnitude up to `most` count as silent (CATS, arXiv 2404.08763).
+    """Activations of a magnitude up to `most` count as zero (CATS, arXiv 2404.08763).
 
-    layers: where each layer has a threshold of its own, these.
+    layers: the thresholds of the layers, None: `most` for all.
     """
 
     most: float
@@ -75,7 +75,7 @@ class Threshold:
 
 
 def check_suited(selector: Selector, config: ModelConfig) -> None:
-    """RequestError where a model of this configuration cannot be run with the selector."""
+    """RequestError if a model of this configuration cannot use the selector."""
     unsuited = selector.unsuited(config)
     if unsuited is not None:
         raise RequestError(f"selector {selector.name}: {unsuited}")
@@ -84,9 +84,9 @@ def check_suited(selector: Selector, config: ModelConfig) -> None:
 def selector_named(
     name: str, threshold: float | None, calibrated: Callable[[], tuple[float, ...]] | None = None
 ) -> Selector:
-    """The selector of that name. RequestError for a threshold where none belongs, or none where one does.
+    """The selector of that name. RequestError for a missing or superfluous threshold.
 
-    calibrated: gives the thresholds of the layers where there is no single one.
+    calibrated: returns the thresholds of the layers if no threshold is given.
     """
     if name == "threshold":
         if threshold is None and calibrated is not None:

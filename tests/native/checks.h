@@ -1,9 +1,10 @@
-// What the stand-alone tests share: results, random data, exact memory, activations. No framework and no Python, so that they
-// also run under an emulator and under the sanitisers. A test prints one line a failure and 'N passed, N failed' at the end.
+// What the stand-alone tests share: results, random data, exact memory, activations. No framework and no Python, so
+// that they also run under an emulator and under the sanitisers. A test prints one line a failure and 'N passed, N
+// failed' at the end.
 //
-// Tolerances are bounds on rounding: a chain of n operations is off by at most n u / (1 - n u) of the sum of the absolute
-// terms, u = 2^-24. Buffers have exactly the size that the contract in table.h asks for, and outputs start as NaN, so that
-// what is not written is seen.
+// Tolerances are bounds on rounding: a chain of n operations is off by at most n u / (1 - n u) of the sum of the
+// absolute terms, u = 2^-24. Buffers have exactly the size that the contract in table.h asks for, and outputs start as
+// NaN, so that what is not written is seen.
 #pragma once
 #include <math.h>
 #include <signal.h>
@@ -85,8 +86,8 @@ struct Check {
 
 // ---- Exact memory ------------------------------------------------------------------------------------------------
 
-// Memory whose end nothing may cross: AddressSanitizer watches over it, or else a page behind it that cannot be touched. The
-// page also stops what that sanitiser does not see: loads of tiles, and every machine that lacks it.
+// Memory whose end nothing may cross: AddressSanitizer watches over it, or else a page behind it that cannot be
+// touched. The page also stops what that sanitiser does not see: loads of tiles, and every machine that lacks it.
 template <class T>
 struct Fence {
   using value_type = T;
@@ -187,7 +188,7 @@ std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
   return out;
 }
 
-// ---- Activations -----------------------------------------------------------------------------------------------------
+// ---- Activations ----------------------------------------------------------------------------------------------------
 
 struct Acts {
   int64_t tokens, k, ldb;

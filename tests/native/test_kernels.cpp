@@ -1,5 +1,6 @@
 // The kernels of every level that runs here, against plain loops in double precision (checks.h says how).
 #include "checks.h"
+#include "ffn.h"
 
 namespace {
 
@@ -64,8 +65,9 @@ void test_forms(const PiKernels* kernels) {
 
 // ---- Matrix products ---------------------------------------------------------------------------------------------
 
-// Operations on the longest path of a term to the sum. Quantised: each 32 k the sum is added to once, and once more for a
-// minimum; before that come the factors of the block, at most 6 of them, and what the reference's own row was rounded by.
+// Operations on the longest path of a term to the sum. Quantised: each 32 k the sum is added to once, and once more for
+// a minimum; before that come the factors of the block, at most 6 of them, and what the reference's own row was rounded
+// by.
 double chain(int type, int64_t k) { return is_quantised(type) ? 2.0 * (double)(k / 32) + 12 : (double)k + 6; }
 
 // Rows whose values are |scale * code| + |minimum|: what the rounding of a type with minima is relative to.
@@ -161,8 +163,8 @@ void test_linear(const PiKernels* kernels) {
   }
 }
 
-// Any bytes as weights, scales that are infinite or no number included, and activations that are no better: every output is
-// written, a token's are the same whatever is beside it, and no operation is undefined.
+// Any bytes as weights, scales that are infinite or no number included, and activations that are no better: every
+// output is written, a token's are the same whatever is beside it, and no operation is undefined.
 void test_hostile(const PiKernels* kernels) {
   for (int type = 0; type < PI_N_TYPES; type++) {
     Check check(std::string(kernels->name) + " any bytes " + TYPES[type]);
@@ -250,8 +252,8 @@ void test_rms_norm(const PiKernels* kernels) {
     double sum = 0;
     for (float v : x) sum += (double)v * v;
     const double by = 1 / sqrt(sum / (double)n + (double)1e-5f);
-    // Squares are summed by 32 lanes, each adding n / 32 + 1 of them, and 6 more additions: all positive, so the relative
-    // error is that number; the root halves it. Then root, reciprocal, mean, eps and two products.
+    // Squares are summed by 32 lanes, each adding n / 32 + 1 of them, and 6 more additions: all positive, so the
+    // relative error is that number; the root halves it. Then root, reciprocal, mean, eps and two products.
     const double bound = gamma_of(((double)n / 32 + 9) / 2 + 6);
     for (int64_t i = 0; i < n; i++)
       check.near(out[(size_t)i], x[(size_t)i] * by * w[(size_t)i], bound * fabs(x[(size_t)i] * by * w[(size_t)i]), i);
@@ -274,8 +276,9 @@ void test_layer_norm(const PiKernels* kernels) {
       const double mean = sum / (double)n;
       for (float v : x) squares += (v - mean) * (v - mean);
       const double by = 1 / sqrt(squares / (double)n + (double)1e-5f);
-      // A chain of a sum has n / 32 + 1 additions, and 6 more follow. The mean is off by that many u of the mean size and
-      // one for the division; it moves every element alike, and the variance by its square. The rest is as in rms_norm.
+      // A chain of a sum has n / 32 + 1 additions, and 6 more follow. The mean is off by that many u of the mean size
+      // and one for the division; it moves every element alike, and the variance by its square. The rest is as in
+      // rms_norm.
       const double chain = (double)n / 32 + 8, off = gamma_of(chain) * size / (double)n,
                    relative = gamma_of(chain / 2 + 8);
       for (int64_t i = 0; i < n; i++) {
@@ -328,9 +331,9 @@ void test_activate(const PiKernels* kernels) {
       for (int64_t i = 0; i < n; i++) {
         const double g = gate[(size_t)i], u = act == PI_DRELU && up[(size_t)i] <= 0 ? 0 : up[(size_t)i],
                      a = activated(act, threshold, g);
-        // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so that
-        // far below zero the answer is g e^-88 at most. GELU's argument has rounded six times, constants included, which
-        // counts as often as it is large. A square and the product round once each.
+        // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so
+        // that far below zero the answer is g e^-88 at most. GELU's argument has rounded six times, constants included,
+        // which counts as often as it is large. A square and the product round once each.
         const bool exponential = act == PI_SILU || act == PI_GELU_TANH;
         const double argument = act == PI_GELU_TANH ? gelu_argument(g) : g,
                      skewed = act == PI_GELU_TANH ? 6 * std::min(std::max(-argument, 0.0), 88.0) : 0,
@@ -381,7 +384,7 @@ void test_rope_and_scale(const PiKernels* kernels) {
   }
 }
 
-// ---- Cache and attention ---------------------------------------------------------------------------------------------
+// ---- Cache and attention --------------------------------------------------------------------------------------------
 
 // What the cache keeps of a vector of n: in blocks of 32 (the last may be 16) for Q8_0.
 std::vector<double> kept(int type, const float* x, int64_t n) {
@@ -507,7 +510,7 @@ void test_attention(const PiKernels* kernels) {
   }
 }
 
-// ---- A whole program -------------------------------------------------------------------------------------------------
+// ---- A whole program ------------------------------------------------------------------------------------------------
 
 // Gated FFNs and RMS norms, in one layer also of all heads together and of what is added; or a wider embedding, learned
 // positions, LayerNorm and plain FFNs, of which one runs beside its attention and one has its norms behind.
@@ -524,7 +527,8 @@ struct Model {
     auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
     std::vector<float> frequencies;
     for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
-    program = std::make_shared<Program>(pool, cache, kernels, Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D});
+    program = std::make_shared<Program>(std::make_shared<Workspace>(pool, kernels), cache,
+                                        Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D});
     for (float factor : {1.0f, 1.5f}) program->add_rope(frequencies, factor);
     const auto matrix = [&](int t, int64_t rows, int64_t k) {
       const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
@@ -550,8 +554,7 @@ struct Model {
                     plain ? Vector() : r.normals(FF),
                     {},
                     r.normals(D),
-                    plain ? PI_RELU2 : PI_GELU_TANH,
-                    0});
+                    {plain ? PI_RELU2 : PI_GELU_TANH, 0}});
     };
     if (plain)
       program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED), 1});

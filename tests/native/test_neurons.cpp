@@ -1,10 +1,10 @@
-// The kernels over single neurons at every level that runs here, and the sparse FFN made of them, against plain loops in double
-// precision (checks.h says how).
+// The kernels over single neurons at every level that runs here, and the sparse FFN made of them, against plain loops
+// in double precision (checks.h says how).
 #include <float.h>
 
 #include "bundles.h"
 #include "checks.h"
-#include "sparse.h"
+#include "ffn.h"
 
 #include <numeric>
 
@@ -39,7 +39,7 @@ std::vector<List> lists(int32_t n) {
   return {{}, all, {n - 1}, {0, n - 1}, {n - 1, 0, n / 2}, odd, back};
 }
 
-// ---- Parts -----------------------------------------------------------------------------------------------------------
+// ---- Parts ----------------------------------------------------------------------------------------------------------
 
 int64_t groups_of(int64_t neurons) { return (neurons + PI_GROUP - 1) / PI_GROUP; }
 
@@ -164,7 +164,7 @@ void test_parts() {
   }
 }
 
-// ---- Single kernels --------------------------------------------------------------------------------------------------
+// ---- Single kernels -------------------------------------------------------------------------------------------------
 
 // One part of some neurons, behind 64 bytes that belong to nobody; the last ends where the memory does.
 struct Part {
@@ -196,8 +196,8 @@ struct Lanes {
   }
 };
 
-// Roundings on the longest path of a term to a dot product, two for a step that is not fused: lanes of 16 elements; pairs of
-// them; 512 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
+// Roundings on the longest path of a term to a dot product, two for a step that is not fused: lanes of 16 elements;
+// pairs of them; 512 codes a step, whose two factors are multiplied first. Four more bring sixteen lanes together.
 double dot_chain(int type, int64_t k) {
   switch (type) {
     case PI_F16: return 2.0 * (double)((k + 15) / 16) + 4;
@@ -480,7 +480,7 @@ void test_fires(const PiKernels* kernels) {
   }
 }
 
-// ---- What neurons add --------------------------------------------------------------------------------------------------
+// ---- What neurons add -----------------------------------------------------------------------------------------------
 
 // A number, and how far from it a kernel's may lie.
 struct Near {
@@ -546,8 +546,15 @@ struct Layer {
     if (biases) up_bias = r.normals(neurons, 0.1f);
     const PiPart none{nullptr, 0, 0, 0, k, 0};
     const auto of = [&](int t, int64_t at) { return PiPart{data.data(), stride, pitch, at, k, t}; };
-    bundles = std::make_shared<Bundles>(Bundles{gated ? of(type, 0) : none, of(type, gated ? part : 0),
-                                                of(down_type, down_at), neurons, act, threshold, gate_bias, up_bias});
+    bundles = std::make_shared<Bundles>(Bundles{gated ? of(type, 0) : none,
+                                                of(type, gated ? part : 0),
+                                                of(down_type, down_at),
+                                                neurons,
+                                                {act, threshold},
+                                                gate_bias,
+                                                up_bias,
+                                                {},
+                                                {}});
   }
 };
 
@@ -750,8 +757,8 @@ void test_add_neurons(const PiKernels* kernels) {
   }
 }
 
-// Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined, nothing
-// else is touched, and a token's results do not depend on what is beside it.
+// Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined,
+// nothing else is touched, and a token's results do not depend on what is beside it.
 void test_hostile(const PiKernels* kernels) {
   for (int type : PART_TYPES) {
     for (int act = 0; act < PI_N_ACTS; act++) {
@@ -787,7 +794,7 @@ void test_hostile(const PiKernels* kernels) {
   }
 }
 
-// ---- The sparse FFN --------------------------------------------------------------------------------------------------
+// ---- The sparse FFN -------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Matrix> matrix_of(const std::shared_ptr<Arena>& arena, int type, int64_t rows, int64_t k,
                                   const std::vector<uint8_t>& stored) {
@@ -826,43 +833,47 @@ struct FfnModel {
     predictor_out = random_rows(r, PI_F16, c.neurons, RANK);
   }
 
+  struct Wired {
+    std::unique_ptr<Program> program;
+    std::shared_ptr<Ffn> ffn;
+  };
+
   // The dense operator; its bundles are there, and its predictor where one is described.
-  std::unique_ptr<Program> program(const PiKernels* kernels, int threads, const Predictor* about,
-                                   int64_t recall_every) const {
-    auto pool = std::make_shared<Pool>(threads);
+  Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
+    auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
     auto arena = std::make_shared<Arena>();
     auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
-    auto p = std::make_unique<Program>(pool, cache, kernels, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16});
+    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16});
     std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
     for (int64_t i = 0; i < what.neurons; i++)
       for (int64_t c = 0; c < what.k; c++)
         memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
-    p->ffn({norm,
-            {},
-            what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
-            matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
-            matrix_of(arena, PI_F16, what.k, what.neurons, columns),
-            layer.gate_bias,
-            layer.up_bias,
-            down_bias,
-            what.act,
-            layer.threshold});
+    auto ffn = p->ffn({norm,
+                       {},
+                       what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
+                       matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
+                       matrix_of(arena, PI_F16, what.k, what.neurons, columns),
+                       layer.gate_bias,
+                       layer.up_bias,
+                       down_bias,
+                       {what.act, layer.threshold}});
     std::unique_ptr<Predictor> predictor;
     if (about) {
-      predictor = std::make_unique<Predictor>(Predictor{matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
-                                                        matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
-                                                        about->threshold, about->floor});
+      predictor = std::make_unique<Predictor>(matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
+                                              matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
+                                              about->threshold, about->floor);
     }
     auto bundles = std::make_shared<Bundles>(*layer.bundles);
     bundles->gate_bias.clear();  // the program has them
     bundles->up_bias.clear();
-    p->sparsify(0, bundles, std::move(predictor), what.most, recall_every);
-    return p;
+    ffn->sparsify(workspace, bundles, std::move(predictor), what.most, recall_every);
+    return {std::move(p), std::move(ffn)};
   }
 
   // x of the last tokens after one step.
-  std::vector<float> run(Program& p, int64_t tokens, Way way) const {
-    p.sparse(0).ways[tokens] = way;
+  std::vector<float> run(const Wired& wired, int64_t tokens, Way way) const {
+    Program& p = *wired.program;
+    wired.ffn->ways[tokens] = way;
     const int64_t first = PI_NEURON_TOKENS - tokens;
     for (int64_t t = 0; t < tokens; t++) std::copy_n(&x[(size_t)((first + t) * what.k)], what.k, p.x + t * p.ldx);
     const std::vector<int32_t> zeros((size_t)tokens, 0);
@@ -976,34 +987,35 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
     if (never_silent(c.act) && plan) break;  // no predictor names what is never silent
     const std::vector<Sure> named = candidates(z, c.neurons, plans[plan], clear);
     for (int threads : {1, 2, 3}) {
-      const auto program = model.program(kernels, threads, &plans[plan], 2);
+      const FfnModel::Wired wired = model.program(kernels, threads, &plans[plan], 2);
+      const Ffn& ffn = *wired.ffn;
       for (int64_t tokens : STEPS) {
         if (plan && tokens != 1 && tokens != 2 && tokens != 9) continue;
         const int64_t first = PI_NEURON_TOKENS - tokens;
         const std::vector<float> was(model.x.begin() + first * c.k, model.x.end());
-        NeuronStats& stats = program->sparse(0).stats;
-        stats = {};
+        const NeuronStats& stats = ffn.neurons->stats;
+        wired.ffn->clear_stats();
         Range fires, some;
         for (int64_t t = 0; t < tokens; t++)
           for (int64_t i = 0; i < c.neurons; i++) fires.add(activity.neuron(first + t, i, YES, c.most).fires);
         if (plan == 0) {
           const Wanted every(layer, tokens, all,
                              [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, 0); });
-          every.check(dense, model.run(*program, tokens, WAY_DENSE).data(), c.k, c.k, was, model.down_bias, roundings);
+          every.check(dense, model.run(wired, tokens, WAY_DENSE).data(), c.k, c.k, was, model.down_bias, roundings);
           const Wanted wanted(layer, tokens, all,
                               [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, c.most); });
-          const std::vector<float> out = model.run(*program, tokens, WAY_EXACT);
+          const std::vector<float> out = model.run(wired, tokens, WAY_EXACT);
           wanted.check(exact, out.data(), c.k, c.k, was, model.down_bias, roundings);
-          counted.yes(stats.steps == 1 && stats.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 &&
-                          stats.sampled_tokens == 0,
+          counted.yes(stats.steps == 1 && ffn.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 &&
+                          ffn.recall.tokens == 0,
                       1);
           counted.yes(fires.holds(stats.candidates), 2);
           counted.yes(
               wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows),
               3);
-          const std::vector<float> twice = model.run(*program, tokens, WAY_EXACT);
+          const std::vector<float> twice = model.run(wired, tokens, WAY_EXACT);
           for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
-          stats = {};
+          wired.ffn->clear_stats();
         }
         if (never_silent(c.act)) continue;
         const auto is_named = [&](int64_t t, int64_t i) { return named[(size_t)((first + t) * c.neurons + i)]; };
@@ -1023,19 +1035,19 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
           rows.add(any);
         }
         const std::vector<float> out =
-            model.run(*program, tokens, WAY_PREDICTED);  // the first step is sampled, the next is not
+            model.run(wired, tokens, WAY_PREDICTED);  // the first step is sampled, the next is not
         wanted.check(predicted, out.data(), c.k, c.k, was, model.down_bias, roundings);
-        counted.yes(
-            stats.steps == 1 && stats.exact_steps == 0 && stats.tokens == tokens && stats.sampled_tokens == tokens, 4);
+        counted.yes(stats.steps == 1 && ffn.exact_steps == 0 && stats.tokens == tokens && ffn.recall.tokens == tokens,
+                    4);
         counted.yes(listed.holds(stats.candidates) && rows.holds(stats.first_rows), 5);
         counted.yes(
             wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows),
             6);
-        counted.yes(active.holds(stats.sampled_active) && found.holds(stats.sampled_found), 7);
-        const int64_t sampled = stats.sampled_active;
-        const std::vector<float> twice = model.run(*program, tokens, WAY_PREDICTED);
+        counted.yes(active.holds(ffn.recall.active) && found.holds(ffn.recall.found), 7);
+        const int64_t sampled = ffn.recall.active;
+        const std::vector<float> twice = model.run(wired, tokens, WAY_PREDICTED);
         for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
-        counted.yes(stats.steps == 2 && stats.sampled_tokens == tokens && stats.sampled_active == sampled, 8);
+        counted.yes(stats.steps == 2 && ffn.recall.tokens == tokens && ffn.recall.active == sampled, 8);
       }
     }
   }
@@ -1052,9 +1064,9 @@ void hostile_predictor(const PiKernels* kernels) {
     for (int64_t tokens : {1, 8}) {
       int64_t candidates = 0;
       for (int threads : {1, 2, 3}) {
-        const auto program = model.program(kernels, threads, &about, 0);
-        model.run(*program, tokens, WAY_PREDICTED);
-        const int64_t now = program->sparse(0).stats.candidates;
+        const FfnModel::Wired wired = model.program(kernels, threads, &about, 0);
+        model.run(wired, tokens, WAY_PREDICTED);
+        const int64_t now = wired.ffn->neurons->stats.candidates;
         check.yes(now >= floor * tokens && now <= 150 * tokens && (threads == 1 || now == candidates), floor);
         candidates = now;
       }

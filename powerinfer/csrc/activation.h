@@ -1,0 +1,23 @@
+// The activation of an FFN's neurons: h = act(gate . n) * (up . n), or without a gate act(up . n).
+#pragma once
+#include "table.h"
+
+struct Activation {
+  int kind = PI_SILU;   // PiAct
+  float threshold = 0;  // of FATRELU
+
+  // Rows of n elements, a multiple of 16, in place.
+  // gate = h; up may be null.
+  void apply(const PiKernels* kernels, float* gate, const float* up, int64_t n) const {
+    kernels->activate(kind, threshold, gate, up, n);
+  }
+  // x = act(x), what up is multiplied with.
+  void apply_first(const PiKernels* kernels, float* x, int64_t n) const {
+    kernels->activate(kind == PI_DRELU ? PI_RELU : kind, threshold, x, nullptr, n);
+  }
+  // up = the factor of act(gate): of DRELU relu(up), else up itself.
+  void apply_second(const PiKernels* kernels, float* up, int64_t n) const {
+    if (kind == PI_DRELU) kernels->activate(PI_RELU, 0.0f, up, nullptr, n);
+  }
+  bool operator==(const Activation& other) const { return kind == other.kind && threshold == other.threshold; }
+};

@@ -1,0 +1,131 @@
+#include "neuron_sum.h"
+
+#include <string.h>
+
+#include <algorithm>
+
+NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, float most_, bool count_fired)
+    : workspace(std::move(w)), bundles(std::move(b)), most(most_), fired((size_t)(count_fired ? bundles->neurons : 0)) {
+  check(most >= 0.0f, "a threshold is negative");
+  workspace->reserve_lists(bundles->neurons, bundles->up.k, 0);
+}
+
+bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out) {
+  const int64_t k = bundles->up.k, all = (int64_t)bundles->members.size();
+  bool any = false;
+  for (int64_t t = 0; t < tokens && !any; t++) {
+    if (weight && weight[t] == 0.0f) continue;
+    any = !selected || std::any_of(selected + t * all, selected + (t + 1) * all, [](uint8_t one) { return one != 0; });
+  }
+  if (!any) {
+    memset(out, 0, (size_t)(tokens * k) * sizeof(float));
+    return false;
+  }
+  const auto job = [&](int thread) {
+    for (int64_t first = 0; first < tokens; first += PI_NEURON_TOKENS) {
+      const int64_t some = std::min(tokens - first, (int64_t)PI_NEURON_TOKENS);
+      sum_selected(thread, {{x + first * k, k, k, some},
+                            {},
+                            out + first * k,
+                            k,
+                            false,
+                            {},
+                            tokens <= PI_NEURON_TOKENS,
+                            selected ? selected + first * all : nullptr,
+                            weight ? weight + first : nullptr});
+    }
+  };
+  workspace->pool->run(job);
+  return true;
+}
+
+void NeuronSum::sum_selected(int thread, const Piece& piece) {
+  const PiActs* acts = workspace->prepare(thread, piece.x, piece.norm, bundles->forms());
+  list_selected(thread, piece);
+  workspace->pool->barrier();
+  sum_listed(thread, piece, acts, nullptr, 0, nullptr);
+}
+
+// Of this thread's share of all neurons, those that some token selects, and which tokens do.
+void NeuronSum::list_selected(int thread, const Piece& piece) {
+  enum { SOME = 256 };
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  const int64_t all = (int64_t)bundles->members.size();
+  int64_t begin, end;
+  share(all, 1, workspace->pool->threads(), thread, &begin, &end);
+  own.n = 0;
+  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
+  for (int64_t j = begin, some; j < end; j += some) {
+    some = std::min(end - j, (int64_t)SOME);
+    uint32_t wanted[SOME] = {0};
+    for (int64_t i = 0; i < piece.x.tokens; i++) {
+      if (piece.weight && piece.weight[i] == 0.0f) continue;
+      uint32_t sum = 0;
+      for (int64_t c = 0; c < some; c++) {
+        const uint32_t one = !piece.selected || piece.selected[i * all + j + c];
+        wanted[c] |= one << i;
+        sum += one;
+      }
+      own.counts[i] += sum;
+    }
+    for (int64_t c = 0; c < some; c++) {
+      if (!wanted[c]) continue;
+      const int32_t place = bundles->members[(size_t)(j + c)];
+      lists.wanted[(size_t)place] = wanted[c];
+      own.listed[(size_t)own.n++] = place;
+    }
+  }
+}
+
+void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
+                           const Predictor* predictor) {
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  const int64_t tokens = piece.x.tokens, n = lists.take_part(thread, bundles->down.type == PI_Q4_0X32);
+  // Of one token, all that are listed are wanted.
+  const bool some = tokens > 1 && (predictor || piece.selected || piece.weight);
+  if (some && predictor) predictor->mark(lists, own.part.data(), n, tokens);
+  std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
+  own.done = {};
+  add_neurons(workspace->kernels, *bundles, acts, tokens, own.part.data(), n,
+              {known, ldk, some ? lists.wanted.data() : nullptr, most}, own.block, own.sums.data(), lists.lds, own.done,
+              piece.counted && !fired.empty() ? fired.data() : nullptr);
+  workspace->pool->barrier();
+  add_sums(thread, piece);
+  if (thread == 0 && piece.counted) count(tokens);
+  workspace->pool->barrier();
+}
+
+// To the output, what the neurons of all threads add, in the order of the threads.
+void NeuronSum::add_sums(int thread, const Piece& piece) {
+  NeuronLists& lists = workspace->lists();
+  int64_t c0, c1;
+  share(bundles->up.k, PI_LANES, workspace->pool->threads(), thread, &c0, &c1);
+  for (int64_t i = 0; i < piece.x.tokens; i++) {
+    float *sum = lists.shares[0].sums.data() + i * lists.lds, *out = piece.out + i * piece.ldo;
+    for (size_t other = 1; other < lists.shares.size(); other++) {
+      const float* more = lists.shares[other].sums.data() + i * lists.lds;
+      for (int64_t c = c0; c < c1; c++) sum[c] += more[c];
+    }
+    if (piece.weight)
+      for (int64_t c = c0; c < c1; c++) sum[c] *= piece.weight[i];
+    if (!piece.bias.empty())
+      for (int64_t c = c0; c < c1; c++) sum[c] += piece.bias[(size_t)c];
+    if (!piece.add) std::fill(out + c0, out + c1, 0.0f);
+    for (int64_t c = c0; c < c1; c++) out[c] += sum[c];
+  }
+}
+
+void NeuronSum::count(int64_t tokens) {
+  stats.steps++;
+  stats.tokens += tokens;
+  for (const NeuronLists::Share& share : workspace->lists().shares) {
+    for (int64_t i = 0; i < tokens; i++) stats.candidates += share.counts[i];
+    stats.active += share.done.active;
+    stats.first_rows += share.done.first;
+    stats.up_rows += share.done.up;
+    stats.down_rows += share.done.down;
+    stats.shared_scales += share.done.shared;
+  }
+}

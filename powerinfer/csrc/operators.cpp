@@ -1,0 +1,394 @@
+// The operators of a program but its FFNs, each followed by the method that adds it.
+#include <string.h>
+
+#include <algorithm>
+
+#include "program.h"
+
+namespace {
+
+// Where operator code runs: a thread, its program, and what they use all the time.
+struct Here {
+  Thread& t;
+  Program& p;
+  Workspace& w;
+  const PiKernels* kernels;
+  explicit Here(Thread& thread) : t(thread), p(*thread.program), w(*p.workspace), kernels(w.kernels) {}
+  void barrier() const { w.pool->barrier(); }
+  void share_of(int64_t n, int64_t* begin, int64_t* end) const { share(n, 1, w.pool->threads(), t.id, begin, end); }
+  // This thread's panels of w . acts, to rows of `out`.
+  void product(const Matrix& m, const PiActs* acts, float* out, int64_t ldo, int64_t tokens, bool add = false) const {
+    const Columns mine(m, *w.pool, t.id);
+    w.linear(t.id, m, {}, acts, out, ldo, tokens, add, mine.p0, mine.p1);
+  }
+};
+
+// ---- Embedding ------------------------------------------------------------------------------------------------------
+
+class Embed : public Op {
+ public:
+  explicit Embed(EmbedInput in) : in_(std::move(in)) {}
+  const char* name() const override { return "embed"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    Program& p = here.p;
+    int64_t begin, end;
+    here.share_of(step.tokens, &begin, &end);
+    const bool direct = !in_.project && !in_.positions;
+    for (int64_t i = begin; i < end; i++) {
+      float *x = p.x + i * p.ldx, *row = direct ? x : p.gate + i * p.ldh;
+      look_up(*in_.table, step.token[i], row);
+      if (in_.scale != 1.0f) here.kernels->scale(row, in_.scale, in_.table->k);
+      if (in_.positions) look_up(*in_.positions, step.position[i] + in_.offset, x);
+      if (in_.positions && !in_.project)
+        for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
+    }
+    if (in_.project) {
+      here.barrier();
+      const Matrix& w = *in_.project;
+      const PiActs* acts = here.w.prepare(t.id, {p.gate, p.ldh, w.k, step.tokens}, {}, w.form());
+      here.product(w, acts, p.x, p.ldx, step.tokens, in_.positions != nullptr);
+    }
+    here.barrier();
+  }
+
+ private:
+  static void look_up(const Table& table, int64_t row, float* out) {
+    unpack_row(table.type, table.data + row * stored_row_bytes(table.type, table.k), table.k, out);
+  }
+
+  const EmbedInput in_;
+};
+
+}  // namespace
+
+void Program::embed(EmbedInput in) {
+  check(in.table->k == sizes.embed_dim, "the embedding table has rows of another width than embed_dim");
+  check(in.project ? in.project->rows == sizes.d_model && in.project->k == sizes.embed_dim
+                   : sizes.embed_dim == sizes.d_model,
+        "the embedding's projection does not lead from embed_dim to the width of the model");
+  table_rows = in.table->rows;
+  if (in.positions) {
+    check(in.positions->k == sizes.d_model, "the table of positions has rows of another width than d_model");
+    check(in.offset >= 0 && in.offset < in.positions->rows, "the table of positions has no row for position 0");
+    positions = in.positions->rows - in.offset;
+  }
+  add(std::make_shared<Embed>(std::move(in)));
+}
+
+// ---- Attention ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+class AttentionIn : public Op {
+ public:
+  AttentionIn(AttentionInput in, int64_t head_dim) : in_(std::move(in)) {
+    q_wide_ = (int64_t)in_.q_norm.w.size() > head_dim;
+    k_wide_ = (int64_t)in_.k_norm.w.size() > head_dim;
+  }
+  const char* name() const override { return "attention_input"; }
+
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    Program& p = here.p;
+    const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads;
+    const PiActs* acts =
+        here.w.prepare(t.id, p.residual(0, step.tokens), in_.norm, in_.q->form() | in_.k->form() | in_.v->form());
+    // Whole heads to each thread: it can rotate them and store them without waiting for another.
+    int64_t begin, end;
+    here.share_of(heads + 2 * kv, &begin, &end);
+    part(here, *in_.q, in_.q_bias, acts, step, begin, end, 0, heads);
+    part(here, *in_.k, in_.k_bias, acts, step, begin, end, heads, kv);
+    part(here, *in_.v, in_.v_bias, acts, step, begin, end, heads + kv, kv);
+    if (q_wide_ || k_wide_) {
+      here.barrier();
+      if (q_wide_) normalise_heads(here, in_.q_norm, step.tokens, 0, heads);
+      if (k_wide_) normalise_heads(here, in_.k_norm, step.tokens, heads, kv);
+      here.barrier();
+    }
+    for (const Run& run : step.runs)
+      for (int64_t i = 0; i < run.count; i++) finish_heads(here, run, i, begin, end);
+    here.barrier();
+  }
+
+ private:
+  // The heads of one matrix that fall into this thread's [begin, end) of all heads.
+  void part(const Here& here, const Matrix& w, const Vector& bias, const PiActs* acts, const Step& step, int64_t begin,
+            int64_t end, int64_t first, int64_t count) const {
+    const Program& p = here.p;
+    const int64_t b = std::max<int64_t>(begin - first, 0), e = std::min(end - first, count),
+                  panels = p.head_pad / PI_LANES;
+    if (b < e)
+      here.w.linear(here.t.id, w, bias, acts, p.qkv + first * p.head_pad, p.ldqkv, step.tokens, false, b * panels,
+                    e * panels);
+  }
+
+  // Heads [first, first + count) of a token, of which each fills whole lanes, normalised as one row. The threads share
+  // the tokens.
+  static void normalise_heads(const Here& here, const Norm& norm, int64_t tokens, int64_t first, int64_t count) {
+    const Program& p = here.p;
+    const int64_t dim = p.sizes.head_dim, pad = p.head_pad;
+    int64_t begin, end;
+    here.share_of(tokens, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      float *heads = p.qkv + i * p.ldqkv + first * pad, *row = pad == dim ? heads : here.w.row(here.t.id);
+      if (pad != dim)
+        for (int64_t h = 0; h < count; h++) memcpy(row + h * dim, heads + h * pad, (size_t)dim * 4);
+      norm.apply(here.kernels, row, row);
+      if (pad != dim)
+        for (int64_t h = 0; h < count; h++) memcpy(heads + h * pad, row + h * dim, (size_t)dim * 4);
+    }
+  }
+
+  // Heads [begin, end) of token i of a run: normalised, rotated, scaled; keys and values to the cache.
+  void finish_heads(const Here& here, const Run& run, int64_t i, int64_t begin, int64_t end) const {
+    const Program& p = here.p;
+    const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads, dim = p.sizes.head_dim, pad = p.head_pad;
+    const int64_t token = run.first + i, position = run.position + i;
+    const int type = p.cache->type, slot = (int)(position % PI_PAGE);
+    uint8_t* page = p.cache->layer(in_.layer) + run.pages[position / PI_PAGE] * p.cache->page_bytes;
+    const Program::Rope* rope = p.rope(in_.rope);
+    const int64_t half = rope ? (int64_t)rope->frequencies.size() : 0;
+    const auto turn = [&](const Norm& norm, bool wide, float* x) {
+      if (norm && !wide) norm.apply(here.kernels, x, x);
+      if (rope) here.kernels->rope(x, rope->cos + token * half, rope->sin + token * half, half);
+    };
+    for (int64_t h = begin; h < end; h++) {
+      float* x = p.qkv + token * p.ldqkv + h * pad;
+      if (h < heads) {
+        turn(in_.q_norm, q_wide_, x);
+        here.kernels->scale(x, in_.scale, dim);
+      } else if (h < heads + kv) {
+        turn(in_.k_norm, k_wide_, x);
+        here.kernels->store_kv(type, page + (h - heads) * p.cache->head_bytes, slot, x, nullptr, (int)pad);
+      } else {
+        here.kernels->store_kv(type, page + (h - heads - kv) * p.cache->head_bytes, slot, nullptr, x, (int)pad);
+      }
+    }
+  }
+
+  const AttentionInput in_;
+  bool q_wide_, k_wide_;  // whether their norms are over all heads together
+};
+
+class Attention : public Op {
+ public:
+  Attention(int layer, int window) : layer_(layer), window_(window) {}
+  const char* name() const override { return "attention"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    const Program& p = here.p;
+    const int threads = here.w.pool->threads();
+    const int64_t group = p.sizes.heads / p.sizes.kv_heads, kv = p.sizes.kv_heads;
+    if ((int64_t)step.runs.size() == step.tokens) {  // decode: all rows cost about the same, cut them evenly
+      int64_t begin, end;
+      here.share_of(step.tokens * kv * group, &begin, &end);
+      while (begin < end) {
+        const int64_t token = begin / (kv * group), g = begin / group % kv, r = begin % group;
+        const int64_t rows = std::min(group - r, end - begin);
+        attend(here, step.runs[(size_t)token], (int)g, r, r + rows);
+        begin += rows;
+      }
+    } else {  // later rows of a prompt see more: deal the tiles out in turn
+      int64_t item = 0;
+      for (const Run& run : step.runs) {
+        for (int64_t r = 0; r < run.count * group; r += PI_ATTENTION_ROWS) {
+          for (int64_t g = 0; g < kv; g++, item++) {
+            if (item % threads == t.id)
+              attend(here, run, (int)g, r, std::min<int64_t>(r + PI_ATTENTION_ROWS, run.count * group));
+          }
+        }
+      }
+    }
+    here.barrier();
+  }
+
+ private:
+  void attend(const Here& here, const Run& run, int g, int64_t r0, int64_t r1) const {
+    const Program& p = here.p;
+    PiAttention a;
+    a.q = p.qkv + run.first * p.ldqkv;
+    a.out = p.attended + run.first * p.lda;
+    a.kv = p.cache->layer(layer_);
+    a.pages = run.pages;
+    a.q_stride = p.ldqkv;
+    a.out_stride = p.lda;
+    a.page_bytes = p.cache->page_bytes;
+    a.head_bytes = p.cache->head_bytes;
+    a.position = run.position;
+    a.head_dim = (int)p.sizes.head_dim;
+    a.head_pad = (int)p.head_pad;
+    a.group = (int)(p.sizes.heads / p.sizes.kv_heads);
+    a.window = window_;
+    here.kernels->attention[p.cache->type](&a, g, r0, r1, here.t.attention.data());
+  }
+
+  const int layer_, window_;
+};
+
+class Project : public Op {
+ public:
+  Project(std::shared_ptr<Matrix> w, Vector bias, Norm norm)
+      : w_(std::move(w)), bias_(std::move(bias)), norm_(std::move(norm)) {}
+  const char* name() const override { return "project"; }
+  void run(Thread& t, const Step& step) override {
+    Program& p = *t.program;
+    const PiActs* acts = p.workspace->prepare(t.id, {p.attended, p.lda, w_->k, step.tokens}, {}, w_->form());
+    p.add_product(t, *w_, bias_, acts, step.tokens, norm_, p.gate);
+  }
+
+ private:
+  const std::shared_ptr<Matrix> w_;
+  const Vector bias_;
+  const Norm norm_;
+};
+
+}  // namespace
+
+void Program::attention_input(AttentionInput in) {
+  const int64_t q = sizes.heads * head_pad, kv = sizes.kv_heads * head_pad;
+  check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv,
+        "q, k or v has another number of rows than its heads need");
+  check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model,
+        "q, k or v has another number of columns than d_model");
+  check_norm(in.norm, sizes.d_model, "the attention norm");
+  check_bias(in.q_bias, q, "q");
+  check_bias(in.k_bias, kv, "k");
+  check_bias(in.v_bias, kv, "v");
+  const auto check_heads = [this](const Norm& norm, int64_t heads, const char* what) {
+    if ((int64_t)norm.w.size() != heads * sizes.head_dim) check_norm(norm, sizes.head_dim, what);
+  };
+  check_heads(in.q_norm, sizes.heads, "the norm of q");
+  check_heads(in.k_norm, sizes.kv_heads, "the norm of k");
+  check(in.layer >= 0 && in.layer < cache->layers, "no such layer in the cache");
+  check(in.rope >= -1 && in.rope < (int)ropes_.size(), "no such table of rotary frequencies");
+  add(std::make_shared<AttentionIn>(std::move(in), sizes.head_dim));
+}
+
+void Program::attention(int layer, int window) {
+  check(layer >= 0 && layer < cache->layers && window >= 0, "no such layer in the cache, or a negative window");
+  add(std::make_shared<Attention>(layer, window));
+}
+
+void Program::project(std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
+  check(w->rows == sizes.d_model && w->k == sizes.heads * sizes.head_dim, "the output projection has a wrong shape");
+  check_bias(bias, sizes.d_model, "the output projection");
+  check_norm(norm, sizes.d_model, "the norm of the output projection");
+  add(std::make_shared<Project>(std::move(w), padded(std::move(bias)), std::move(norm)));
+}
+
+// ---- A norm by itself -----------------------------------------------------------------------------------------------
+
+namespace {
+
+class Normalise : public Op {
+ public:
+  explicit Normalise(Norm norm) : norm_(std::move(norm)) {}
+  const char* name() const override { return "normalise"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    int64_t begin, end;
+    here.share_of(step.tokens, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      float* x = here.p.x + i * here.p.ldx;
+      norm_.apply(here.kernels, x, x);
+    }
+    here.barrier();
+  }
+
+ private:
+  const Norm norm_;
+};
+
+}  // namespace
+
+void Program::normalise(Norm norm) {
+  check((bool)norm, "there is no norm");
+  check_norm(norm, sizes.d_model, "the norm");
+  add(std::make_shared<Normalise>(std::move(norm)));
+}
+
+// ---- Output head ----------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Logits decide, and few of them are wanted: for quantised weights the activations come in two planes of 8 bits, the
+// second holding what the first left, and both meet a weight in one pass.
+class Head : public Op {
+ public:
+  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, int threads)
+      : norm_(std::move(norm)), project_(std::move(project)), w_(std::move(w)) {
+    if (w_->form() != PI_FORM_Q8) return;
+    planes_ = std::make_unique<Mapping>(2 * ROWS * w_->panels * PI_LANES * 4);
+    for (int t = 0; t < threads; t++) forms_.emplace_back(2 * ROWS * w_->k);
+  }
+  const char* name() const override { return "head"; }
+  void run(Thread& t, const Step& step) override {
+    if (step.logit_rows == 0) return;
+    const Here here(t);
+    const Program& p = here.p;
+    const int64_t rows = step.logit_rows;
+    const int form = planes_ ? PI_FORM_F32 : w_->form();
+    Rows x = p.residual(0, rows);
+    x.index = step.logit_row;
+    const PiActs* acts = here.w.prepare(t.id, x, norm_, project_ ? project_->form() : form);
+    if (project_) {
+      here.product(*project_, acts, p.gate, p.ldh, rows);
+      here.barrier();
+      acts = here.w.prepare(t.id, {p.gate, p.ldh, w_->k, rows}, {}, form);
+    }
+    if (planes_) {
+      for (int64_t i = 0; i < rows; i += ROWS)
+        both_planes(here, acts->f + i * acts->ldf, acts->ldf, std::min(rows - i, ROWS),
+                    step.logits + i * step.logit_stride, step.logit_stride);
+    } else {
+      here.product(*w_, acts, step.logits, step.logit_stride, rows);
+    }
+    here.barrier();
+  }
+
+ private:
+  static constexpr int64_t ROWS = 8;  // of logits, computed together
+
+  // Every thread splits the few rows for itself; its own columns of the sums are nobody else's.
+  void both_planes(const Here& here, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo) const {
+    const int64_t k = w_->k, nb = k / 32;
+    const ActMemory& memory = forms_[(size_t)here.t.id];
+    const PiActs acts = memory.rows(k);
+    for (int64_t i = 0; i < 2 * rows; i++) {
+      const float* row = x + i / 2 * ldx;
+      if (i % 2) {
+        const int8_t* q = acts.q + (i - 1) * k;
+        const float* d = acts.d + (i - 1) * nb;
+        float* left = memory.floats();
+        for (int64_t j = 0; j < k; j++) left[j] = row[j] - d[j / 32] * (float)q[j];
+        row = left;
+      }
+      const PiActs to = pi_acts_from(&acts, i, 0);
+      here.kernels->forms(row, k, PI_FORM_Q8, &to);
+    }
+    float* sums = (float*)planes_->data();
+    here.product(*w_, &acts, sums, ldo, 2 * rows);
+    const Columns mine(*w_, *here.w.pool, here.t.id);
+    for (int64_t i = 0; i < rows; i++) {
+      const float *first = sums + 2 * i * ldo, *second = first + ldo;
+      for (int64_t j = mine.c0; j < mine.c0 + mine.lanes(); j++) out[i * ldo + j] = first[j] + second[j];
+    }
+  }
+
+  const Norm norm_;
+  const std::shared_ptr<Matrix> project_, w_;
+  std::unique_ptr<Mapping> planes_;  // [2 ROWS][rows of w]; null: there is one plane
+  std::vector<ActMemory> forms_;     // of the threads
+};
+
+}  // namespace
+
+void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w) {
+  check(w->k == sizes.embed_dim, "the output head has another width than embed_dim");
+  check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
+        "the head's projection does not lead from the width of the model to embed_dim");
+  check_norm(norm, sizes.d_model, "the final norm");
+  head_panels = w->panels;
+  add(std::make_shared<Head>(std::move(norm), std::move(project), std::move(w), workspace->pool->threads()));
+}

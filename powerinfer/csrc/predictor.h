@@ -1,0 +1,34 @@
+// Guesses which neurons of a layer fire.
+#pragma once
+#include <memory>
+
+#include "neuron_lists.h"
+#include "workspace.h"
+
+// z = out . relu(in . x), of the residual stream before the norm; neurons with z >= threshold are candidates, and if
+// these are fewer than `floor`, the `floor` largest.
+class Predictor {
+ public:
+  Predictor(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor);
+  // std::invalid_argument for a layer of other sizes.
+  void check_sizes(int64_t d_model, int64_t neurons) const;
+  int64_t rank() const { return in->rows; }
+
+  // For the threads of a job, and up to PI_NEURON_TOKENS tokens.
+  // Each lists the candidates among its neurons; all have met at the end.
+  void select(int thread, Workspace& w, const Rows& x) const;
+  // Sets `wanted` of n neurons to the tokens that each is a candidate of.
+  void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;
+  bool candidate(float z) const { return !(z <= above_); }
+
+  std::shared_ptr<Matrix> in, out;
+  float threshold;
+  int64_t floor;
+
+ private:
+  void guess(int thread, Workspace& w, const Rows& x) const;
+  void list(int thread, Workspace& w, int64_t tokens) const;
+  void reach_floor(int thread, Workspace& w, int64_t tokens) const;
+
+  float above_;
+};

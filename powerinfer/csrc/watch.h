@@ -1,0 +1,46 @@
+// What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not
+// zero.
+#pragma once
+#include <vector>
+
+#include "activation.h"
+#include "weights.h"
+
+// By `gate`: a neuron fires when its activation (of the gate; plain: of up), before it is multiplied with up, exceeds
+// `most` in magnitude. It keeps what it saw until it is cleared, as it must be before each FFN.
+class Watch {
+ public:
+  Watch(const PiKernels* kernels, int64_t d_ff, int64_t max_tokens, int threads);
+  void clear();
+  bool suits(int64_t d_ff, int64_t max_tokens, int threads) const;
+
+  bool gate = false;
+  bool silence = false;  // leave out of the sum what does not fire
+  bool measure = false;  // count magnitudes of activations
+  float most = 0;
+  const int64_t d_ff, max_tokens, words;  // words of 16 bits for a token
+  std::vector<int64_t> counts;            // [words * 16] tokens that a neuron fired for
+  std::vector<uint16_t> bits;             // [max_tokens][words]
+  std::vector<int64_t> magnitudes;        // [threads][BINS]
+  std::vector<char> damaged;              // [threads] an input of the activation was NaN or infinite
+  // Bins of equal width within an octave: those from 2^LOW on, the outermost take what lies beyond.
+  static constexpr int PER_OCTAVE = 16, LOW = -30, BINS = 48 * PER_OCTAVE;
+
+  // Each thread looks at columns of its own of token i, `lanes` from c0 on: whole words, of which `n` are neurons.
+  struct Look {
+    int thread;
+    int64_t c0, n, lanes;
+  };
+  // Before the activation: the first product, and up where there is a gate.
+  void before(const Look& look, int64_t i, const Activation& activation, const float* first, const float* up);
+  // After it.
+  void after(const Look& look, int64_t i, float* h);
+  // Counts what fired, of all tokens.
+  void count(const Look& look, int64_t tokens);
+
+ private:
+  uint16_t* bits_of(const Look& look, int64_t i) { return bits.data() + i * words + look.c0 / PI_LANES; }
+
+  const PiKernels* const kernels_;
+  std::vector<Vector> activated_;  // [threads] by `gate`: the activations of a token
+};

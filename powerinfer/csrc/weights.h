@@ -1,0 +1,45 @@
+// What products read: packed matrices, tables of rows, norms.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "panels.h"
+#include "table.h"
+
+// A weight matrix [rows, k] in panels.
+struct Matrix {
+  int type;
+  int64_t rows, k, panels;
+  const uint8_t* data;
+  std::shared_ptr<Arena> arena;
+  int64_t bytes() const { return panels * pi_panel_bytes(type, k); }
+  int form() const { return pi_form(type); }
+};
+
+// Rows to look up, as the model file stores them; the owner of the memory is kept alive by the binding.
+struct Table {
+  int type;
+  int64_t rows, k;
+  const uint8_t* data;
+};
+
+// Float vector. Empty: absent. The biases of matrices are zero-padded to whole panels.
+using Vector = std::vector<float>;
+
+Vector padded(Vector v);
+
+// RMS norm, or LayerNorm where `layer`, whose bias may be absent. An absent norm leaves rows as they are.
+struct Norm {
+  Vector w, b;
+  float eps = 0;
+  bool layer = false;
+  explicit operator bool() const { return !w.empty(); }
+  // out = norm(x), a row of k = w.size(); they may be the same row.
+  void apply(const PiKernels* kernels, const float* x, float* out) const;
+};
+
+// std::invalid_argument, `what` its message, unless `good`; the length of a norm; that of a bias.
+void check(bool good, const std::string& what);
+void check_norm(const Norm& norm, int64_t n, const std::string& what);
+void check_bias(const Vector& bias, int64_t n, const std::string& of);

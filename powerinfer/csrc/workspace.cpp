@@ -1,0 +1,100 @@
+#include "workspace.h"
+
+#include <string.h>
+
+#include <algorithm>
+
+#include "neuron_lists.h"
+
+namespace {
+
+// Rows of up to this many elements in all are prepared by every thread for itself: cheaper than a meeting.
+constexpr int64_t ALONE = 4096;
+
+}  // namespace
+
+ActMemory::ActMemory(int64_t elements)
+    : elements_(pi_round_up(elements, 512)), memory_(std::make_unique<Mapping>(elements_ * 8)) {}
+
+PiActs ActMemory::rows(int64_t k) const {
+  PiActs acts;
+  uint8_t* at = memory_->data();
+  const auto take = [&](int64_t bytes) {
+    uint8_t* const taken = at;
+    at += bytes;
+    return taken;
+  };
+  acts.f = (float*)take(4 * elements_);
+  acts.b = (uint16_t*)take(2 * elements_);
+  acts.q = (int8_t*)take(elements_);
+  acts.d = (float*)take(elements_ / 8);
+  acts.sd = (float*)take(elements_ / 8);
+  acts.s = (int16_t*)take(elements_ / 8);
+  acts.k = k;
+  acts.ldf = pi_round_up(k, PI_LANES);
+  acts.ldb = pi_round_up(k, 32);
+  return acts;
+}
+
+Workspace::Workspace(std::shared_ptr<Pool> pool_, const PiKernels* kernels_)
+    : pool(std::move(pool_)), kernels(kernels_), own_((size_t)pool->threads()) {}
+
+Workspace::~Workspace() = default;
+
+void Workspace::reserve(int64_t tokens, int64_t k) {
+  const int64_t row = pi_round_up(k, 32);
+  pool->between_jobs([&] {
+    if (shared_.elements() < tokens * row) shared_ = ActMemory(tokens * row);
+    for (Own& own : own_) {
+      if (own.memory.elements() < std::max(ALONE, row)) own.memory = ActMemory(std::max(ALONE, row));
+      own.scratch.resize(std::max(own.scratch.size(), (size_t)pi_linear_scratch(k) + 64));
+    }
+  });
+}
+
+void Workspace::reserve_lists(int64_t neurons, int64_t d_model, int64_t rank) {
+  reserve(PI_NEURON_TOKENS, d_model);
+  if (rank) reserve(PI_NEURON_TOKENS, rank);
+  pool->between_jobs([&] {
+    if (!lists_ || !lists_->holds(neurons, d_model, rank))
+      lists_ = std::make_unique<NeuronLists>(pool->threads(), neurons, d_model, rank, lists_.get());
+  });
+}
+
+const PiActs* Workspace::prepare(int thread, const Rows& rows, const Norm& norm, int forms) {
+  Own& own = own_[(size_t)thread];
+  const int64_t k = rows.k;
+  const bool alone = rows.tokens == 1 || rows.tokens * pi_round_up(k, 32) <= ALONE, moved = norm || rows.index;
+  const ActMemory& memory = alone ? own.memory : shared_;
+  PiActs acts = memory.rows(k);
+  int64_t begin = 0, end = rows.tokens;
+  if (!alone) share(rows.tokens, 1, pool->threads(), thread, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    const float* row = rows.data + (rows.index ? rows.index[i] : i) * rows.ld;
+    if (moved) {
+      float* f = memory.floats() + i * acts.ldf;
+      if (norm) norm.apply(kernels, row, f);
+      else memcpy(f, row, (size_t)k * 4);
+      row = f;
+    }
+    if (forms & ~PI_FORM_F32) {
+      const PiActs to = pi_acts_from(&acts, i, 0);
+      kernels->forms(row, k, forms, &to);
+    }
+  }
+  if (!moved) {
+    acts.f = rows.data;
+    acts.ldf = rows.ld;
+  }
+  own.acts = acts;
+  if (!alone) pool->barrier();
+  return &own.acts;
+}
+
+void Workspace::linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
+                       int64_t tokens, bool add, int64_t p0, int64_t p1) {
+  if (p0 >= p1) return;
+  const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
+  uint8_t* scratch = own_[(size_t)thread].scratch.data();
+  kernels->linear(&l, acts, p0, p1, tokens, (void*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63));
+}

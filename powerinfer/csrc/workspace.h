@@ -1,0 +1,80 @@
+// What threads need for products beside the weights: activation rows in the forms that weights take, and scratch
+// memory. Everything that runs on one pool shares one workspace, since a pool runs one job at a time.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "pool.h"
+#include "weights.h"
+
+// Memory for activation rows in every form.
+class ActMemory {
+ public:
+  explicit ActMemory(int64_t elements = 0);  // of all rows together, each padded to 32
+  PiActs rows(int64_t k) const;              // laid out for rows of k
+  float* floats() const { return (float*)memory_->data(); }
+  int64_t elements() const { return elements_; }
+
+ private:
+  int64_t elements_;
+  std::unique_ptr<Mapping> memory_;
+};
+
+// Float rows of k, `ld` apart; index: the row of each token, null: in order.
+struct Rows {
+  const float* data;
+  int64_t ld, k, tokens;
+  const int32_t* index = nullptr;
+};
+
+// The panels of a product that one thread makes, in units of so many, and the rows that they are.
+struct Columns {
+  int64_t p0, p1, c0, c1;
+  Columns(const Matrix& w, const Pool& pool, int thread, int64_t unit = 1) {
+    share(w.panels, unit, pool.threads(), thread, &p0, &p1);
+    c0 = p0 * PI_LANES;
+    c1 = p1 * PI_LANES < w.rows ? p1 * PI_LANES : w.rows > c0 ? w.rows : c0;
+  }
+  int64_t n() const { return c1 - c0; }
+  int64_t lanes() const { return (p1 - p0) * PI_LANES; }
+};
+
+class NeuronLists;
+
+class Workspace {
+ public:
+  Workspace(std::shared_ptr<Pool> pool, const PiKernels* kernels);
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  // Makes room, waiting until no job runs: for products of so many rows of k; for lists of so many neurons of a model
+  // of d_model, named by a predictor of that rank or by none (0).
+  void reserve(int64_t tokens, int64_t k);
+  void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
+
+  // The rest is for the threads of a job.
+  // Brings rows into the forms asked for, normalised first. Few elements: every thread makes its own copy. Many: the
+  // threads share the work and meet.
+  const PiActs* prepare(int thread, const Rows& rows, const Norm& norm, int forms);
+  // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1).
+  void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
+              int64_t tokens, bool add, int64_t p0, int64_t p1);
+  float* row(int thread) {
+    return own_[(size_t)thread].memory.floats();
+  }  // room for one row of any k; `prepare` uses it
+  NeuronLists& lists() { return *lists_; }
+
+  const std::shared_ptr<Pool> pool;
+  const PiKernels* const kernels;
+
+ private:
+  struct Own {  // of a thread
+    ActMemory memory;
+    PiActs acts;
+    std::vector<uint8_t> scratch;
+  };
+  ActMemory shared_;
+  std::vector<Own> own_;
+  std::unique_ptr<NeuronLists> lists_;
+};
