@@ -33,9 +33,9 @@ from powerinfer.config import EngineConfig
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware.description import Hardware, load
-from powerinfer.hybrid.ffn import HybridSparsity
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.sparsity import HybridSparsity
 from powerinfer.kernels import cpu
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, make_plan
