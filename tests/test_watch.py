@@ -206,7 +206,7 @@ def test_what_is_silenced_is_what_selector_threshold_leaves_out(tmp_path: Path) 
             silenced = executor.forward(batch(0, TOKENS, logits=True)).copy()
         bundles = open_bundles(checkpoint, None, cpu.part_bytes)
         for layer, rows in enumerate(bundles.layers):
-            executor.sparsify(layer, rows, bundles.layout, most=most[layer])
+            executor.sparsify(layer, rows, bundles.layout, threshold=most[layer])
             executor.set_ways(layer, {1: "exact"})
         sparse = np.concatenate([executor.forward(batch(at, at + 1, logits=True)).copy() for at in range(TOKENS)])
     scale = np.abs(dense).max()
