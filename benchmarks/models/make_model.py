@@ -188,7 +188,7 @@ def known_profile(plan: Plan, tokens: int = 1_000_000) -> Profile:
         active[-1][int(100 * p.mean())] = tokens
         reuse.append(float((p * p).sum() / p.sum()))
     each = tuple(layer[None] for layer in counts)
-    return Profile(tokens, plan.d_ff, tuple(counts), ("known",), (tokens,), each, tuple(active), tuple(reuse), None)
+    return Profile(tokens, tuple(counts), ("known",), (tokens,), each, tuple(active), tuple(reuse), None)
 
 
 class Progress:

@@ -31,7 +31,7 @@ Rotation = tuple[Floats, float]
 multiplied by."""
 
 Weights = tuple["Predictor", RawTensor, RawTensor]
-"""A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
+"""A layer's predictor with its matrices in [rank, d_model] and out [neurons, rank]."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class _Ffn:
 class Fired:
     """The neurons of an FFN that fired for the tokens of a call: views that hold until the next FFN runs.
 
-    counts: int64 [d_ff], tokens that each fired for; active: uint8 [tokens, ceil(d_ff / 8)], bit i % 8 of byte i // 8
-    is neuron i; magnitudes: int64 [bins], of the activations' magnitudes, zeros unless asked for. Bin b holds those
-    from `magnitude(b)` up to `magnitude(b + 1)`, the outermost also what lies beyond.
+    counts: int64 [neurons], tokens that each fired for; active: uint8 [tokens, ceil(neurons / 8)], bit i % 8 of byte i
+    // 8 is neuron i; magnitudes: int64 [bins], of the activations' magnitudes, zeros unless asked for. Bin b holds
+    those from `magnitude(b)` up to `magnitude(b + 1)`, the outermost also what lies beyond.
     """
 
     counts: NDArray[np.int64]
@@ -379,9 +379,10 @@ class CpuExecutor:
         """Give a layer's FFN its neurons as bundles; it stays dense until `set_ways` says otherwise.
 
         rows: uint8 [groups, layout.group_bytes], kept; threshold: activations up to this magnitude count as zero;
-        predictor: its description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between
-        samples of its recall, 0 for none; dense_above: of the neurons, the share from which on a step of `exact`, whose
-        gates are known, computes the rest from the dense matrices. ValueError for shapes that are not the layer's.
+        predictor: its description and its matrices in [rank, d_model] and out [neurons, rank]; recall_every: steps
+        between samples of its recall, 0 for none; dense_above: of the neurons, the share from which on a step of
+        `exact`, whose gates are known, computes the rest from the dense matrices. ValueError for shapes that are not
+        the layer's.
         """
         ffn = self._ffns[layer]
         bundles = self._bundles(layer, layout, rows, ffn.neurons)
@@ -502,7 +503,8 @@ class CpuExecutor:
                     f"layer {layer} computes numbers that are not finite: the model's weights may be damaged"
                 )
             if observer is not None:
-                observer.fires(layer, Fired(watch.counts, watch.active(tokens), watch.magnitudes.sum(axis=0)))
+                active = watch.active(tokens)[:, : -(-ffn.neurons // 8)]
+                observer.fires(layer, Fired(watch.counts[: ffn.neurons], active, watch.magnitudes.sum(axis=0)))
         self._run(batch, at, self._program.size)
 
     @contextmanager
