@@ -69,7 +69,7 @@ def magnitude(bins: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 class Observer(Protocol):
-    """Looks on while an executor runs; arrays are views that hold during the call."""
+    """Observes a running executor; arrays are views that are valid during the call."""
 
     def reads(self, layer: int, x: NDArray[np.float32]) -> None:
         """Before an FFN: x float32 [tokens, d_model], what its norm reads, and what a predictor does."""
@@ -90,7 +90,7 @@ class _Observed:
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
-    It may also have only the layers from `first_layer` on, or none, when those before it run elsewhere, and then lack
+    It may also have only the layers from `first_layer` on, or none, if those before run elsewhere, and may then lack
     the head: `embedded` and `finish` run its two parts.
 
     A token's logits have the same bits whatever the batch, the chunk, the cache page and the number of threads.
@@ -124,7 +124,7 @@ class CpuExecutor:
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
-        self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
+        self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
         self.config = config
         self.first_layer = first_layer
@@ -135,7 +135,7 @@ class CpuExecutor:
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
         self._arena = _native.Arena()
-        # Without layers here the cache still says which pages there are; none is ever written, so none takes memory.
+        # Without layers here the cache still defines the pages; they are never written, so they use no memory.
         cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
         self.choices = {
             "isa": f"{isa} ({isa_reason})",
@@ -301,7 +301,7 @@ class CpuExecutor:
         return self._bundled[layer].neurons.counts()
 
     def clear_bundled_counts(self) -> None:
-        """Begin to count anew, for all of them."""
+        """Reset the counters of all of them."""
         for ffn in self._bundled.values():
             ffn.neurons.clear()
 
@@ -398,7 +398,7 @@ class CpuExecutor:
     def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
         """How a sparsified layer runs steps of few tokens: number of tokens -> "dense", "exact" or "predicted".
 
-        A number in between goes the way of the next larger one, more than the largest go densely.
+        A number in between uses the way of the next larger one; more than the largest are dense.
         """
         every = []
         for tokens in range(1, self.neuron_tokens + 1):
@@ -422,7 +422,7 @@ class CpuExecutor:
         return counts
 
     def clear_neuron_counts(self, layer: int) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
         self._ffns[layer].op.clear()
 
     def ffn_bytes(self, layer: int) -> int:
@@ -431,7 +431,7 @@ class CpuExecutor:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure operators meanwhile."""
+        """A context in which operators are timed."""
         self.time_operators(True)
         try:
             yield
@@ -460,7 +460,7 @@ class CpuExecutor:
         return self._program.residual(len(batch.tokens))
 
     def finish(self, batch: Batch) -> Floats:
-        """Run all behind the embedding on the residual stream as it is now; logits as `forward` returns them."""
+        """Run everything after the embedding on the current residual stream; logits as from `forward`."""
         self._make_room(batch)
         self._run(batch, self._embedded, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
@@ -485,7 +485,7 @@ class CpuExecutor:
         )
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
-        """A call in parts, with a look at every FFN."""
+        """A call in parts, observing every FFN."""
         tokens, at, watch, observer = len(batch.tokens), 0, observed.watch, observed.by
         for layer, ffn in self._ffns.items():
             self._run(batch, at, ffn.op.number)
@@ -516,7 +516,7 @@ class CpuExecutor:
         silence: bool = False,
         measure: bool = False,
     ) -> Iterator[None]:
-        """Let `observer` see every FFN meanwhile, if there is one; all of them run densely.
+        """A context in which `observer`, if any, sees every FFN; all of them run densely.
 
         A neuron fires for a token when its product h is not zero; with `thresholds`, of the layers, when its activation
         exceeds its layer's in magnitude, before it is multiplied with what up gives. silence: what does not fire is
