@@ -33,9 +33,10 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hybrid import ffn as hybrid  # noqa: E402
 from powerinfer.hybrid.adjust import trades  # noqa: E402
-from powerinfer.hybrid.ffn import HybridFfn, HybridSparsity, NeuronSplit  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
+from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
@@ -49,7 +50,7 @@ def placed(config: Any, share: float, seed: int = 0) -> Placement:
     """Any neurons, one by one, with this chance to rest on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
     tiers = tuple(np.where(rng.random(size) < share, Tier.GPU, Tier.CPU).astype(np.int8) for size in config.ffn_sizes)
-    return Placement(config.widest_ffn, 1, tiers)
+    return Placement(config.ffn_sizes, 1, tiers)
 
 
 @contextmanager

@@ -33,9 +33,9 @@ from powerinfer.config import EngineConfig
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware.description import Hardware, load
-from powerinfer.hybrid.ffn import HybridSparsity
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.sparsity import HybridSparsity
 from powerinfer.kernels import cpu
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, make_plan
@@ -156,7 +156,7 @@ def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | N
 
 def whole_layers(plan: Plan) -> Plan:
     """The same room on the GPU, filled with all neurons of one layer after another."""
-    groups = -(-plan.request.profile.d_ff // GROUP)
+    groups = -(-max(plan.request.profile.sizes) // GROUP)
     full = sum(plan.choice.gpu) // groups
     gpu = tuple(groups if layer < full else 0 for layer in range(len(plan.choice.gpu)))
     return replace(plan, choice=replace(plan.choice, gpu=gpu, kept=(groups,) * len(gpu)))

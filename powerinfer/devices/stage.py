@@ -1,6 +1,6 @@
 """Cold neurons that a GPU computes for a long prompt: their bundles are streamed to it through two buffers.
 
-Their bundles stay in RAM. A piece of them, whole groups, is copied into one of two pinned buffers, from there to one of
+The bundles stay in RAM. A piece of them, whole groups, is copied into one of two pinned buffers, from there to one of
 two on the GPU on a separate stream, and is converted to the GPU's byte order and multiplied on the step's stream:
 
     CPU       into 0 | into 1 | into 0 ....... | into 1 ....
@@ -52,13 +52,13 @@ _MOST_THREADS = 4  # copying; more threads are not faster
 _LEAST_SHARE = 1 << 20  # minimum bytes per thread
 
 
-def buffer_bytes(layout: BundleLayout, d_ff: int, most: int) -> int:
-    """Bytes of a buffer for pieces of layers of d_ff neurons, at most `most`; 0 where that holds no group of bundles.
+def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
+    """Bytes of a buffer for pieces of layers of so many neurons, `limit` at most; 0 where that holds no group of them.
 
     A piece is half a layer at most, so that there are two of them.
     """
     group = layout.group_bytes + BUNDLE_GROUP * BESIDE
-    nbytes = min(most, PIECE, -(-n_groups(d_ff) // 2) * group + _PADDING)
+    nbytes = min(limit, PIECE, -(-n_groups(neurons) // 2) * group + _PADDING)
     if nbytes < group + _PADDING:
         return 0
     return nbytes - nbytes % min(nbytes, _SEGMENT)
@@ -106,11 +106,11 @@ class Stage:
         cold: SomeBundles,
         ffn: FfnConfig,
         biases: Sequence[Float32 | None],
-        most: float,
+        threshold: float,
     ) -> None:
-        """total += what these neurons make of n, both float32 [T, d_model] on the GPU.
+        """total += the sum of these neurons of n, both float32 [T, d_model] on the GPU.
 
-        biases: float32 [d_ff] of gate and up; most: activations up to this magnitude count as zero.
+        biases: float32 [neurons of the layer] of gate and up; threshold: activations up to it count as zero.
         """
         import torch
 
@@ -125,7 +125,7 @@ class Stage:
                 assert rows is not None and at is not None and shared is not None
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, gate_bias, up_bias)
                 gpu.unpack(layout, rows, at, shared, neurons)
-                total.add_(gpu.neuron_sum(neurons, n, None, most)[0])
+                total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
                 del neurons  # the next piece's take their memory
 
     @contextmanager

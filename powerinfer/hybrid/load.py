@@ -119,7 +119,7 @@ def _settled(
 ) -> Sparsity:
     """The `Sparsity` of the split layers, after the crossing is measured."""
     from powerinfer.hybrid.crossing import settle
-    from powerinfer.hybrid.ffn import HybridSparsity
+    from powerinfer.hybrid.sparsity import HybridSparsity
 
     ffns, stage = split.ffns, split.stage
     if stage is not None:

@@ -78,7 +78,7 @@ def _has_triton() -> bool:
 
 
 def gpu_type(type_name: str, k: int = 32) -> str:
-    """The type in which a matrix with rows of k elements, stored as `type_name`, lies on a GPU."""
+    """The type in which a matrix with rows of k elements, stored as `type_name`, gets on a GPU."""
     if type_name in GPU_TYPES:
         return type_name
     if block_type(type_name).block == 1:  # F64 and the like
@@ -521,7 +521,7 @@ def unpack(
 
 
 def _order(kind: str, use: str) -> tuple[str, int]:
-    """How the codes of a part lie, and the bytes that stay together."""
+    """The order of a part's codes, and the bytes that stay together."""
     if kind in FLOAT_TYPES:
         return "as it is", 2
     if use == "dot":
@@ -558,7 +558,7 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: in
 
 
 def _places(width: int, order: str, each: int) -> Tensor:
-    """Where the units of a row lie in its part, int64 [width]; each: units of a block of 32 elements.
+    """Where the units of a row are in its part, int64 [width]; each: units of a block of 32 elements.
 
     blocks: word by word of sixteen blocks, or of those that are left. Of 128 elements: bytes: byte 4 l + z is to be
     16 z + l; words: word 4 a + z is to be 4 z + a.

@@ -37,7 +37,7 @@ class Weight:
 
     F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
     byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
-    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales lie in `Neurons.shared`.
+    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales are in `Neurons.shared`.
     """
 
     type: str
@@ -68,7 +68,7 @@ class Cached:
         return tensor_bytes(self.data, self.scales)
 
     def values(self, pages: Tensor) -> Tensor:
-        """What lies in some pages, float32 [pages, PAGE, kv_heads, head_dim]."""
+        """The values of some pages, float32 [pages, PAGE, kv_heads, head_dim]."""
         wide = self.data[pages].float()
         if self.scales is None:
             return wide

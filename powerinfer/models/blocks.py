@@ -95,28 +95,22 @@ def wire(
     embedding = checkpoint.take("embed")
     positions = checkpoint.take("positions") if config.positions == "learned" else None
     executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"), config.embedding_scale)
-    begin = 0 if first is None else first.layers
-
-    def done(layers: int) -> None:
+    for layer in range(config.n_layers):
+        if first is not None and layer < first.layers:
+            of_first = None if split is None else partial(_split, executor, first, layer, split)
+            _layer(first, checkpoint, layer, of_first)
+        else:
+            own: OwnFfn[_native.Norm] | None = None
+            if neurons is not None and neurons.bundles is not None:
+                own = partial(_bundled, executor, neurons, layer)
+            _layer(executor, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         if progress is not None:
-            progress("loading weights", layers, config.n_layers)
-
-    for layer in range(begin, config.n_layers):
-        own: OwnFfn[_native.Norm] | None = None
-        if neurons is not None and neurons.bundles is not None:
-            own = partial(_bundled, executor, neurons, layer)
-        _layer(executor, checkpoint, layer, own)
-        done(layer + 1 - begin)
-    if not head:
-        _head(executor, checkpoint, embedding)
-    if first is None:
-        return
-    for layer in range(begin):  # last, as the neurons that the executor sums for them are operators behind its own
-        _layer(first, checkpoint, layer, None if split is None else partial(_split, executor, first, layer, split))
-        done(config.n_layers - begin + layer + 1)
-    if head:
+            progress("loading weights", layer + 1, config.n_layers)
+    if first is not None and head:
         _head(first, checkpoint, embedding)
+    else:
+        _head(executor, checkpoint, embedding)
 
 
 def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
@@ -204,13 +198,13 @@ def _bundled(
     biases: Sequence[Vector],
     out_norm: _native.Norm | None,
 ) -> None:
-    bundles, most = neurons.bundles, neurons.threshold(layer)
+    bundles, threshold = neurons.bundles, neurons.threshold(layer)
     assert bundles is not None
     bundles.file.check()
     weights = None if neurons.predictors is None else neurons.predictors(layer)
     norms: dict[str, Any] = {"norm": norm, "out_norm": out_norm}
     rows = bundles.copied(layer)
-    executor.bundled_ffn(layer, bundles.layout, rows, **norms, biases=biases, most=most, predictor=weights)
+    executor.bundled_ffn(layer, bundles.layout, rows, **norms, biases=biases, threshold=threshold, predictor=weights)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:
