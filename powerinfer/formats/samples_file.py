@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.mapped import MappedFile
-from powerinfer.formats.prepared import SAMPLES, Filling, PreparedFile
+from powerinfer.formats.prepared import SAMPLES, PartFile, PreparedFile
 from powerinfer.formats.quant import Bytes, Float32
 
 _F16_MAX = 65504.0
@@ -90,10 +90,10 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
 class SamplesWriter:
     """Where `write_samples` takes rows. resumed: it goes on with what an earlier process put."""
 
-    def __init__(self, checkpoint: Checkpoint, filling: Filling) -> None:
+    def __init__(self, checkpoint: Checkpoint, part: PartFile) -> None:
         self._checkpoint = checkpoint
-        self._filling = filling
-        self.resumed = filling.resumed
+        self._part = part
+        self.resumed = part.resumed
 
     def put(self, layer: int, first: int, x: Float32, active: Bytes) -> None:
         """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 [n, ceil(neurons / 8)]."""
@@ -102,11 +102,11 @@ class SamplesWriter:
         for (name, width), values in zip(shapes, (halves, np.ascontiguousarray(active)), strict=True):
             assert values.shape == (len(x), width), (name, values.shape)
             data = values.reshape(-1).view(np.uint8)
-            self._filling.put(name, first * width * values.itemsize, data)
+            self._part.put(name, first * width * values.itemsize, data)
 
     def sync(self) -> None:
         """Bring to the disk what was put so far."""
-        self._filling.sync()
+        self._part.sync()
 
 
 @contextmanager
@@ -128,9 +128,9 @@ def write_samples(
     tensors = [one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, rows)]
     place = PreparedFile(SAMPLES, checkpoint, prepared)
     description = {"rows": rows, "about": dict(about)}
-    with place.fill(description, [*tensors, ("windows", "I64", windows.shape)], resume) as filling:
-        filling.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
-        yield SamplesWriter(checkpoint, filling)
+    with place.fill(description, [*tensors, ("windows", "I64", windows.shape)], resume) as part:
+        part.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
+        yield SamplesWriter(checkpoint, part)
 
 
 def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:
