@@ -302,7 +302,7 @@ def test_the_order_of_claim() -> None:
             cpu = request.hardware.cpu
             other = made.choice.layer_seconds[-1]["other"]
             attention = cost.attention_seconds(cpu, model, layers - 1, "f16", request.past, 1, True)
-            assert other == pytest.approx(attention + cost.predictor_seconds(cpu, model, layers - 1, True))
+            assert other == pytest.approx(attention + cost.matrix_seconds(cpu, model.predictors[layers - 1], True))
         check(made)
     nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1)))
     assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)
