@@ -91,9 +91,7 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
         active.append(histogram)
     place.holds_no_more(tensors)
     total = tuple(counts.sum(axis=0) for counts in each)
-    profile = Profile(
-        sum(tokens), total, names, tokens, tuple(each), tuple(active), tuple(about.reuse), thresholds
-    )
+    profile = Profile(sum(tokens), total, names, tokens, tuple(each), tuple(active), tuple(about.reuse), thresholds)
     return ProfileFile(profile, about.about, place.path)
 
 
