@@ -138,7 +138,12 @@ class Bundles:
     @property
     def neurons(self) -> int: ...
     def part(
-        self, level: str, x: NDArray[np.float32], index: NDArray[np.int32], out: NDArray[np.float32], most: float = 0.0
+        self,
+        level: str,
+        x: NDArray[np.float32],
+        index: NDArray[np.int32],
+        out: NDArray[np.float32],
+        threshold: float = 0.0,
     ) -> None:
         """Add to out what the listed neurons make of x, both [tokens, d_model], by one thread."""
 
@@ -167,12 +172,12 @@ class NeuronSum:
     """
     A part of an FFN: some neurons of one layer, and the sum that they add to the output.
 
-    most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the
+    threshold: activations up to this magnitude count as zero; count_fired: for each neuron, too, the
     tokens that it fires for. Steps of up to NEURON_TOKENS tokens are counted.
     """
 
     def __init__(
-        self, workspace: Workspace, bundles: Bundles, most: float = 0.0, count_fired: bool = False
+        self, workspace: Workspace, bundles: Bundles, threshold: float = 0.0, count_fired: bool = False
     ) -> None: ...
     def sum(
         self,
@@ -214,16 +219,16 @@ class Ffn(Operator):
         bundles: Bundles,
         predictor_in: Matrix | None = None,
         predictor_out: Matrix | None = None,
-        threshold: float = 0.0,
+        least_z: float = 0.0,
         floor: int = 0,
-        most: float = 0.0,
+        threshold: float = 0.0,
         recall_every: int = 0,
     ) -> None:
         """
         Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose
-        result neurons from `threshold` on are candidates, `floor` at least. It stays dense until `set_ways`.
+        result neurons from `least_z` on are candidates, `floor` at least. It stays dense until `set_ways`.
 
-        most: activations up to this magnitude count as zero; recall_every: steps between samples of the
+        threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the
         predictor's recall, 0: none.
         """
 
@@ -271,9 +276,9 @@ class Watch:
     @measure.setter
     def measure(self, arg: bool, /) -> None: ...
     @property
-    def most(self) -> float: ...
-    @most.setter
-    def most(self, arg: float, /) -> None: ...
+    def threshold(self) -> float: ...
+    @threshold.setter
+    def threshold(self, arg: float, /) -> None: ...
     def clear(self) -> None: ...
     @property
     def damaged(self) -> bool: ...

@@ -109,15 +109,14 @@ class Profile:
     A neuron fires for a token when its product h is not zero; of a model whose activations are never exactly zero,
     when |act(gate . n)| (plain FFN: |act(up . n)|) exceeds the layer's threshold (CATS, arXiv 2404.08763).
 
-    tokens: of all corpora together. counts: for each layer int64 [d_ff], the tokens that the neuron fired for.
-    corpora, corpus_tokens, corpus_counts: the same for each corpus alone, counts int64 [corpora, d_ff] for each layer;
-    a synthetic profile has none. active: for each layer int64 [101], the tokens by the share of the
+    tokens: of all corpora together. counts: for each layer int64 [neurons], the tokens that the neuron fired for.
+    corpora, corpus_tokens, corpus_counts: the same for each corpus alone, counts int64 [corpora, neurons] for each
+    layer; a synthetic profile has none. active: for each layer int64 [101], the tokens by the share of the
     layer's neurons that fired for them, in whole per cent, rounded down. reuse: for each layer, of the neurons that
     fire for a token, the share that also fired for the previous token. thresholds: for each layer, or None.
     """
 
     tokens: int
-    d_ff: int
     counts: tuple[Counts, ...]
     corpora: tuple[str, ...]
     corpus_tokens: tuple[int, ...]
@@ -127,7 +126,7 @@ class Profile:
     thresholds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        assert self.tokens > 0 and self.d_ff > 0 and self.counts
+        assert self.tokens > 0 and self.counts
         layers = len(self.counts)
         assert len(self.corpus_counts) == len(self.active) == len(self.reuse) == layers
         assert self.thresholds is None or len(self.thresholds) == layers
@@ -135,8 +134,8 @@ class Profile:
         assert not self.corpora or sum(self.corpus_tokens) == self.tokens
         for counts, each, active in zip(self.counts, self.corpus_counts, self.active, strict=True):
             assert counts.dtype == each.dtype == active.dtype == np.int64
-            assert counts.shape == (self.d_ff,) and counts.min() >= 0 and counts.max() <= self.tokens
-            assert each.shape == (len(self.corpora), self.d_ff) and active.shape == (101,)
+            assert counts.ndim == 1 and len(counts) and counts.min() >= 0 and counts.max() <= self.tokens
+            assert each.shape == (len(self.corpora), len(counts)) and active.shape == (101,)
             assert not self.corpora or (each.sum(axis=0) == counts).all()
 
     @property
@@ -145,24 +144,29 @@ class Profile:
         return len(self.counts)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Neurons of each layer."""
+        return tuple(map(len, self.counts))
+
+    @property
     def digest(self) -> str:
         """Hex SHA-256 of the tokens and the counts: everything that a placement depends on."""
-        digest = hashlib.sha256(f"{self.tokens} {self.d_ff}".encode())
+        digest = hashlib.sha256(f"{self.tokens} {self.sizes}".encode())
         for counts in self.counts:
             digest.update(counts.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def fraction(self, layer: int) -> NDArray[np.float64]:
-        """The share of the tokens for which each neuron fires: float64 [d_ff]."""
+        """The share of the tokens for which each neuron fires: float64 [neurons]."""
         return self.counts[layer] / self.tokens
 
     def active_fraction(self, layer: int | None = None) -> float:
         """Share of a layer's neurons that fire for a token, mean over the tokens; None: of all layers."""
         layers = self.counts if layer is None else (self.counts[layer],)
-        return sum(int(counts.sum()) for counts in layers) / (len(layers) * self.d_ff * self.tokens)
+        return sum(int(counts.sum()) for counts in layers) / (sum(map(len, layers)) * self.tokens)
 
     def order(self, layer: int) -> Indices:
-        """The neurons of a layer, those that fire most often first, ties by index: int32 [d_ff]."""
+        """The neurons of a layer, those that fire most often first, ties by index: int32 [neurons]."""
         return _order(self.counts[layer])
 
     def hot_share(self, layer: int, mass: float = 0.8) -> float:
@@ -179,9 +183,9 @@ class Profile:
         first, second: the corpora; share: of a layer's neurons, that count as most frequent. Neurons that never fire do
         not count; the common ones are divided by the larger of the two sets. None: no neuron fires.
         """
-        most = max(1, round(share * self.d_ff))
         found = []
         for each in self.corpus_counts:
+            most = max(1, round(share * each.shape[1]))
             one, other = (set(_order(counts)[:most][np.sort(-counts)[:most] < 0]) for counts in each[[first, second]])
             if one or other:
                 found.append(len(one & other) / max(len(one), len(other)))
@@ -204,34 +208,34 @@ def _hot_share(counts: Counts, mass: float) -> float:
 class Placement:
     """The tier of every neuron: group g of a layer is `group_size` neurons of its order, from g * group_size on.
 
-    tiers: for each layer int8 [ceil(d_ff / group_size)], values of `Tier`. A layer's last group may be smaller.
-    order: for each layer int32 [d_ff], every neuron once, so that the neurons of a group are of similar impact; None:
-    by index.
+    sizes: neurons of each layer; tiers: for each layer int8 [ceil(neurons / group_size)], values of `Tier`. A layer's
+    last group may be smaller. order: for each layer int32 [neurons], every neuron once, so that the neurons of a group
+    are of similar impact; None: by index.
     """
 
-    d_ff: int
+    sizes: tuple[int, ...]
     group_size: int
     tiers: tuple[NDArray[np.int8], ...]
     order: tuple[Indices, ...] | None = None
 
     def __post_init__(self) -> None:
-        assert self.d_ff > 0 and self.group_size > 0
-        groups = -(-self.d_ff // self.group_size)
-        for tiers in self.tiers:
-            assert tiers.dtype == np.int8 and tiers.shape == (groups,), (tiers.dtype, tiers.shape)
+        assert self.group_size > 0 and len(self.sizes) == len(self.tiers)
+        for size, tiers in zip(self.sizes, self.tiers, strict=True):
+            assert size > 0 and tiers.dtype == np.int8, (size, tiers.dtype)
+            assert tiers.shape == (-(-size // self.group_size),), (size, tiers.shape)
             assert tiers.min() >= min(Tier) and tiers.max() <= max(Tier), "not a tier"
         assert self.order is None or len(self.order) == len(self.tiers)
-        for order in self.order or ():
-            assert order.dtype == np.int32 and order.shape == (self.d_ff,), (order.dtype, order.shape)
-            assert (np.bincount(order, minlength=self.d_ff) == 1).all(), "a neuron is missing"
+        for size, order in zip(self.sizes, self.order or (), strict=self.order is not None):
+            assert order.dtype == np.int32 and order.shape == (size,), (order.dtype, order.shape)
+            assert (np.bincount(order, minlength=size) == 1).all(), "a neuron is missing"
 
     def parts(self, layer: int) -> dict[Tier, Indices]:
         """The neurons of a layer by tier: ascending, disjoint, together all of them. Every tier has an entry."""
-        tiers = np.repeat(self.tiers[layer], self.group_size)[: self.d_ff]
+        tiers = np.repeat(self.tiers[layer], self.group_size)[: self.sizes[layer]]
         if self.order is not None:
             by_index = np.empty_like(tiers)
             by_index[self.order[layer]] = tiers
             tiers = by_index
         parts = {tier: np.flatnonzero(tiers == tier).astype(np.int32) for tier in Tier}
-        assert sum(map(len, parts.values())) == self.d_ff
+        assert sum(map(len, parts.values())) == self.sizes[layer]
         return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,31 +45,38 @@ def give_predictor(path: Path, threshold: float = 0.0) -> Path:
     checkpoint = open_checkpoint(path)
     rng = np.random.default_rng(3)
     config = checkpoint.config
-    shapes = ((32, config.d_model), (config.widest_ffn, 32))
-    layers = [tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes) for _ in range(config.n_layers)]
+    layers = [
+        tuple(rng.standard_normal(shape).astype(np.float32) for shape in ((32, config.d_model), (size, 32)))
+        for size in config.ffn_sizes
+    ]
     write_predictor(checkpoint, None, "F16", [Predictor(32, threshold, 4)] * config.n_layers, layers)  # type: ignore[arg-type]
     return path
 
 
 def profile_of(layers: int, d_ff: int, seed: int = 4, most: float = 0.9) -> Profile:
+    """`profile_for` layers that are alike."""
+    return profile_for((d_ff,) * layers, seed, most)
+
+
+def profile_for(sizes: Sequence[int], seed: int = 4, most: float = 0.9) -> Profile:
     """A profile of two texts of 300 and 200 tokens; neurons fire independently, each with a chance of up to `most`."""
     rng = np.random.default_rng(seed)
     tokens = (300, 200)
     each, active = [], []
-    for _ in range(layers):
-        chance = most * rng.random(d_ff) ** 3
-        fires = [rng.random((count, d_ff)) < chance for count in tokens]
+    for size in sizes:
+        chance = most * rng.random(size) ** 3
+        fires = [rng.random((count, size)) < chance for count in tokens]
         each.append(np.stack([one.sum(axis=0) for one in fires]).astype(np.int64))
         share = np.concatenate(fires).mean(axis=1)
         active.append(np.bincount((100 * share).astype(np.int64), minlength=101))
     whole = tuple(counts.sum(axis=0) for counts in each)
     names = ("one.txt", "two.txt")
-    return Profile(sum(tokens), d_ff, whole, names, tokens, tuple(each), tuple(active), (0.5,) * layers)
+    return Profile(sum(tokens), whole, names, tokens, tuple(each), tuple(active), (0.5,) * len(sizes))
 
 
 def give_profile(path: Path, seed: int = 4) -> Path:
     """The same path, with an invented profile beside it."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn, seed), {})
+    write_profile(checkpoint, None, profile_for(config.ffn_sizes, seed), {})
     return path

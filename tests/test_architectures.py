@@ -294,6 +294,7 @@ CASES = [
         },
     ),
     Case("olmo2", "olmo2", {}, {"rms_norm_eps": 1e-3}),
+    Case("olmo2-relu", "olmo2", {"hidden_act": "relu"}, {"hidden_act": "silu"}, metadata={"hidden_act": "relu"}),
     Case(
         "olmo3",
         "olmo3",

@@ -214,7 +214,7 @@ def test_selections_and_weights_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="weight"):
         sum_of(layer, index, tokens(2), weight=np.ones(3, np.float32))
     with pytest.raises(ValueError, match="negative"):
-        part_of(layer, index, most=-1.0)
+        part_of(layer, index, threshold=-1.0)
     part = part_of(layer, index)
     for x, out in ((tokens(2)[:, 1:].copy(), tokens(2)), (tokens(2), tokens(3)), (tokens(0), tokens(0))):
         with pytest.raises(ValueError, match="x and out"):

@@ -797,9 +797,9 @@ def test_a_harmful_template_ends_soon_and_small(source: str, monkeypatch: pytest
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss  # KiB
     assert grown < 20 * 1024
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert children.ru_maxrss * 1024 < 1.2 * sandbox.MEMORY and children.ru_utime - used.ru_utime < 1.5, (
-        "start, compiling, 0.3 s"
-    )
+    # the largest child so far, which may have been another test's
+    assert children.ru_maxrss * 1024 < max(used.ru_maxrss * 1024 + 1, 1.2 * sandbox.MEMORY)
+    assert children.ru_utime - used.ru_utime < 1.5, "start, compiling, 0.3 s"
 
 
 def test_the_limits_hold_in_a_thread_and_leave_the_others_alone() -> None:

@@ -20,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from model_files import family_gguf, plain_folder, tiny_folder  # noqa: E402
-from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama  # noqa: E402
+from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
@@ -58,7 +58,7 @@ def prepared(path: Path, types: tuple[str | None, str | None] = (None, None), qu
     checkpoint = open_checkpoint(path, quantize)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     config = checkpoint.config
-    write_profile(checkpoint, None, profile_of(config.n_layers, config.widest_ffn), {})
+    write_profile(checkpoint, None, profile_for(config.ffn_sizes), {})
     return path
 
 

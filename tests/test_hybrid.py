@@ -50,7 +50,7 @@ def placed(config: Any, share: float, seed: int = 0) -> Placement:
     """Any neurons, one by one, with this chance to rest on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
     tiers = tuple(np.where(rng.random(size) < share, Tier.GPU, Tier.CPU).astype(np.int8) for size in config.ffn_sizes)
-    return Placement(config.widest_ffn, 1, tiers)
+    return Placement(config.ffn_sizes, 1, tiers)
 
 
 @contextmanager

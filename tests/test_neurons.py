@@ -47,7 +47,7 @@ def test_parts_are_disjoint_ascending_and_complete(data: st.DataObject, d_ff: in
     groups = -(-d_ff // size)
     one = st.lists(st.sampled_from(Tier), min_size=groups, max_size=groups)
     chosen = data.draw(st.lists(one, min_size=layers, max_size=layers))
-    placement = Placement(d_ff, size, tuple(np.array(tiers, np.int8) for tiers in chosen))
+    placement = Placement((d_ff,) * len(chosen), size, tuple(np.array(tiers, np.int8) for tiers in chosen))
     for layer, tiers in enumerate(chosen):
         parts = placement.parts(layer)
         assert set(parts) == set(Tier)
@@ -69,9 +69,9 @@ def test_parts_are_disjoint_ascending_and_complete(data: st.DataObject, d_ff: in
     ],
 )
 def test_placements_that_cannot_be(tiers: np.ndarray) -> None:
-    Placement(100, 32, (np.zeros(4, np.int8),))
+    Placement((100,), 32, (np.zeros(4, np.int8),))
     with pytest.raises(AssertionError):
-        Placement(100, 32, (np.zeros(4, np.int8), tiers))
+        Placement((100, 100), 32, (np.zeros(4, np.int8), tiers))
 
 
 def profile(each: list[list[list[int]]], tokens: tuple[int, ...]) -> Profile:
@@ -80,7 +80,7 @@ def profile(each: list[list[list[int]]], tokens: tuple[int, ...]) -> Profile:
     whole = tuple(layer.sum(axis=0) for layer in counts)
     names = tuple("abcdef"[: len(tokens)])
     active = (np.bincount([0] * sum(tokens), minlength=101),) * len(counts)
-    return Profile(sum(tokens), len(whole[0]), whole, names, tokens, counts, active, (0.5,) * len(counts))
+    return Profile(sum(tokens), whole, names, tokens, counts, active, (0.5,) * len(counts))
 
 
 def test_a_profile_in_figures() -> None:
@@ -123,7 +123,7 @@ def test_the_digest_hangs_on_counts_and_tokens_alone() -> None:
     "wrong",
     [
         {"tokens": 11},
-        {"d_ff": 4},
+        {"counts": (np.array([5, 0, 9, 0]),)},
         {"corpora": ("a", "b")},
         {"reuse": ()},
         {"thresholds": (1.0, 2.0)},

@@ -358,8 +358,8 @@ def refused(model: Checkpoint, why: str) -> None:
     ("change", "why"),
     [
         ({"d_model": 65}, "states a d_model of 65, and the model has 128"),
-        ({"d_ff": 1 << 80}, "d_ff is '1208925819614629174706176', not a whole number"),
-        ({"d_ff": 97}, "states a d_ff of 97"),
+        ({"neurons": [1 << 80, 96]}, "neurons.*1208925819614629174706176"),
+        ({"neurons": [97, 96]}, r"states a neurons of \[97, 96\]"),
         ({"n_layers": None}, "n_layers is 'None', not a whole number"),
         ({"gated": False}, "kind of FFN"),
         ({"gated": 1}, "gated is '1', not true or false"),

@@ -18,7 +18,7 @@ import pytest
 from configs import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_models import give_bundles, give_predictor, give_profile, profile_of, tiny_llama
+from sparse_models import give_bundles, give_predictor, give_profile, profile_for, profile_of, tiny_llama
 from test_cli import error_line, powerinfer
 
 from powerinfer.cli.common import read_size
@@ -61,7 +61,7 @@ def request_of(
     model: Model, profile: Profile | None = None, hardware: Hardware | None = None, **more: Any
 ) -> PlanRequest:
     config = model.config
-    profile = profile or profile_of(config.n_layers, config.widest_ffn)
+    profile = profile or profile_for(config.ffn_sizes)
     given = {"context": 64, "chunk": 32, "selector": "predicted" if model.predictors else "exact"} | more
     return PlanRequest(model, profile, hardware or machine(4 * GIB), **given)
 
@@ -85,7 +85,7 @@ def check(made: Plan) -> None:
     tiers = made.bytes
     assert sum(tiers["gpu"].values()) <= vram and sum(tiers["cpu"].values()) <= ram
     for layer in document["layers"]:
-        assert layer["gpu"] + layer["cpu"] + layer["disk"] == request.profile.d_ff
+        assert layer["gpu"] + layer["cpu"] + layer["disk"] == max(request.profile.sizes)
         assert 0 <= layer["mass_on_gpu"] <= 1
     assert document["fits"] == (not tiers["disk"].get("ffn"))
     assert sum(document["activations"].values()) == pytest.approx(1)
@@ -112,7 +112,7 @@ def impact_of(request: PlanRequest) -> np.ndarray:
     profile = request.profile
     return np.stack(
         [
-            np.add.reduceat(profile.counts[layer][profile.order(layer)], np.arange(0, profile.d_ff, GROUP))
+            np.add.reduceat(profile.counts[layer][profile.order(layer)], np.arange(0, max(profile.sizes), GROUP))
             for layer in range(profile.n_layers)
         ]
     ).astype(np.float64)
@@ -207,7 +207,7 @@ def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: flo
     """ilp has the most activations on the GPU, time the fastest step, with room for that share of the neurons."""
     shape = SHAPES[name]
     model = described_model(shape.config, "q4_0", name, shape.predictor)
-    profile = assumed_profile(shape.law, shape.config.n_layers, shape.config.widest_ffn)
+    profile = assumed_profile(shape.law, shape.config.ffn_sizes)
     big = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=1 << 40))
     request = PlanRequest(model, profile, big, context=2048, selector="predicted")
     groups = round(share * shape.config.n_layers * shape.config.widest_ffn / GROUP)
@@ -558,14 +558,14 @@ def test_random_is_the_same_for_a_seed() -> None:
 
 def test_placements_with_an_order() -> None:
     order = np.array([3, 1, 4, 0, 2], np.int32)
-    placement = Placement(5, 2, (np.array([0, 1, 2], np.int8),), (order,))
+    placement = Placement((5,), 2, (np.array([0, 1, 2], np.int8),), (order,))
     parts = placement.parts(0)
     assert {tier: neurons.tolist() for tier, neurons in parts.items()} == {0: [1, 3], 1: [0, 4], 2: [2]}
     for wrong in (order[:4], order.astype(np.int64), np.array([0, 0, 1, 2, 3], np.int32)):
         with pytest.raises(AssertionError):
-            Placement(5, 2, (np.array([0, 1, 2], np.int8),), (wrong,))
+            Placement((5,), 2, (np.array([0, 1, 2], np.int8),), (wrong,))
     with pytest.raises(AssertionError):
-        Placement(5, 2, (np.array([0, 1, 2], np.int8),), (order, order))
+        Placement((5,), 2, (np.array([0, 1, 2], np.int8),), (order, order))
 
 
 def test_the_same_request_gives_the_same_plan() -> None:
@@ -691,7 +691,7 @@ def test_a_plan_that_cannot_be_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
     law = FAMILIES[name]
-    profile = assumed_profile(law, 48, 8192)
+    profile = assumed_profile(law, (8192,) * 48)
     assert profile.active_fraction() == pytest.approx(law.active, rel=1e-3)
     assert np.mean([profile.hot_share(layer) for layer in range(48)]) == pytest.approx(law.hot, abs=0.003)
     assert all((np.diff(counts) <= 0).all() for counts in profile.counts)
@@ -701,7 +701,7 @@ def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "layers", "share"), [("opt", 48, 0.17), ("reglu-70b", 80, 0.26)])
 def test_assumed_profiles_have_the_papers_share_of_the_model(name: str, layers: int, share: float) -> None:
-    assert assumed_profile(FAMILIES[name], layers, 8192).model_hot_share() == pytest.approx(share, abs=0.005)
+    assert assumed_profile(FAMILIES[name], (8192,) * layers).model_hot_share() == pytest.approx(share, abs=0.005)
 
 
 @pytest.mark.parametrize("law", [Law(0.5, 0.1), Law(0.1, 0.9), Law(0.9, 0.5)])
@@ -854,7 +854,7 @@ llm = LLM({str(smollm2)!r}, selector="all", context=1024, max_batch=1, threads=2
 llm.generate([[i % 5000 + 100 for i in range(1000)]], SamplingParams(max_tokens=16, temperature=0))
 status = open("/proc/self/status").read()
 model = checkpoint_model(llm.checkpoint)
-profile = assumed_profile(Law(1.0, 0.8), model.config.n_layers, model.config.widest_ffn)
+profile = assumed_profile(Law(1.0, 0.8), model.config.ffn_sizes)
 machine = dataclasses.replace(load("pc-low"), gpu=None)
 made = make_plan(PlanRequest(model, profile, machine, context=1024, selector="all"))
 rss = int(status.split("VmHWM:")[1].split()[0]) * 1024

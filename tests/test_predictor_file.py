@@ -116,7 +116,7 @@ def test_another_number_of_layers_is_never_written(tmp_path: Path, change: Calla
     "change",
     [
         {"d_model": 65},
-        {"d_ff": None},
+        {"neurons": None},
         {"type": "Q4_K"},
         {"type": 3},
         {"type": "BF16"},
@@ -132,7 +132,7 @@ def test_descriptions_that_do_not_suit(tmp_path: Path, change: dict[str, Any]) -
     describe(file, lambda description: description.update(change))
     refused(
         tmp_path,
-        r"states a d_(model|ff)|: (type|layers) |weights of type|does not hold|does not describe|claims",
+        r"states a (d_model|neurons)|: (type|layers) |weights of type|does not hold|does not describe|claims",
     )
 
 

@@ -177,16 +177,16 @@ def test_a_model_that_is_never_silent(model: Path, capsys: pytest.CaptureFixture
 
 STOP = """
 import os, signal, sys
-from powerinfer.formats.prepared import _Writer
+from powerinfer.formats.prepared import PartFile
 from powerinfer.cli.main import entry
 where, how = sys.argv[1:3]
 del sys.argv[1:3]
-finish = _Writer.finish
+finish = PartFile.finish
 def stop(self):
     if self._path.name.startswith(where):
         os.kill(os.getpid(), getattr(signal, how))
     finish(self)
-_Writer.finish = stop
+PartFile.finish = stop
 entry()
 """
 

@@ -37,7 +37,7 @@ def profile(thresholds: tuple[float, ...] | None = None) -> Profile:
     each = tuple(np.array([rng.integers(0, n + 1, D_FF) for n in TOKENS]) for _ in range(LAYERS))
     active = tuple(np.bincount(rng.integers(0, 101, sum(TOKENS)), minlength=101) for _ in range(LAYERS))
     total = tuple(counts.sum(axis=0) for counts in each)
-    return Profile(sum(TOKENS), D_FF, total, ("a", "ü.txt"), TOKENS, each, active, (0.25, 1.0), thresholds)
+    return Profile(sum(TOKENS), total, ("a", "ü.txt"), TOKENS, each, active, (0.25, 1.0), thresholds)
 
 
 def written(folder: Path) -> PreparedFile:
@@ -60,7 +60,7 @@ def test_a_profile_that_is_written_is_read(tmp_path: Path, thresholds: tuple[flo
     file = open_profile_file(model(tmp_path))
     other = file.profile
     assert file.path == path and file.about == {"window": 512}
-    for name in ("tokens", "d_ff", "corpora", "corpus_tokens", "reuse", "thresholds", "digest"):
+    for name in ("tokens", "sizes", "corpora", "corpus_tokens", "reuse", "thresholds", "digest"):
         assert getattr(other, name) == getattr(one, name), name
     for name in ("counts", "corpus_counts", "active"):
         assert all(map(np.array_equal, getattr(one, name), getattr(other, name))), name
@@ -76,7 +76,7 @@ def test_the_same_profile_is_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"d_ff": 98},
+        {"neurons": [98, 98]},
         {"n_layers": None},
         {"corpora": None},
         {"corpora": []},

@@ -415,7 +415,7 @@ def test_plans_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_plan_of_another_model_is_refused(opened: Checkpoint) -> None:
     other = plan_from(layers=a_plan()["layers"] * 2)
-    with pytest.raises(RequestError, match="4 layers of 96 neurons, but Tiny has 2 of 96"):
+    with pytest.raises(RequestError, match="4 layers of 96 neurons, but Tiny has 2 layers of 96 neurons"):
         with_plan(findings(opened), other, Path("other.json"), opened)
 
 

@@ -148,7 +148,7 @@ def test_greedy_is_beaten_where_least_counts() -> None:
 @pytest.mark.parametrize("least", [1, 37])
 def test_the_shape_of_opt_175b(least: int) -> None:
     """96 layers of 49152 neurons: proven optimal, deterministic, never below greedy."""
-    profile = assumed_profile(FAMILIES["opt"], 96, 49152)
+    profile = assumed_profile(FAMILIES["opt"], (49152,) * 96)
     impact = np.stack([counts.reshape(-1, 64).sum(axis=1) for counts in profile.counts]).astype(np.float64)
     budget = impact.size // 10
     answer = solve(mass_costs(impact, [least] * 96), None, budget, None)

@@ -162,7 +162,7 @@ def test_looking_changes_nothing(name: str, tmp_path: Path) -> None:
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         plain = executor.forward(batch(0, TOKENS, logits=True)).copy()
         zeros = [0.0] * checkpoint.config.n_layers
-        for options in ({}, {"most": zeros}, {"most": zeros, "silence": True, "measure": True}):
+        for options in ({}, {"thresholds": zeros}, {"thresholds": zeros, "silence": True, "measure": True}):
             with executor.observed(Seen(), **options):
                 assert np.array_equal(executor.forward(batch(0, TOKENS, logits=True)), plain)
         assert np.array_equal(executor.forward(batch(0, TOKENS, logits=True)), plain)
@@ -172,7 +172,7 @@ def test_looking_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_thresholds_are_of_activations_before_they_meet_up(name: str, tmp_path: Path) -> None:
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         most = [0.25 * (layer + 1) for layer in range(checkpoint.config.n_layers)]
-        seen, d_ff = look(executor, most=most, measure=True), checkpoint.config.widest_ffn
+        seen, d_ff = look(executor, thresholds=most, measure=True), checkpoint.config.widest_ffn
         for layer, limit in enumerate(most):
             _, a, _ = products(checkpoint, layer, seen.inputs(layer))
             fires = unpacked(seen.active(layer), d_ff)
@@ -206,7 +206,7 @@ def test_what_is_silenced_is_what_selector_threshold_leaves_out(tmp_path: Path) 
             silenced = executor.forward(batch(0, TOKENS, logits=True)).copy()
         bundles = open_bundles(checkpoint, None, cpu.part_bytes)
         for layer, rows in enumerate(bundles.layers):
-            executor.sparsify(layer, rows, bundles.layout, most=most[layer])
+            executor.sparsify(layer, rows, bundles.layout, threshold=most[layer])
             executor.set_ways(layer, {1: "exact"})
         sparse = np.concatenate([executor.forward(batch(at, at + 1, logits=True)).copy() for at in range(TOKENS)])
     scale = np.abs(dense).max()

@@ -100,7 +100,7 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
         np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
-    placement = Placement(config.widest_ffn, 1, tuple(tiers))
+    placement = Placement(config.ffn_sizes, 1, tuple(tiers))
     split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
     resolved = Resolved(checkpoint, engine, selection, arguments.gpu, "", config.n_layers, True, None, pages)
     executor = load_split(resolved, split)

@@ -156,7 +156,7 @@ def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | N
 
 def whole_layers(plan: Plan) -> Plan:
     """The same room on the GPU, filled with all neurons of one layer after another."""
-    groups = -(-plan.request.profile.d_ff // GROUP)
+    groups = -(-max(plan.request.profile.sizes) // GROUP)
     full = sum(plan.choice.gpu) // groups
     gpu = tuple(groups if layer < full else 0 for layer in range(len(plan.choice.gpu)))
     return replace(plan, choice=replace(plan.choice, gpu=gpu, kept=(groups,) * len(gpu)))

@@ -11,7 +11,7 @@ Face folder, OUT.powerinfer the folder of its predictor. A model that exists alr
 How often a neuron fires. Neuron i of a layer fires with probability p_i for a token, p_i from a power law over the
 neurons' ranks: p(q) = min(0.9999, a * q ** -skew), q from 0 to 1, with `a` such that the mean is --active. Which
 neuron has which rank is drawn anew in every layer. With --layer-ratio R the mean grows geometrically from the first
-layer to the last, R-fold. Whether a neuron fires hangs on the token; the busy neurons are the same ones for all. How
+layer to the last, R-fold. Whether a neuron fires depends on the token; the busy neurons are the same ones for all. How
 that is built into the weights: see weights.py.
 
 Profiles, and what they are to look like (the shares of neurons that carry 80 % of all activations):
@@ -82,7 +82,7 @@ NUMBERS: dict[str, tuple[str, type, str]] = {
     "--active": ("active", float, "mean fraction of neurons that fire"),
     "--skew": ("skew", float, "exponent of the power law; 0: all neurons alike"),
     "--layer-ratio": ("layer_ratio", float, "mean of the last layer by that of the first"),
-    "--noise-rank": ("noise_rank", int, "directions that firing hangs on"),
+    "--noise-rank": ("noise_rank", int, "directions that firing depends on"),
     "--rest": ("rest", float, "share of the noise that no predictor knows"),
     "--recall": ("recall", float, "what the predictor is set to"),
     "--fatrelu-threshold": ("offset", float, "of --activation fatrelu, there 0.01"),
@@ -188,7 +188,7 @@ def known_profile(plan: Plan, tokens: int = 1_000_000) -> Profile:
         active[-1][int(100 * p.mean())] = tokens
         reuse.append(float((p * p).sum() / p.sum()))
     each = tuple(layer[None] for layer in counts)
-    return Profile(tokens, plan.d_ff, tuple(counts), ("known",), (tokens,), each, tuple(active), tuple(reuse), None)
+    return Profile(tokens, tuple(counts), ("known",), (tokens,), each, tuple(active), tuple(reuse), None)
 
 
 class Progress:

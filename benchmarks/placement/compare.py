@@ -50,7 +50,7 @@ PAPER = [
 
 def impact_of(profile: Profile) -> np.ndarray:
     """v of every group, [layers, groups]."""
-    starts = np.arange(0, profile.d_ff, GROUP)
+    starts = np.arange(0, max(profile.sizes), GROUP)
     orders = (profile.order(layer) for layer in range(profile.n_layers))
     groups = [np.add.reduceat(counts[order], starts) for counts, order in zip(profile.counts, orders, strict=True)]
     return np.stack(groups).astype(np.float64)
@@ -58,7 +58,7 @@ def impact_of(profile: Profile) -> np.ndarray:
 
 def solve_times(repeat: int, plain: float) -> list[dict[str, Any]]:
     shape = SHAPES["opt-175b"]
-    impact = impact_of(assumed_profile(shape.law, shape.config.n_layers, shape.config.widest_ffn))
+    impact = impact_of(assumed_profile(shape.law, shape.config.ffn_sizes))
     found = []
     for least in LEAST:
         fewest = [least] * len(impact)
@@ -117,7 +117,7 @@ def plain_program(impact: np.ndarray, least: int, room: int, limit: float) -> di
 def request(name: str, dtype: str, hardware: Hardware, context: int, profiles: dict[str, Profile]) -> PlanRequest:
     shape = SHAPES[name]
     if name not in profiles:
-        profiles[name] = assumed_profile(shape.law, shape.config.n_layers, shape.config.widest_ffn)
+        profiles[name] = assumed_profile(shape.law, shape.config.ffn_sizes)
     model = described_model(shape.config, dtype, name, shape.predictor)
     return PlanRequest(model, profiles[name], hardware, context=context, selector="predicted", insist=True)
 
@@ -131,7 +131,7 @@ def policies(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
                 large = replace(hardware.cpu, memory_bytes=1 << 42)
                 for share in SHARES[1:]:
                     base = request(name, dtype, replace(hardware, cpu=large), 2048, profiles)
-                    groups = round(share * base.profile.n_layers * base.profile.d_ff / GROUP)
+                    groups = round(share * base.profile.n_layers * max(base.profile.sizes) / GROUP)
                     room = base.vram_for(groups)
                     card = replace(hardware.gpu, memory_bytes=room)
                     plan = make_plan(replace(base, hardware=replace(base.hardware, gpu=card)))

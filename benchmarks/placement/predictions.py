@@ -102,7 +102,7 @@ class Subject:
         layers, d_ff = self.config.n_layers, self.config.widest_ffn
         none = tuple(np.zeros((0, d_ff), np.int64) for _ in range(layers))
         active = tuple(np.zeros(101, np.int64) for _ in range(layers))
-        self.profile = Profile(PROFILED, d_ff, tuple(counts), (), (), none, active, (0.0,) * layers)
+        self.profile = Profile(PROFILED, tuple(counts), (), (), none, active, (0.0,) * layers)
         self.model = checkpoint_model(self.checkpoint, self.prepared)
         if ratios:
             self.model = dataclasses.replace(self.model, selected=tuple(ratios))

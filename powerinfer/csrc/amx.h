@@ -17,7 +17,7 @@ PI_INLINE void configure(int tokens, int a_bytes, int b_rows) {
     c.rows[i] = (uint8_t)(i < 6 ? tokens : b_rows);
     c.bytes[i] = (uint16_t)(i < 4 || i > 5 ? 64 : a_bytes);
   }
-  __asm__ volatile("" : : "r"(&c) : "memory");  // gcc 12 believes that ldtilecfg reads 8 bytes, and drops the others
+  __asm__ volatile("" : : "r"(&c) : "memory");  // gcc 12 assumes that ldtilecfg reads 8 bytes, and drops the others
   _tile_loadconfig(&c);
 }
 
@@ -69,7 +69,7 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   const int8_t* q = x->q + t0 * k;
   f32x16 sum[16];
   unroll<0, 16>([&](auto t) __attribute__((always_inline)) { sum[t.value] = f_zero(); });
-  // The tiles of the next pair are under way while the sums of this one are scaled.
+  // The tiles of the next pair are computed while the sums of this one are scaled.
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = A * 16;
   const int64_t pairs = W::HALVES == 2 ? nb : nb / 2;
 #define PI_ADD_PAIR(pair, from)                               \
@@ -158,7 +158,7 @@ void amx_bf16_tiles(const PiLinear* l, const PiActs* x, int64_t p, int64_t t0, i
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < steps; i++) {
-    // Asked for meanwhile: what comes 2 KB later, here or in the panels after these.
+    // Prefetch 2 KB ahead, here or in the panels after these.
     const int64_t soon = i + 2 < steps ? (i + 2) * 1024 : (i + 2 - steps) * 1024 + P * stride;
     for (int line = 0; line < 1024; line += 64) {
       __builtin_prefetch(w0 + soon + line);
@@ -211,7 +211,7 @@ void amx_bf16(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_
   _tile_release();
 }
 
-// False: the vector kernels do better.
+// False: the vector kernels are faster.
 bool amx_linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   switch (l->type) {
     case PI_BF16: amx_bf16(l, x, p0, p1, tokens, scratch); return true;

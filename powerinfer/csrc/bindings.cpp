@@ -233,7 +233,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
 }
 
 // What listed neurons add to the output, by one thread.
-void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints index, OutFloats2 out, float most) {
+void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints index, OutFloats2 out, float threshold) {
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
@@ -251,7 +251,7 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
   NeuronBlock block;
   NeuronCounts counts = {};
   nb::gil_scoped_release release;
-  add_neurons(kernels, b, &own.acts, tokens, index.data(), n, {nullptr, 0, nullptr, most}, block, out.data(), k,
+  add_neurons(kernels, b, &own.acts, tokens, index.data(), n, {nullptr, 0, nullptr, threshold}, block, out.data(), k,
               counts);
 }
 
@@ -471,7 +471,7 @@ NB_MODULE(_native, m) {
            "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a, "gate_bias"_a = nb::none(),
            "up_bias"_a = nb::none(), "counts"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
-      .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "most"_a = 0.0f,
+      .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add to out what the listed neurons make of x, both [tokens, d_model], by one thread.");
 
   nb::class_<Table>(m, "Table")
@@ -520,12 +520,13 @@ NB_MODULE(_native, m) {
           },
           "pool"_a, "level"_a);
 
-  nb::class_<NeuronSum>(m, "NeuronSum",
-                        "A part of an FFN: some neurons of one layer, and the sum that they add to the output.\n\n"
-                        "most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the\n"
-                        "tokens that it fires for. Steps of up to NEURON_TOKENS tokens are counted.")
+  nb::class_<NeuronSum>(
+      m, "NeuronSum",
+      "A part of an FFN: some neurons of one layer, and the sum that they add to the output.\n\n"
+      "threshold: activations up to this magnitude count as zero; count_fired: for each neuron, too, the\n"
+      "tokens that it fires for. Steps of up to NEURON_TOKENS tokens are counted.")
       .def(nb::init<std::shared_ptr<Workspace>, std::shared_ptr<Bundles>, float, bool>(), "workspace"_a, "bundles"_a,
-           "most"_a = 0.0f, "count_fired"_a = false)
+           "threshold"_a = 0.0f, "count_fired"_a = false)
       .def("sum", &neuron_sum, "x"_a, "out"_a.noconvert(), "selected"_a = nb::none(), "weight"_a = nb::none(),
            "out = weight * the sum of the selected neurons; x and out: [tokens, d_model].\n\n"
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
@@ -541,16 +542,16 @@ NB_MODULE(_native, m) {
       .def(
           "sparsify",
           [](Ffn& ffn, std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
-             std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor, float most,
+             std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float least_z, int64_t floor, float threshold,
              int64_t recall_every) {
             ffn.sparsify(std::move(workspace), std::move(bundles),
-                         predictor_of(std::move(in), std::move(out), threshold, floor), most, recall_every);
+                         predictor_of(std::move(in), std::move(out), least_z, floor), threshold, recall_every);
           },
-          "workspace"_a, "bundles"_a, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(),
-          "threshold"_a = 0.0f, "floor"_a = 0, "most"_a = 0.0f, "recall_every"_a = 0,
+          "workspace"_a, "bundles"_a, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(), "least_z"_a = 0.0f,
+          "floor"_a = 0, "threshold"_a = 0.0f, "recall_every"_a = 0,
           "Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose\n"
-          "result neurons from `threshold` on are candidates, `floor` at least. It stays dense until `set_ways`.\n\n"
-          "most: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
+          "result neurons from `least_z` on are candidates, `floor` at least. It stays dense until `set_ways`.\n\n"
+          "threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
           "predictor's recall, 0: none.")
       .def_prop_rw(
           "dense_above", [](const Ffn& ffn) { return ffn.dense_above; },
@@ -582,10 +583,10 @@ NB_MODULE(_native, m) {
           .def_rw("silence", &Watch::silence)
           .def_rw("measure", &Watch::measure)
           .def_prop_rw(
-              "most", [](const Watch& w) { return w.most; },
-              [](Watch& w, float most) {
-                require(most >= 0, "a threshold is negative or no number");
-                w.most = most;
+              "threshold", [](const Watch& w) { return w.threshold; },
+              [](Watch& w, float threshold) {
+                require(threshold >= 0, "a threshold is negative or no number");
+                w.threshold = threshold;
               })
           .def("clear", &Watch::clear)
           .def_prop_ro("damaged",

@@ -62,9 +62,9 @@ struct Work {
       if (f.wanted)
         for (int64_t j = 0; j < n; j++)
           if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
-      if (f.most > 0.0f)
+      if (f.threshold > 0.0f)
         for (int64_t j = 0; j < n; j++)
-          if (fabsf(a[j]) <= f.most) a[j] = 0.0f;
+          if (fabsf(a[j]) <= f.threshold) a[j] = 0.0f;
     }
   }
 
@@ -138,9 +138,9 @@ struct Work {
       dot_pairs(b.first(), b.first_bias(), a);
       b.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES));
     }
-    if (f.most > 0.0f)
+    if (f.threshold > 0.0f)
       for (int64_t i = 0; i < count; i++)
-        if (fabsf(a[i]) <= f.most) a[i] = 0.0f;
+        if (fabsf(a[i]) <= f.threshold) a[i] = 0.0f;
   }
 
   void multiply_up_pairs() {

@@ -60,7 +60,7 @@ struct Firing {
       known;  // activations of the first product that are there already: [t * ld + neuron]; null: from the bundles
   int64_t ld;
   const uint32_t* wanted;  // where not null, a neuron counts for token t only if bit t of its word is set
-  float most;              // activations up to `most` in magnitude count as zero
+  float threshold;         // activations up to it in magnitude count as zero
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a

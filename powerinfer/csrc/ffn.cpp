@@ -44,7 +44,7 @@ std::shared_ptr<BundledFfn> Program::bundled_ffn(Norm norm, Norm out_norm, Vecto
 // ---- From matrices -------------------------------------------------------------------------------------------------
 
 void Ffn::sparsify(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
-                   std::unique_ptr<Predictor> asked, float most, int64_t recall_every) {
+                   std::unique_ptr<Predictor> asked, float threshold, int64_t recall_every) {
   const int64_t d_model = in_.up->k, n = in_.up->rows;
   check(bundles->neurons == n && bundles->up.k == d_model, "the bundles have another shape than the FFN");
   check(bundles->gated() == (bool)in_.gate && bundles->activation == in_.activation,
@@ -55,7 +55,7 @@ void Ffn::sparsify(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles
   bundles->up_bias = in_.up_bias;
   workspace->reserve_lists(n, d_model, asked ? asked->rank() : 0);
   sampled_.resize((size_t)workspace->pool->threads());
-  neurons = std::make_unique<NeuronSum>(std::move(workspace), std::move(bundles), most, false);
+  neurons = std::make_unique<NeuronSum>(std::move(workspace), std::move(bundles), threshold, false);
   predictor = std::move(asked);
   recall_every_ = recall_every;
 }
@@ -145,8 +145,8 @@ void Ffn::fire(Thread& t, const Step& step, const PiActs* acts) {
   for (int64_t i = 0; i < step.tokens; i++)
     in_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes());
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  own.n = w.kernels->neurons->keep(p.gate + mine.c0, p.ldh, step.tokens, mine.n(), 1, neurons->most, (int32_t)mine.c0,
-                                   own.listed.data(), own.counts);
+  own.n = w.kernels->neurons->keep(p.gate + mine.c0, p.ldh, step.tokens, mine.n(), 1, neurons->threshold,
+                                   (int32_t)mine.c0, own.listed.data(), own.counts);
 }
 
 // Whether so many neurons fire that reading a matrix from end to end is faster than their rows. Of many tokens each
@@ -168,14 +168,14 @@ void Ffn::finish_densely(Thread& t, const Step& step, const PiActs* acts) {
   NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
   const Columns mine(*in_.up, *w.pool, t.id, 2);  // two panels: a whole block of h
   const int64_t n = mine.n();
-  const float most = neurons->most;
+  const float threshold = neurons->threshold;
   if (in_.gate) w.linear(t.id, *in_.up, in_.up_bias, acts, p.up, p.ldh, step.tokens, false, mine.p0, mine.p1);
   own.done = {0, in_.gate ? n : 0, n, 0, 0};
   for (int64_t i = 0; i < step.tokens && n; i++) {
     float *h = p.gate + i * p.ldh + mine.c0, *up = p.up + i * p.ldh + mine.c0;
-    if (most > 0.0f)
+    if (threshold > 0.0f)
       for (int64_t j = 0; j < n; j++)
-        if (fabsf(h[j]) <= most) h[j] = 0.0f;
+        if (fabsf(h[j]) <= threshold) h[j] = 0.0f;
     if (in_.gate) {
       in_.activation.apply_second(w.kernels, up, mine.lanes());
       for (int64_t j = 0; j < n; j++) h[j] *= up[j];

@@ -20,10 +20,10 @@ struct FfnInput {
 class Ffn : public Op {
  public:
   explicit Ffn(FfnInput in) : in_(std::move(in)) {}
-  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` say else. most: activations
+  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` say else. threshold: activations
   // up to this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0: none.
   void sparsify(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
-                std::unique_ptr<Predictor> predictor, float most, int64_t recall_every);
+                std::unique_ptr<Predictor> predictor, float threshold, int64_t recall_every);
 
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) override;

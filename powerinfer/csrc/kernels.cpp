@@ -1,6 +1,6 @@
 // Every kernel, written once over simd.h and compiled once per level (PI_LEVEL names it). Each output element is the
-// same chain of operations however many tokens, panels or threads a call has: a token gets the same bits in a prompt,
-// in a batch and alone.
+// same chain of operations for any number of tokens, panels or threads of a call: a token gets the same bits in a
+// prompt, in a batch and alone.
 #include "simd.h"
 #include "table.h"
 
@@ -27,7 +27,7 @@ PI_INLINE int32_t word(const int8_t* p) {
 // ---- Quantised weights -------------------------------------------------------------------------------------------
 // A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<g>()
 // gives the codes of four k of 16 rows; scales() the factor of the block and, with MIN, what is added per unit of
-// activation. Codes below zero are stored moved up by OFFSET, which the integer sum takes out again. HALVES 2: each 16
+// activation. Signed codes are stored with OFFSET added, which the integer sum subtracts again. HALVES 2: each 16
 // k have a factor of their own (Q6_K).
 
 struct Scales {
@@ -169,8 +169,8 @@ void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
   }
 }
 
-// Where the panels of a call lie: codes and scales of panel p at p times their strides. The panels after these begin
-// `next` bytes later.
+// The panels of a call: codes and scales of panel p at p times their strides. The panels after these start `next`
+// bytes later.
 struct Panels {
   const uint8_t *codes, *scales;
   int64_t codes_stride, scales_stride, next = 0;
@@ -194,7 +194,7 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
       const int64_t b = b0 + i.value;
-      // Asked for meanwhile: the block that comes 2 KB of codes later, here or in the panels after these.
+      // Prefetch the block that is 2 KB of codes later, here or in the panels after these.
       constexpr int64_t SOON = 2048 / W::BLOCK_BYTES;
       const bool here = b + SOON < nb;
       const int64_t soon = here ? b + SOON : b + SOON - nb, jump = here ? 0 : w.next;
@@ -212,7 +212,7 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
           for (int p = 0; p < P; p++) acc[p][t] = first;
         }
         unroll<0, 8 / W::HALVES>([&](auto j) __attribute__((always_inline)) {
-          // Low and high nibbles of one load follow each other where they belong to the same block.
+          // Low and high nibbles of one load are used in turn if they belong to the same block.
           constexpr int g = W::HALVES == 2                 ? h.value * 4 + j.value
                             : W::UNROLL == 1 && !W::SIGNED ? j.value / 2 + j.value % 2 * 4
                                                            : j.value;
@@ -222,7 +222,7 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) {
             u8x64 c = W::template group<g, i.value>(w.codes + p * w.codes_stride, b);
-            // One line of it with each group, until all are asked for.
+            // One line of it per group, until all are prefetched.
             constexpr int line = (h.value * (8 / W::HALVES) + j.value) * 64;
             if constexpr (!W::WIDE && line < W::BLOCK_BYTES)
               __builtin_prefetch(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
@@ -387,7 +387,7 @@ PI_INLINE int64_t along(const PiLinear* l, const Panels& w, const PiActs* x, int
   return t;
 }
 
-// Tokens whose activations stay in the L2 cache while the panels of the matrix pass by.
+// Tokens whose activations stay in the L2 cache while the panels of the matrix are read.
 PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
   const int form = pi_form(l->type);
   const int64_t some = 393216 / (k * (form == PI_FORM_F32 ? 4 : form == PI_FORM_BF16 ? 2 : 1));
@@ -396,7 +396,7 @@ PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
 
 template <class W, int P, int T>
 void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
-  // Few tokens: the matrix passes by once, in four address streams, which feed one core best, or in two where the sums
+  // Few tokens: the matrix is read once, in four address streams, the best number for one core, or in two if the sums
   // need the registers.
   if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);
   if constexpr (T > 1)
@@ -489,7 +489,7 @@ void forms(const float* x, int64_t n, int forms, const PiActs* to) {
     f32x16 lo = f_load(x + 32 * i), hi = f_load(x + 32 * i + 16);
     float most = f_hmax(f_max(f_abs(lo), f_abs(hi)));
     f32x16 by = f_set(most >= 0x1p-120f ? 127.0f / most : 0.0f);  // below, the quotient would overflow: zeros
-    // Held within 127 for the sake of NaN and infinity alone, so that the sums are those of the bytes.
+    // Clamped to 127 only for NaN and infinity, so that the sums are those of the bytes.
     const f32x16 top = f_set(127.0f), bottom = f_set(-127.0f);
     i32x16 a = i_round(f_min(f_max(f_mul(lo, by), bottom), top)), c = i_round(f_min(f_max(f_mul(hi, by), bottom), top));
     i_store_s8(q + 32 * i, a);
@@ -703,7 +703,7 @@ struct KvQ8_0 {
 };
 
 // R query rows against every page they see: scores with one key per lane, online softmax, values with one dimension
-// per lane. What a row may not see has weight exactly 0, so a row's bits do not depend on the rows beside it.
+// per lane. Masked keys have weight exactly 0, so a row's bits do not depend on the other rows.
 template <class Kv, int R>
 void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
   const int n = a->head_pad;
@@ -726,7 +726,7 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     const Kv kv(a->kv + a->pages[page] * a->page_bytes + g * a->head_bytes, n);
     const int64_t base = page * PI_PAGE;
     const int slots = last - base + 1 < PI_PAGE ? (int)(last - base + 1) : (int)PI_PAGE;
-    // The processor's own prefetcher stops at the end of a page: ask for the next one, a line a turn.
+    // The hardware prefetcher stops at the end of a page: prefetch the next one, a line per iteration.
     [[maybe_unused]] const uint8_t* next =
         a->kv + a->pages[page < last / PI_PAGE ? page + 1 : page] * a->page_bytes + g * a->head_bytes;
     [[maybe_unused]] const int64_t ahead = a->head_bytes / n;

@@ -8,7 +8,7 @@
 #include <unistd.h>
 #endif
 
-// One table a level; those that the build left out (no PI_HAS_name) are never referred to.
+// One table per level; those missing in the build (no PI_HAS_name) are never referenced.
 extern "C" {
 const PiKernels* pi_kernels_scalar();
 const PiKernels* pi_kernels_avx2();
@@ -32,7 +32,7 @@ uint64_t xcr0() {
   return (uint64_t)hi << 32 | lo;
 }
 
-// Linux lends the 8 KiB of tile state only to processes that ask (ARCH_REQ_XCOMP_PERM, feature 18).
+// Linux grants the 8 KiB of tile state only on request (ARCH_REQ_XCOMP_PERM, feature 18).
 bool ask_for_tiles() {
 #if defined(__linux__)
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

@@ -4,9 +4,12 @@
 
 #include <algorithm>
 
-NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, float most_, bool count_fired)
-    : workspace(std::move(w)), bundles(std::move(b)), most(most_), fired((size_t)(count_fired ? bundles->neurons : 0)) {
-  check(most >= 0.0f, "a threshold is negative");
+NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, float threshold_, bool count_fired)
+    : workspace(std::move(w)),
+      bundles(std::move(b)),
+      threshold(threshold_),
+      fired((size_t)(count_fired ? bundles->neurons : 0)) {
+  check(threshold >= 0.0f, "a threshold is negative");
   workspace->reserve_lists(bundles->neurons, bundles->up.k, 0);
 }
 
@@ -89,8 +92,8 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
   own.done = {};
   add_neurons(workspace->kernels, *bundles, acts, tokens, own.part.data(), n,
-              {known, ldk, some ? lists.wanted.data() : nullptr, most}, own.block, own.sums.data(), lists.lds, own.done,
-              piece.counted && !fired.empty() ? fired.data() : nullptr);
+              {known, ldk, some ? lists.wanted.data() : nullptr, threshold}, own.block, own.sums.data(), lists.lds,
+              own.done, piece.counted && !fired.empty() ? fired.data() : nullptr);
   workspace->pool->barrier();
   add_sums(thread, piece);
   if (thread == 0 && piece.counted) count(tokens);

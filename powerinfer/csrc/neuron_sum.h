@@ -14,9 +14,9 @@ struct NeuronStats {
 
 class NeuronSum {
  public:
-  // most: activations up to this magnitude count as zero; count_fired: for each neuron, too, the tokens that it fires
+  // threshold: activations up to this magnitude count as zero; count_fired: for each neuron, too, the tokens that it fires
   // for.
-  NeuronSum(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles, float most, bool count_fired);
+  NeuronSum(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles, float threshold, bool count_fired);
 
   // out[t] = weight[t] * sum of the neurons that token t selects; x and out [tokens, d_model] without gaps.
   // selected: [tokens][members], not zero where a token selects a neuron; null: all. weight: [tokens], null: 1; a token
@@ -49,7 +49,7 @@ class NeuronSum {
 
   const std::shared_ptr<Workspace> workspace;
   const std::shared_ptr<Bundles> bundles;
-  const float most;
+  const float threshold;
   NeuronStats stats = {};
   std::vector<int64_t> fired;  // by place; empty: not counted
 

@@ -1,12 +1,12 @@
-// Kernels over the bundles of single neurons, written once over simd.h and compiled once per level. Several rows pass
-// by at once, which is how many streams feed one core best, and the ones after them are asked for meanwhile: they lie
-// anywhere. A dot product and a column's sum are the same chain of operations whatever the tokens and rows beside them.
+// Kernels over the bundles of single neurons, written once over simd.h and compiled once per level. Several rows are
+// read at once, as many streams as one core handles best, and the next ones are prefetched, since rows are scattered.
+// A dot product and a column's sum are the same chain of operations, independent of the other tokens and rows.
 #include "simd.h"
 #include "table.h"
 
 namespace {
 
-// Rows that pass by at once, for one token and for more; tokens that a row meets at once.
+// Rows read at once, for one token and for more; tokens that a row is multiplied with at once.
 #if defined(__AVX512F__)
 enum { ROWS = 8, SHARED_ROWS = 4, SHARED_TOKENS = 4 };
 #else
@@ -16,7 +16,7 @@ enum { ROWS = 4, SHARED_ROWS = 4, SHARED_TOKENS = 1 };
 PI_INLINE int32_t neuron_of(int32_t neuron) { return neuron; }
 PI_INLINE int32_t neuron_of(const PiPair& pair) { return pair.neuron; }
 
-// R rows of a list, and those whose turn is `ahead` rows later.
+// R rows of a list, and those `ahead` rows later.
 template <int R>
 struct Rows {
   const uint8_t *now[R], *next[R];
@@ -35,7 +35,7 @@ struct Rows {
 
 // ---- A row's part against the activations -------------------------------------------------------------------------
 
-// The tokens that R rows meet: the same T from t on, or each row its own.
+// The tokens that R rows are multiplied with: the same T from t on, or one per row.
 template <int R, int N>
 struct Same {
   enum { T = N, TOKENS = N };
@@ -242,8 +242,8 @@ void dot_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs*
 // Columns run inside, so that the sums stay in the L1 cache. The sum of a column is a plain chain over the rows:
 // leaving out a row whose factor is zero does not change a bit.
 
-enum { PIECE = 512 };                // columns whose scales are multiplied in one go
-constexpr int64_t ADDED_TOKENS = 8;  // to which rows are added in one go
+enum { PIECE = 512 };                // columns whose scales are multiplied at once
+constexpr int64_t ADDED_TOKENS = 8;  // to which rows are added at once
 
 struct AddF16 {
   static PI_INLINE_MEMBER f32x16 load(const uint8_t* row, int64_t c) { return f_load_f16(row + 2 * c); }
@@ -414,8 +414,8 @@ void add_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const float* 
   }
 }
 
-// What add_groups reads, line by line in the order of addresses within a group: that is how the processor's own
-// prefetcher comes to help. Rows of the groups in turn, each group's scales behind its rows.
+// The reads of add_groups, line by line in the order of addresses within a group, so that the hardware prefetcher
+// helps. Rows of the groups in turn, each group's scales after its rows.
 struct Ahead {
   const PiPart* part;
   const int32_t* index;
@@ -448,15 +448,15 @@ struct Ahead {
 };
 
 // Up to eight rows of a group, and the factors by which they are added to a token's output, zeros where there are fewer
-// rows. first, last: whether rows came before, whose whole numbers are in `sums`, and whether more are to come.
+// rows. first, last: whether there are earlier rows, whose integer sums are in `sums`, and whether more follow.
 struct GroupStep {
   const uint8_t* row[8];
   int32_t by[2], start;
   bool first, last;
 };
 
-// Four rows side by side meet four factors as the words that an integer product wants, so a column's sum over the group
-// is a whole number, and the scales that its rows share are read and multiplied once.
+// Four rows and four factors form the operands of one integer product, so a column's sum over the group is an integer,
+// and the scales that its rows share are read and multiplied once.
 template <int Q>
 PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead,
                         float* out, int32_t* sums) {

@@ -36,7 +36,7 @@ void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
   }
 }
 
-// Byte j of entry n is bit j of n: four high bits of Q5_0 on their way to four bytes.
+// Byte j of entry n is bit j of n: expands four high bits of Q5_0 to four bytes.
 constexpr uint32_t spread(int n) {
   return (uint32_t)(n & 1) | (uint32_t)(n >> 1 & 1) << 8 | (uint32_t)(n >> 2 & 1) << 16 | (uint32_t)(n >> 3 & 1) << 24;
 }
@@ -81,7 +81,7 @@ void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   }
 }
 
-// One panel; dst is zero, so rows that are missing stay zero.
+// One panel; dst is zeroed, so missing rows stay zero.
 void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   uint8_t* meta = dst + pi_codes_bytes(type, k);
   const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
@@ -160,7 +160,7 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
 Mapping::Mapping(int64_t bytes) : bytes_(pi_round_up(bytes < 1 ? 1 : bytes, 4096) + HUGE) {
   void* p = mmap(nullptr, (size_t)bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
-  // Only whole, aligned huge pages are given: give the head back and start on a boundary.
+  // Huge pages must be whole and aligned: release the head and start on a boundary.
   const int64_t skip = (HUGE - (int64_t)((uintptr_t)p % HUGE)) % HUGE;
   if (skip) munmap(p, (size_t)skip);
   data_ = (uint8_t*)p + skip;

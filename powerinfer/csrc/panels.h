@@ -7,7 +7,7 @@
 
 #include "table.h"
 
-// Zeroed, page-aligned memory in huge pages where the system gives them. Memory that is never touched costs nothing.
+// Zeroed, page-aligned memory in huge pages if possible. Untouched memory is not allocated by the system.
 class Mapping {
  public:
   explicit Mapping(int64_t bytes);

@@ -3,13 +3,13 @@
 #include <sched.h>
 
 namespace {
-// At most a millisecond of pauses, whatever a CPU makes of one: longer than Python needs between two decode steps.
+// At most a millisecond of pauses on any CPU: longer than Python needs between two decode steps.
 constexpr int SPINS_BEFORE_PARKING = 20000;
-// A thread that waits longer than this at a barrier waits for one that does not run: give it the core.
+// A thread that waits longer than this at a barrier waits for one that is not running: yield the core.
 constexpr int SPINS_BEFORE_YIELDING = 4000;
 #if defined(__linux__)
-// Moves the calling thread off the core that made the pool, to the n-th of the others, and sets it free again: threads
-// that spin on one core in turn would each wait for the other's time slice until the scheduler notices.
+// Moves the calling thread off the core that made the pool, to the n-th of the others, and unpins it: threads that spin
+// on one core would each wait for the other's time slice until the scheduler notices.
 void spread_out(int n, int maker) {
   cpu_set_t allowed, one;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;

@@ -1,5 +1,5 @@
 // One persistent pool of threads. A job runs on all of them at once (single program, many threads) and meets at
-// barriers; between jobs the threads spin a little while, since the next decode step follows soon, and then park.
+// barriers; between jobs the threads spin briefly, since the next decode step follows soon, and then park.
 #pragma once
 #include <stdint.h>
 
@@ -37,7 +37,7 @@ class Pool {
     std::lock_guard<std::mutex> one(busy_);
     work();
   }
-  // Called by all threads inside a job: none leaves before all have come.
+  // Called by all threads inside a job: none returns before all have arrived.
   void barrier();
 
  private:
@@ -57,7 +57,7 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-// The part of n that thread t of `threads` works on, in whole units: always cut the same way.
+// The part of n that thread t of `threads` works on, in whole units; always the same split.
 inline void share(int64_t n, int64_t unit, int threads, int t, int64_t* begin, int64_t* end) {
   const int64_t units = (n + unit - 1) / unit;
   *begin = units * t / threads * unit;

@@ -1,4 +1,4 @@
-// Sixteen lanes, whatever the machine: one zmm, two ymm, four NEON registers or a plain array. Included by ISA files
+// Sixteen lanes on every machine: one zmm, two ymm, four NEON registers or a plain array. Included by ISA files
 // only; everything is static, because an inline function shared with common code may be emitted with instructions
 // that an older CPU lacks.
 #pragma once
@@ -10,7 +10,7 @@
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
-// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, which pay from WIDE_FROM
+// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, faster from WIDE_FROM
 // tokens on, and of the float ones; query rows of attention.
 enum {
   TILE_Q = 8,
@@ -572,8 +572,8 @@ PI_INLINE f32x16 f_code(u8x64 v) {
 }
 
 #else
-// No instruction set to speak of: the compiler's own vector types, which it cuts to what the machine has, and plain
-// loops, out of line, where those fall short.
+// No instruction set: the compiler's vector types, which it splits to the machine's width, and plain loops, out of
+// line, where those are not enough.
 #include <math.h>
 #define PI_PLAIN static __attribute__((noinline, unused))
 enum {

@@ -1,15 +1,15 @@
 // The contract between the instruction-set files and everything else: weight layouts, activation forms and the table of
 // kernels that each level exports. Included by ISA files, so: no std headers but <stdint.h>, everything static.
 //
-// Weights rest in *panels* of 16 rows. Inside a panel the bytes that one multiply-add instruction wants lie together:
+// Weights are stored in *panels* of 16 rows. Inside a panel the operands of one multiply-add instruction are adjacent:
 // four consecutive k of 16 rows are 64 bytes ("group"), so a kernel keeps one row per vector lane, never sums across
-// lanes and reads memory straight through. A panel is [codes of all blocks][scales of all blocks], 64-byte aligned.
+// lanes and reads memory sequentially. A panel is [codes of all blocks][scales of all blocks], 64-byte aligned.
 //
 //   type        codes                                                   scales
 //   F32, F16    [k][16]                                                 -
 //   BF16        [k/2][16][2], k padded to 32                            -
 //   Q8_0        per 32 k: 8 groups of s8                                f16 d[16]
-//   Q4_0, Q4_1  per 32 k: 4 x 64 B; low nibble group g, high g+4        f16 d[16] (Q4_1: f16 m[16] behind it)
+//   Q4_0, Q4_1  per 32 k: 4 x 64 B; low nibble group g, high g+4        f16 d[16] (Q4_1: followed by f16 m[16])
 //   Q5_0, Q5_1  the same, then 64 B: bit g of a byte = bit 4 of group g  likewise
 //   Q4_K        per 64 k: 8 x 64 B; low nibble first 32 k, high second  per 256 k: f16 d[16], f16 dmin[16],
 //   Q5_K        the same for 256 k, then 8 x 64 B: bit b = block b        then per 32 k: u8 sc[16], u8 m[16]
@@ -33,7 +33,7 @@ enum PiType {
   PI_N_TYPES
 };
 
-// Forms an activation row can take; a weight type wants exactly one (pi_form).
+// Forms of an activation row; a weight type needs exactly one (pi_form).
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
@@ -89,7 +89,7 @@ static inline int64_t pi_panel_bytes(int type, int64_t k) {
   return pi_round_up(pi_codes_bytes(type, k) + pi_scales_bytes(type, k), 64);
 }
 
-// Activation rows in the forms that were asked for; the others may be null. Strides are in elements.
+// Activation rows in the requested forms; the others may be null. Strides are in elements.
 struct PiActs {
   const float* f = nullptr;  // [t][ldf]
   uint16_t* b = nullptr;     // bfloat16 [t][ldb], zero from k to the next multiple of 32
@@ -136,11 +136,11 @@ struct PiAttention {
 };
 
 // ---- Single neurons ----------------------------------------------------------------------------------------------
-// A bundle holds what belongs to one neuron side by side: its row of gate and of up, which meet the activations
+// A bundle holds the weights of one neuron side by side: its row of gate and of up, multiplied with the activations
 // ("dot"), and its column of down, stored as a row, which is added to the output ("add"). A row is a multiple of 64
-// bytes, zero behind its k elements. PI_GROUP bundles make a group, and behind them lies what their rows share:
+// bytes, zero after its k elements. PI_GROUP bundles form a group, followed by the scales that their rows share:
 //
-//   F16, BF16  as they are
+//   F16, BF16  unchanged
 //   Q8_0       k codes of s8, padded to 64; then f16 d of each 32, padded to 16 of them
 //              dot: per 16 blocks of 32 (or the m that are left) 8 vectors of m words; word l of vector v is elements
 //              4 v .. 4 v + 3 of block l. add: in order
@@ -152,13 +152,13 @@ struct PiAttention {
 enum { PI_DOT, PI_ADD };
 enum { PI_Q4_0X32 = PI_N_TYPES };
 
-// Neurons that lie together: the length of a block across them.
+// Neurons of a group: the length of a block across them.
 enum { PI_GROUP = 32 };
 
-// Most tokens of a step whose neurons are read once: a bit for each in a word of 32.
+// Maximum tokens of a step whose neurons are read once: a bit for each in a word of 32.
 enum { PI_NEURON_TOKENS = 32 };
 
-// A neuron, and a token that it meets.
+// A neuron, and a token that it is multiplied with.
 struct PiPair {
   int32_t neuron, token;
 };
@@ -182,8 +182,8 @@ static inline int64_t pi_part_bytes(int type, int64_t k) {
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
 
-// One part of the bundles of a layer. Groups lie `stride` apart, or, where some have fewer bundles, group g from
-// offsets[g] to offsets[g + 1]; the bundles of a group `pitch`, and in each of these the part begins at byte `at`.
+// One part of the bundles of a layer. Groups are `stride` apart, or, where some have fewer bundles, group g from
+// offsets[g] to offsets[g + 1]; the bundles of a group `pitch`, and in each of these the part is at byte `at`.
 struct PiPart {
   const uint8_t* groups;
   int64_t stride, pitch, at, k;
@@ -196,19 +196,19 @@ static inline const uint8_t* pi_row(const PiPart* part, int32_t i) {
   return part->groups + group + i % PI_GROUP * part->pitch + part->at;
 }
 
-// What neuron i shares with its group.
+// The scales that neuron i shares with its group.
 static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) {
   return part->groups + (part->offsets ? part->offsets[i / PI_GROUP + 1] - pi_shared_bytes(part->type, part->k)
                                        : i / PI_GROUP * part->stride + PI_GROUP * part->pitch);
 }
 
 // Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d;
-// zeros behind the last block.
+// zeros after the last block.
 enum { PI_LANES_SUM = 512, PI_LANES_D = 576, PI_LANES_STEP = 640 };
 static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 512 * PI_LANES_STEP; }
 
 struct PiNeuronKernels {
-  // out[t * ldo + j] = neuron index[j] . token t. Quantised parts want `lanes`.
+  // out[t * ldo + j] = neuron index[j] . token t. Quantised parts need `lanes`.
   void (*dots)(const PiPart*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
   // out[j] = neuron of pair j . its token.
   void (*dot_pairs)(const PiPart*, const PiPair*, int64_t n, const PiActs*, float* out);
@@ -233,7 +233,7 @@ struct PiNeuronKernels {
 struct PiKernels {
   const char* name;
   void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
-  // Brings n elements of a row into the forms in `forms`, at the beginning of row 0 of `to`.
+  // Converts n elements of a row to the forms in `forms`, at the start of row 0 of `to`.
   void (*forms)(const float* x, int64_t n, int forms, const PiActs* to);
   // Norms of one row; out may be x. The bias of layer_norm may be null.
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
@@ -261,10 +261,10 @@ static inline int64_t pi_kv_head_bytes(int kv_type, int64_t head_pad) {
 enum { PI_ATTENTION_ROWS = 12 };
 static inline int64_t pi_attention_scratch(int64_t head_pad) { return PI_ATTENTION_ROWS * (head_pad + PI_PAGE + 16); }
 
-// Activations of that many bytes stay in a core's L2 cache while the panels of a matrix pass by (tile unit).
+// Activations of that many bytes stay in a core's L2 cache while the panels of a matrix are read (tile unit).
 enum { PI_AMX_ACTS = 524288 };
 
-// Bytes a thread must lend `linear` as scratch, 64-byte aligned: the codes of two panels widened to bytes; for the tile
+// Bytes of scratch for `linear` per thread, 64-byte aligned: the codes of two panels widened to bytes; for the tile
 // unit, a tile of sums, the scales of the activations in tile order and the codes of one panel.
 static inline int64_t pi_linear_scratch(int64_t k) {
   const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some;

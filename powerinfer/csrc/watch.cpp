@@ -47,7 +47,7 @@ void Watch::before(const Look& look, int64_t i, const Activation& activation, co
   float* a = activated_[(size_t)look.thread].data();
   memcpy(a, first, (size_t)look.lanes * 4);
   activation.apply_first(kernels_, a, look.lanes);
-  kernels_->neurons->fires(a, look.lanes, most, bits_of(look, i));
+  kernels_->neurons->fires(a, look.lanes, threshold, bits_of(look, i));
   if (!measure) return;
   int64_t* bins = magnitudes.data() + look.thread * BINS;
   for (int64_t j = 0; j < look.n; j++) bins[bin_of(a[j])]++;
@@ -57,7 +57,7 @@ void Watch::after(const Look& look, int64_t i, float* h) {
   if (!gate) kernels_->neurons->fires(h, look.lanes, 0.0f, bits_of(look, i));
   if (!silence) return;
   const float* a = activated_[(size_t)look.thread].data();
-  for (int64_t j = 0; j < look.n; j++) h[j] = fabsf(a[j]) <= most ? 0.0f : h[j];
+  for (int64_t j = 0; j < look.n; j++) h[j] = fabsf(a[j]) <= threshold ? 0.0f : h[j];
 }
 
 // Adds up the bits of a column of words: up to 64 counters at once, bit i of each in planes[i].

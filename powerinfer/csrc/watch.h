@@ -7,7 +7,7 @@
 #include "weights.h"
 
 // By `gate`: a neuron fires when its activation (of the gate; plain: of up), before it is multiplied with up, exceeds
-// `most` in magnitude. It keeps what it saw until it is cleared, as it must be before each FFN.
+// `threshold` in magnitude. It keeps what it saw until it is cleared, as it must be before each FFN.
 class Watch {
  public:
   Watch(const PiKernels* kernels, int64_t d_ff, int64_t max_tokens, int threads);
@@ -17,7 +17,7 @@ class Watch {
   bool gate = false;
   bool silence = false;  // leave out of the sum what does not fire
   bool measure = false;  // count magnitudes of activations
-  float most = 0;
+  float threshold = 0;
   const int64_t d_ff, max_tokens, words;  // words of 16 bits for a token
   std::vector<int64_t> counts;            // [words * 16] tokens that a neuron fired for
   std::vector<uint16_t> bits;             // [max_tokens][words]

@@ -31,7 +31,7 @@ Rotation = tuple[Floats, float]
 multiplied by."""
 
 Weights = tuple["Predictor", RawTensor, RawTensor]
-"""A layer's predictor with its matrices in [rank, d_model] and out [d_ff, rank]."""
+"""A layer's predictor with its matrices in [rank, d_model] and out [neurons, rank]."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class _Ffn:
 class Fired:
     """The neurons of an FFN that fired for the tokens of a call: views that hold until the next FFN runs.
 
-    counts: int64 [d_ff], tokens that each fired for; active: uint8 [tokens, ceil(d_ff / 8)], bit i % 8 of byte i // 8
-    is neuron i; magnitudes: int64 [bins], of the activations' magnitudes, zeros unless asked for. Bin b holds those
-    from `magnitude(b)` up to `magnitude(b + 1)`, the outermost also what lies beyond.
+    counts: int64 [neurons], tokens that each fired for; active: uint8 [tokens, ceil(neurons / 8)], bit i % 8 of byte i
+    // 8 is neuron i; magnitudes: int64 [bins], of the activations' magnitudes, zeros unless asked for. Bin b holds
+    those from `magnitude(b)` up to `magnitude(b + 1)`, the outermost also what lies beyond.
     """
 
     counts: NDArray[np.int64]
@@ -69,7 +69,7 @@ def magnitude(bins: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 class Observer(Protocol):
-    """Looks on while an executor runs; arrays are views that hold during the call."""
+    """Observes a running executor; arrays are views that are valid during the call."""
 
     def reads(self, layer: int, x: NDArray[np.float32]) -> None:
         """Before an FFN: x float32 [tokens, d_model], what its norm reads, and what a predictor does."""
@@ -84,13 +84,13 @@ class Observer(Protocol):
 class _Observed:
     by: Observer | None
     watch: _native.Watch
-    most: Sequence[float] | None  # thresholds of the layers
+    thresholds: Sequence[float] | None  # of the layers
 
 
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
-    It may also have only the layers from `first_layer` on, or none, when those before it run elsewhere, and then lack
+    It may also have only the layers from `first_layer` on, or none, if those before run elsewhere, and may then lack
     the head: `embedded` and `finish` run its two parts.
 
     A token's logits have the same bits whatever the batch, the chunk, the cache page and the number of threads.
@@ -124,7 +124,7 @@ class CpuExecutor:
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
-        self.neuron_tokens = _native.NEURON_TOKENS  # most tokens of a step whose FFNs may go another way than dense
+        self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
         self.config = config
         self.first_layer = first_layer
@@ -135,7 +135,7 @@ class CpuExecutor:
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
         self._arena = _native.Arena()
-        # Without layers here the cache still says which pages there are; none is ever written, so none takes memory.
+        # Without layers here the cache still defines the pages; they are never written, so they use no memory.
         cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
         self.choices = {
             "isa": f"{isa} ({isa_reason})",
@@ -273,7 +273,7 @@ class CpuExecutor:
         norm: _native.Norm | None = None,
         out_norm: _native.Norm | None = None,
         biases: Sequence[Floats | None] = (None, None, None),
-        most: float = 0.0,
+        threshold: float = 0.0,
         predictor: Weights | None = None,
     ) -> None:
         """The FFN of a layer that has its neurons as bundles alone: x += out_norm(their sum of norm(x)).
@@ -282,7 +282,7 @@ class CpuExecutor:
         computed in steps of up to `neuron_tokens`. What it does is counted (`bundled_counts`). ValueError for shapes
         that are not the layer's.
         """
-        neurons = self.neuron_sum(layer, layout, bundles, biases[:2], most=most)
+        neurons = self.neuron_sum(layer, layout, bundles, biases[:2], threshold=threshold)
         guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
         if predictor is not None:
             inner, outer = self._pack(predictor[1]), self._pack(predictor[2])
@@ -301,7 +301,7 @@ class CpuExecutor:
         return self._bundled[layer].neurons.counts()
 
     def clear_bundled_counts(self) -> None:
-        """Begin to count anew, for all of them."""
+        """Reset the counters of all of them."""
         for ffn in self._bundled.values():
             ffn.neurons.clear()
 
@@ -317,14 +317,14 @@ class CpuExecutor:
         bundles: NDArray[np.uint8] | SomeBundles,
         biases: Sequence[Floats | None] = (None, None),
         *,
-        most: float = 0.0,
+        threshold: float = 0.0,
         count_fired: bool = False,
     ) -> _native.NeuronSum:
         """A part of an FFN: some neurons of a layer, and the sum that they add to its output.
 
         bundles: uint8 [groups, layout.group_bytes] of all the layer's neurons, or some of them; they are kept. biases:
-        of gate and up, of all the layer's neurons; most: activations up to this magnitude count as zero; count_fired:
-        for each neuron, too, the tokens that it fires for. ValueError for shapes that are not the layer's.
+        of gate and up, of all the layer's neurons; threshold: activations up to this magnitude count as zero;
+        count_fired: for each neuron, too, the tokens that it fires for. ValueError for shapes that are not the layer's.
         """
         gate_bias, up_bias = biases
         if isinstance(bundles, np.ndarray):
@@ -332,7 +332,7 @@ class CpuExecutor:
         else:
             placed = _placed(bundles, gate_bias), _placed(bundles, up_bias)
             native = self._bundles(layer, layout, bundles.rows, len(bundles.index), *placed, bundles.counts)
-        return _native.NeuronSum(self._workspace, native, most, count_fired)
+        return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
     def _bundles(
         self,
@@ -371,17 +371,18 @@ class CpuExecutor:
         rows: NDArray[np.uint8],
         layout: BundleLayout,
         *,
-        most: float = 0.0,
+        threshold: float = 0.0,
         predictor: Weights | None = None,
         recall_every: int = 0,
         dense_above: float = 1.0,
     ) -> None:
         """Give a layer's FFN its neurons as bundles; it stays dense until `set_ways` says otherwise.
 
-        rows: uint8 [groups, layout.group_bytes], kept; most: activations up to this magnitude count as zero; predictor:
-        its description and its matrices in [rank, d_model] and out [d_ff, rank]; recall_every: steps between samples of
-        its recall, 0 for none; dense_above: of the neurons, the share from which on a step of `exact`, whose gates are
-        known, computes the rest from the dense matrices. ValueError for shapes that are not the layer's.
+        rows: uint8 [groups, layout.group_bytes], kept; threshold: activations up to this magnitude count as zero;
+        predictor: its description and its matrices in [rank, d_model] and out [neurons, rank]; recall_every: steps
+        between samples of its recall, 0 for none; dense_above: of the neurons, the share from which on a step of
+        `exact`, whose gates are known, computes the rest from the dense matrices. ValueError for shapes that are not
+        the layer's.
         """
         ffn = self._ffns[layer]
         bundles = self._bundles(layer, layout, rows, ffn.neurons)
@@ -390,14 +391,14 @@ class CpuExecutor:
             about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
             guess = inner, outer, about.threshold, about.floor
             ffn.predictor = inner.nbytes + outer.nbytes
-        ffn.op.sparsify(self._workspace, bundles, *guess, most, recall_every)
+        ffn.op.sparsify(self._workspace, bundles, *guess, threshold, recall_every)
         ffn.op.dense_above = dense_above
         ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
 
     def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
         """How a sparsified layer runs steps of few tokens: number of tokens -> "dense", "exact" or "predicted".
 
-        A number in between goes the way of the next larger one, more than the largest go densely.
+        A number in between uses the way of the next larger one; more than the largest are dense.
         """
         every = []
         for tokens in range(1, self.neuron_tokens + 1):
@@ -421,7 +422,7 @@ class CpuExecutor:
         return counts
 
     def clear_neuron_counts(self, layer: int) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
         self._ffns[layer].op.clear()
 
     def ffn_bytes(self, layer: int) -> int:
@@ -430,7 +431,7 @@ class CpuExecutor:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure operators meanwhile."""
+        """A context in which operators are timed."""
         self.time_operators(True)
         try:
             yield
@@ -459,7 +460,7 @@ class CpuExecutor:
         return self._program.residual(len(batch.tokens))
 
     def finish(self, batch: Batch) -> Floats:
-        """Run all behind the embedding on the residual stream as it is now; logits as `forward` returns them."""
+        """Run everything after the embedding on the current residual stream; logits as from `forward`."""
         self._make_room(batch)
         self._run(batch, self._embedded, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
@@ -484,7 +485,7 @@ class CpuExecutor:
         )
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
-        """A call in parts, with a look at every FFN."""
+        """A call in parts, observing every FFN."""
         tokens, at, watch, observer = len(batch.tokens), 0, observed.watch, observed.by
         for layer, ffn in self._ffns.items():
             self._run(batch, at, ffn.op.number)
@@ -493,8 +494,8 @@ class CpuExecutor:
                 x.flags.writeable = False
                 observer.reads(layer, x)
             watch.clear()
-            if observed.most is not None:
-                watch.most = observed.most[layer]
+            if observed.thresholds is not None:
+                watch.threshold = observed.thresholds[layer]
             at = ffn.op.number + 1
             self._run(batch, ffn.op.number, at)
             if watch.damaged:
@@ -502,31 +503,32 @@ class CpuExecutor:
                     f"layer {layer} computes numbers that are not finite: the model's weights may be damaged"
                 )
             if observer is not None:
-                observer.fires(layer, Fired(watch.counts, watch.active(tokens), watch.magnitudes.sum(axis=0)))
+                active = watch.active(tokens)[:, : -(-ffn.neurons // 8)]
+                observer.fires(layer, Fired(watch.counts[: ffn.neurons], active, watch.magnitudes.sum(axis=0)))
         self._run(batch, at, self._program.size)
 
     @contextmanager
     def observed(
         self,
         observer: Observer | None,
-        most: Sequence[float] | None = None,
+        thresholds: Sequence[float] | None = None,
         *,
         silence: bool = False,
         measure: bool = False,
     ) -> Iterator[None]:
-        """Let `observer` see every FFN meanwhile, if there is one; all of them run densely.
+        """A context in which `observer`, if any, sees every FFN; all of them run densely.
 
-        A neuron fires for a token when its product h is not zero; with `most`, thresholds of the layers, when its
-        activation exceeds its layer's in magnitude, before it is multiplied with what up gives. silence: what does not
-        fire is left out, as selector `threshold` does. measure: count magnitudes, only with `most`. `forward` raises
+        A neuron fires for a token when its product h is not zero; with `thresholds`, of the layers, when its activation
+        exceeds its layer's in magnitude, before it is multiplied with what up gives. silence: what does not fire is
+        left out, as selector `threshold` does. measure: count magnitudes, only with `thresholds`. `forward` raises
         ModelError for activations of numbers that are not finite.
         """
-        assert most is None or len(most) == len(self._ffns)
-        assert most is not None or not (silence or measure)
+        assert thresholds is None or len(thresholds) == len(self._ffns)
+        assert thresholds is not None or not (silence or measure)
         watch = _native.Watch(self._program)
-        watch.gate, watch.silence, watch.measure = most is not None, silence, measure
+        watch.gate, watch.silence, watch.measure = thresholds is not None, silence, measure
         self._program.set_watch(watch)
-        self._observed = _Observed(observer, watch, most)
+        self._observed = _Observed(observer, watch, thresholds)
         try:
             yield
         finally:

@@ -70,7 +70,7 @@ class _Description:
     """The description in a file."""
 
     d_model: int
-    d_ff: int
+    neurons: list[int]
     n_layers: int
     gated: bool
     gate_type: str
@@ -88,7 +88,7 @@ def bundle_layout(config: ModelConfig, gate_type: str, down_type: str, part_byte
 def can_hold(config: ModelConfig, part: str, type_name: str) -> bool:
     """Whether rows of gate, up or down of this type are whole blocks."""
     if type_name == ACROSS:
-        return part == "down" and config.d_model % 32 == 0 and config.widest_ffn % BUNDLE_GROUP == 0
+        return part == "down" and not any(size % BUNDLE_GROUP for size in (*config.ffn_sizes, config.d_model))
     return type_name in PART_TYPES and config.d_model % block_type(type_name).block == 0
 
 
@@ -106,7 +106,7 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     description, tensors, file = place.read()
     config = checkpoint.config
     about = place.described(_Description, description)
-    for name, size in (("d_model", config.d_model), ("d_ff", config.widest_ffn), ("n_layers", config.n_layers)):
+    for name, size in (("d_model", config.d_model), ("neurons", list(config.ffn_sizes)), ("n_layers", config.n_layers)):
         if getattr(about, name) != size:
             raise place.bad(f"states a {name} of {getattr(about, name)}, and the model has {size}")
     if about.gated is not config.gated:
@@ -116,10 +116,9 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
         if not can_hold(config, part, name):
             raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
     layout = bundle_layout(config, gate_type, down_type, part_bytes)
-    groups = n_groups(config.widest_ffn)
     layers = []
-    for layer in range(config.n_layers):
-        tensor = place.holds(tensors, _name(layer), "U8", (groups, layout.group_bytes))
+    for layer, size in enumerate(config.ffn_sizes):
+        tensor = place.holds(tensors, _name(layer), "U8", (n_groups(size), layout.group_bytes))
         if tensor.data.ctypes.data % LINE:
             raise place.bad(f"holds layer {layer} where no cache line begins")
         layers.append(tensor.data.reshape(tensor.shape))
@@ -139,15 +138,15 @@ def write_bundles(
     config = checkpoint.config
     description = _Description(
         d_model=config.d_model,
-        d_ff=config.widest_ffn,
+        neurons=list(config.ffn_sizes),
         n_layers=config.n_layers,
         gated=config.gated,
         gate_type=layout.gate_type,
         down_type=layout.down_type,
         source_type=checkpoint.main_type,
     )
-    shape = (n_groups(config.widest_ffn), layout.group_bytes)
-    tensors = [(_name(layer), "U8", shape) for layer in range(config.n_layers)]
+    shapes = [(n_groups(size), layout.group_bytes) for size in config.ffn_sizes]
+    tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes)]
     with PreparedFile(BUNDLES, checkpoint, prepared).write(asdict(description), tensors) as write:
         yield lambda layer, rows: write(_name(layer), rows)
 

@@ -34,7 +34,8 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
             raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(known)}")
         if name is not None and not can_hold(checkpoint.config, part, name):
             across = name == ACROSS and d_model % 32 == 0
-            rows = f"{min(checkpoint.config.ffn_sizes)} neurons" if across else f"rows of {d_model} weights"
+            neurons = " and ".join(map(str, sorted(set(checkpoint.config.ffn_sizes))))
+            rows = f"{neurons} neurons" if across else f"rows of {d_model} weights"
             raise RequestError(f"{rows} are not whole blocks of {name}; choose f16 or bf16")
     gates = {checkpoint.taken_type(name) for part in row_parts(checkpoint) for name in tensor_names(checkpoint, part)}
     downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}

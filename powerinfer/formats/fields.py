@@ -40,10 +40,6 @@ class Fields:
         """Whether the key is there and not null."""
         return self.get(key, None) is not None
 
-    def stated(self, key: str) -> bool:
-        """Whether the key is there, even if it is null."""
-        return self._prefix + key in self._values
-
     def _typed(self, key: str, default: Any, accept: Callable[[Any], Any], what: str) -> Any:
         value = self.get(key, _REQUIRED)
         if value is _REQUIRED:

@@ -41,9 +41,27 @@ _WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausa
 
 def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
     """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it will not do."""
-    fields = Fields(metadata, str(folder / "config.json"))
-    architecture = _architecture(fields)
-    return _READERS[architecture](fields, architecture, printable(folder.resolve().name))
+    where = str(folder / "config.json")
+    architecture = _architecture(Fields(metadata, where))
+    stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
+    fields = Fields(_DEFAULTS.get(architecture, {}) | stated, where)
+    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    kv_default = {} if architecture in _KV_HEADS_STATED else {"default": n_heads}
+    config = ModelConfig(
+        architecture=architecture,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, **kv_default),
+        head_dim=_head_dim(fields, architecture, d_model, n_heads),
+        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
+        context_length=fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT),
+        norm_eps=fields.number(_EPSILON.get(architecture, "rms_norm_eps"), 1e-12, 0.1, 1e-5),
+        layers=(),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        name=printable(folder.resolve().name),
+    )
+    return _READERS[architecture](fields, config, fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS))
 
 
 def _architecture(fields: Fields) -> str:
@@ -73,255 +91,175 @@ def _replaced(code: Any, name: str | None) -> bool:
 
 
 # --- families --------------------------------------------------------------------------------------------------------
+# A reader gets the configuration without its layers, and adds them and what else the family has of its own.
 
 _GATED = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
 _PLAIN = {"relu": "relu", "relu2": "relu2"}
 
+# What missing keys mean in the family's class, where it is not the same for all.
+_LLAMA = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+_OLMO = {"vocab_size": 50304, "max_position_embeddings": 2048, "hidden_act": "silu", "sliding_window": 4096}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA | {"sliding_window": 4096},
+    "qwen2": _LLAMA | {"sliding_window": 4096},
+    "qwen3": _LLAMA | {"sliding_window": 4096},
+    "sparsellama": {"rms_norm_eps": 1e-6},  # a ProSparse model always states hidden_act
+    "bamboo": _LLAMA | {"sliding_window": 4096, "num_key_value_heads": 8},
+    "opt": {"activation_function": "relu", "tie_word_embeddings": True},
+    "falcon": {
+        "max_position_embeddings": 2048, "activation": "gelu", "tie_word_embeddings": True, "parallel_attn": True,
+        "multi_query": True,
+    },
+    "nemotron": {"hidden_act": "relu2"},
+    "gemma3_text": {
+        "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "intermediate_size": 9216, "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262208,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+    "phi3": {"vocab_size": 32064, "max_position_embeddings": 4096, "hidden_act": "silu"},
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+}  # fmt: skip
+# Here null does not mean the default but no window, as many as heads, false.
+_NULLABLE = (
+    "sliding_window", "num_key_value_heads", "alibi", "new_decoder_architecture", "parallel_attn", "multi_query",
+    "bias",
+)  # fmt: skip
+_KV_HEADS_STATED = ("mistral", "qwen2", "qwen3", "nemotron")  # whose number of key-value heads has no usable default
+_EPSILON = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
 
-def _llama_like(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    layers = fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS)
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
-    llama = architecture in ("llama", "sparsellama")
-    # Only in Llama's own class the number of key-value heads defaults to that of the heads; in Bamboo's it is 8.
-    kv_default = {"default": n_heads} if llama else {}
-    if architecture == "bamboo":
-        kv_default = {"default": n_heads if fields.stated("num_key_value_heads") else 8}
-    head_dim = _head_dim(fields, architecture, d_model, n_heads)
-    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT)
+
+def _llama_like(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    architecture = config.architecture
     attention_bias = architecture not in ("mistral", "bamboo") and fields.flag("attention_bias", False)
     if architecture == "qwen2":
         fields.only("attention_bias", True)  # the class has biases on q, k and v, and no switch
-    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
-    ffn = FfnConfig(size, *_gated_activation(fields, architecture), bias=llama and fields.flag("mlp_bias", False))
+    mlp_bias = architecture in ("llama", "sparsellama") and fields.flag("mlp_bias", False)
     attention = AttentionConfig(
-        rope=_rope(fields, head_dim, context),
+        rope=_rope(fields, config),
         qkv_bias=architecture == "qwen2" or attention_bias,
         o_bias=architecture != "qwen2" and attention_bias,
         qk_norm="head" if architecture == "qwen3" else None,
     )
-    windows = _windows(fields, architecture, layers)
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, **kv_default),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
-        context_length=context,
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
-        layers=tuple(LayerConfig(replace(attention, window=window), ffn) for window in windows),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        name=name,
-    )
+    ffn = FfnConfig(_ffn_size(fields), *_gated_activation(fields, architecture), bias=mlp_bias)
+    windows = _windows(fields, architecture, n_layers)
+    return replace(config, layers=tuple(LayerConfig(replace(attention, window=one), ffn) for one in windows))
 
 
 def _gated_activation(fields: Fields, architecture: str) -> tuple[str, float]:
     """(activation, its threshold) of a gated FFN."""
     if architecture == "bamboo":
-        return _activation(fields, "hidden_act", {"relu": "drelu"}, "silu"), 0.0
+        return _activation(fields, "hidden_act", {"relu": "drelu"}), 0.0
     if architecture != "sparsellama":
-        return _activation(fields, "hidden_act", _GATED, "silu"), 0.0
-    fields.text("hidden_act")  # a ProSparse model always has it
-    activation = _activation(fields, "hidden_act", {"fatrelu": "fatrelu", "relu": "relu"}, "")
+        return _activation(fields, "hidden_act", _GATED), 0.0
+    activation = _activation(fields, "hidden_act", {"fatrelu": "fatrelu", "relu": "relu"})
     return activation, fields.number("hidden_act_param", 0, layout.MAX_SCALE) if activation == "fatrelu" else 0.0
 
 
-def _opt(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+def _opt(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     fields.only("layer_norm_elementwise_affine", True)
     first = fields.flag("do_layer_norm_before", True)
     bias = fields.flag("enable_bias", True)
-    width = fields.integer("word_embed_proj_dim", 1, layout.MAX_WIDTH, d_model)
-    activation = _activation(fields, "activation_function", {"relu": "relu"}, "relu")
+    width = fields.integer("word_embed_proj_dim", 1, layout.MAX_WIDTH, config.d_model)
+    activation = _activation(fields, "activation_function", {"relu": "relu"})
     layer = LayerConfig(
         AttentionConfig(qkv_bias=bias, o_bias=bias),
         FfnConfig(fields.integer("ffn_dim", 1, layout.MAX_WIDTH), activation, gated=False, bias=bias),
         norms="pre" if first else "post",
     )
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_dim=_head_dim(fields, architecture, d_model, n_heads),
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
-        context_length=fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT),
+    return replace(
+        config,
+        n_kv_heads=config.n_heads,
         norm_eps=1e-5,  # torch's own default; the configuration has no key for it
-        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
+        layers=uniform(n_layers, layer),
         norm="layer",
         positions="learned",
         position_offset=2,
-        embed_dim=0 if width == d_model else width,
+        embed_dim=0 if width == config.d_model else width,
         final_norm=first and not fields.flag("_remove_final_layer_norm", False),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        name=name,
     )
 
 
-def _falcon(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    fields.only("n_embed", d_model)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
-    head_dim = _head_dim(fields, architecture, d_model, n_heads)
-    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 2048)
-    if _nullable(fields, "alibi", False):
+def _falcon(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("n_embed", config.d_model)
+    if fields.flag("alibi", False):
         raise fields.bad("alibi", "is true: ALiBi positions are not supported")
-    new = _nullable(fields, "new_decoder_architecture", False)
-    parallel = _nullable(fields, "parallel_attn", True)
+    new = fields.flag("new_decoder_architecture", False)
+    parallel = fields.flag("parallel_attn", False)
     if new and not parallel:
         raise fields.bad("parallel_attn", "is false, which does not go with new_decoder_architecture")
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
     if parallel and not new and norms == 2:
         raise fields.bad("num_ln_in_parallel_attn", "is 2, which goes with new_decoder_architecture only")
-    kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, n_heads)
+    kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, config.n_heads)
     if not new:
-        one = _nullable(fields, "multi_query", True)
-        if not one and kv_heads != n_heads:
-            raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {n_heads}")
-        kv_heads = 1 if one else n_heads
-    bias = _nullable(fields, "bias", False)
-    size = fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * d_model)
+        one = fields.flag("multi_query", False)
+        if not one and kv_heads != config.n_heads:
+            raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {config.n_heads}")
+        kv_heads = 1 if one else config.n_heads
+    bias = fields.flag("bias", False)
+    size = fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * config.d_model)
     layer = LayerConfig(
-        AttentionConfig(_rope(fields, head_dim, context), qkv_bias=bias, o_bias=bias),
-        FfnConfig(size, _activation(fields, "activation", _PLAIN, "gelu"), gated=False, bias=bias),
+        AttentionConfig(_rope(fields, config), qkv_bias=bias, o_bias=bias),
+        FfnConfig(size, _activation(fields, "activation", _PLAIN), gated=False, bias=bias),
         parallel=parallel,
         shared_norm=parallel and norms == 1,
     )
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
-        context_length=context,
-        norm_eps=fields.number("layer_norm_epsilon", 1e-12, 0.1, 1e-5),
-        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
-        norm="layer",
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        name=name,
-    )
+    return replace(config, n_kv_heads=kv_heads, layers=uniform(n_layers, layer), norm="layer")
 
 
-def _nemotron(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
-    head_dim = _head_dim(fields, architecture, d_model, n_heads)
-    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT)
+def _nemotron(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
-    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
-    activation = _activation(fields, "hidden_act", _PLAIN, "relu2")
+    activation = _activation(fields, "hidden_act", _PLAIN)
     layer = LayerConfig(
-        AttentionConfig(_rope(fields, head_dim, context, partial=0.5), qkv_bias=bias, o_bias=bias),
-        FfnConfig(size, activation, gated=False, bias=fields.flag("mlp_bias", False)),
+        AttentionConfig(_rope(fields, config, partial=0.5), qkv_bias=bias, o_bias=bias),
+        FfnConfig(_ffn_size(fields), activation, gated=False, bias=fields.flag("mlp_bias", False)),
     )
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
-        context_length=context,
-        norm_eps=fields.number("norm_eps", 1e-12, 0.1, 1e-5),
-        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
-        norm="layer",
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        name=name,
-    )
+    return replace(config, layers=uniform(n_layers, layer), norm="layer")
 
 
-def _gemma3(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    n_layers = fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS, 26)
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH, 2304)
-    head_dim = fields.integer("head_dim", 2, layout.MAX_HEAD_DIM, 256)
+def _gemma3(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         fields.only(key)
     fields.only("use_bidirectional_attention", False)
     bias = fields.flag("attention_bias", False)
-    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 131072)
-    activation = _activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"} | _GATED, "gelu_tanh")
+    activation = _activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"} | _GATED)
     attention = AttentionConfig(
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
         scale=fields.number("query_pre_attn_scalar", 1e-6, layout.MAX_SCALE, 256.0) ** -0.5,
     )
-    ffn = FfnConfig(fields.integer("intermediate_size", 1, layout.MAX_WIDTH, 9216), activation)
+    ffn = FfnConfig(_ffn_size(fields), activation)
     every = fields.integer("sliding_window_pattern", 1, layout.MAX_CONTEXT, 6)
-    kinds = _kinds(fields, attention, _ropes(fields, head_dim, context, 1e6, 1e4))
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=fields.integer("num_attention_heads", 1, layout.MAX_HEADS, 8),
-        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, 4),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB, 262208),
-        context_length=context,
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
+    kinds = _kinds(fields, attention, _ropes(fields, config, 1e6, 1e4))
+    return replace(
+        config,
         layers=tuple(LayerConfig(kinds[one], ffn, norms="both") for one in _layer_types(fields, n_layers, every)),
-        embedding_scale=float(np.sqrt(np.float32(d_model))),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        name=name,
+        embedding_scale=float(np.sqrt(np.float32(config.d_model))),
     )
 
 
-def _olmo(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    n_layers = fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS)
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
-    head_dim = _head_dim(fields, architecture, d_model, n_heads)
-    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 2048)
+def _olmo(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     attention = AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm="width")
-    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
-    ffn = FfnConfig(size, _activation(fields, "hidden_act", _GATED, "silu"))
-    if architecture == "olmo2":
-        every = [replace(attention, rope=_rope(fields, head_dim, context))] * n_layers
+    ffn = FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED))
+    if config.architecture == "olmo2":
+        every = [replace(attention, rope=_rope(fields, config))] * n_layers
     else:
-        kinds = _kinds(fields, attention, _ropes(fields, head_dim, context, 5e5, None))
+        kinds = _kinds(fields, attention, _ropes(fields, config, 5e5, None))
         every = [kinds[one] for one in _layer_types(fields, n_layers, 4)]
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, n_heads),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB, 50304),
-        context_length=context,
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-5),
-        layers=tuple(LayerConfig(one, ffn, norms="output") for one in every),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        name=name,
-    )
+    return replace(config, layers=tuple(LayerConfig(one, ffn, norms="output") for one in every))
 
 
-def _phi3(fields: Fields, architecture: str, name: str) -> ModelConfig:
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
-    head_dim = _head_dim(fields, architecture, d_model, n_heads)
-    context = fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT, 4096)
+def _phi3(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     attention = AttentionConfig(
-        rope=_rope(fields, head_dim, context, partial=1.0, original=4096),
+        rope=_rope(fields, config, partial=1.0, original=4096),
         window=fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None),
     )
-    size = fields.integer("intermediate_size", 1, layout.MAX_WIDTH)
-    layer = LayerConfig(attention, FfnConfig(size, _activation(fields, "hidden_act", _GATED, "silu")))
-    return ModelConfig(
-        architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, n_heads),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB, 32064),
-        context_length=context,
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-5),
-        layers=uniform(fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS), layer),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        name=name,
-    )
+    layer = LayerConfig(attention, FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED)))
+    return replace(config, layers=uniform(n_layers, layer))
 
 
 _READERS = {
@@ -339,17 +277,16 @@ _READERS = {
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _activation(fields: Fields, key: str, known: dict[str, str], default: str) -> str:
+def _ffn_size(fields: Fields) -> int:
+    return int(fields.integer("intermediate_size", 1, layout.MAX_WIDTH))
+
+
+def _activation(fields: Fields, key: str, known: dict[str, str]) -> str:
     """The activation: `known` maps what the family's files call it to what this engine does."""
-    name = fields.text(key, default)
+    name = fields.text(key)
     if name not in known:
         raise fields.bad(key, f"is {shown(name)}; of this family only {', '.join(known)} is supported")
     return known[name]
-
-
-def _nullable(fields: Fields, key: str, default: bool) -> bool:
-    """A truth value that may be null, which counts as false; `default` only where the key is missing."""
-    return bool(fields.flag(key, False if fields.stated(key) else default))
 
 
 def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> int:
@@ -369,9 +306,7 @@ def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]
     """The sliding window of each layer."""
     if architecture in ("llama", "sparsellama"):
         return [None] * layers  # the class ignores the setting
-    # null means no window; only a missing key means the default of the class
-    default = None if fields.stated("sliding_window") else 4096
-    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, default)
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     if architecture in ("mistral", "bamboo"):
         return [window] * layers
     if not fields.flag("use_sliding_window", False):
@@ -400,14 +335,12 @@ def _layer_types(fields: Fields, layers: int, every: int = 1) -> list[str]:
 
 def _kinds(fields: Fields, attention: AttentionConfig, ropes: dict[str, RopeConfig]) -> dict[str, AttentionConfig]:
     """Attention with a window and without, each with its rotary embedding."""
-    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None if fields.stated("sliding_window") else 4096)
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     windows = {_GLOBAL: None, _LOCAL: window}
     return {kind: replace(attention, rope=rope, window=windows[kind]) for kind, rope in ropes.items()}
 
 
-def _ropes(
-    fields: Fields, head_dim: int, context: int, theta: float, local_theta: float | None
-) -> dict[str, RopeConfig]:
+def _ropes(fields: Fields, config: ModelConfig, theta: float, local_theta: float | None) -> dict[str, RopeConfig]:
     """The rotary embedding of each kind of attention. `rope_scaling` is that of global attention only.
 
     local_theta: default of the local one's base, in `rope_local_base_freq`; None: the base is that of the global one.
@@ -416,18 +349,17 @@ def _ropes(
     if type(new) is dict and set(new) & {_GLOBAL, _LOCAL}:
         defaults = {_GLOBAL: theta, _LOCAL: local_theta or theta}
         parts = {kind: Fields({"rope_parameters": new.get(kind)}, f"{fields.where}: {kind}") for kind in defaults}
-        return {kind: _rope(parts[kind], head_dim, context, theta=default) for kind, default in defaults.items()}
-    whole = _rope(fields, head_dim, context, theta=theta)
+        return {kind: _rope(parts[kind], config, theta=default) for kind, default in defaults.items()}
+    whole = _rope(fields, config, theta=theta)
     local = whole.theta
     if local_theta is not None:
         local = fields.number("rope_local_base_freq", 1.0001, layout.MAX_THETA, local_theta)
-    return {_GLOBAL: whole, _LOCAL: RopeConfig(theta=local, dim=head_dim)}
+    return {_GLOBAL: whole, _LOCAL: RopeConfig(theta=local, dim=config.head_dim)}
 
 
 def _rope(
     fields: Fields,
-    head_dim: int,
-    context: int,
+    config: ModelConfig,
     partial: float | None = None,
     theta: float = 10000.0,
     original: int | None = None,
@@ -444,14 +376,14 @@ def _rope(
     if type(values) is not dict:
         raise fields.bad("rope_parameters", f"is {shown(values)}, not an object")
     rope = Fields(values, f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}")
-    dim = _rotated(fields, rope, head_dim, partial)
-    outer_theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, theta)
-    outer_original = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, original)
-    theta = rope.number("rope_theta", 1.0001, layout.MAX_THETA, outer_theta)
+    dim = _rotated(fields, rope, config.head_dim, partial)
+    theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, theta)
+    plain = RopeConfig(rope.number("rope_theta", 1.0001, layout.MAX_THETA, theta), dim)
+    outer = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, original)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    result = _SCALINGS[kind](rope, theta, dim, outer_original, context) if kind in _SCALINGS else None
-    if result is None:
+    if kind not in _SCALINGS:
         raise rope.bad("rope_type", f"is {shown(kind)}, which is not supported (only {', '.join(_SCALINGS)})")
+    result = _scaled(rope, plain, _SCALINGS[kind], outer, config.context_length)
     unread = rope.unread()
     if unread:
         raise rope.bad(shown(unread[0])[1:-1], f"is set, which this engine does not support for type {kind}")
@@ -468,62 +400,47 @@ def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None)
     return int(head_dim * rope.number("partial_rotary_factor", 0, 1, outer))
 
 
-def _plain(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
-    return RopeConfig(theta=theta, dim=dim)
+_SCALINGS = {
+    "default": None,
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # as the first files of Phi-3 call it
+}
+"""`rope_type` -> `RopeConfig.scaling`."""
 
 
-def _linear(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
-    return RopeConfig(theta=theta, dim=dim, scaling="linear", factor=rope.number("factor", 1e-6, layout.MAX_SCALE))
+def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | None, context: int) -> RopeConfig:
+    """`plain` with the scaling that `rope` describes.
 
+    outer: the context that the model was trained on first, as it stands outside `rope`; context: the model's own.
+    """
 
-def _original(rope: Fields, outer: int | None, context: int) -> int:
-    """The context the model was trained on first: said inside, outside, or the model's own."""
+    def number(key: str, *default: float | None) -> Any:
+        return rope.number(key, 1e-6, layout.MAX_SCALE, *default)
+
+    if scaling is None:
+        return plain
+    if scaling == "linear":
+        return replace(plain, scaling=scaling, factor=number("factor"))
     inner = rope.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, None)
     if inner is not None and outer is not None and inner != outer:
         raise rope.bad("original_max_position_embeddings", f"is {inner}, but {outer} outside")
-    return int(inner or outer or context)
-
-
-def _llama3(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
-    return RopeConfig(
-        theta=theta,
-        dim=dim,
-        scaling="llama3",
-        factor=rope.number("factor", 1e-6, layout.MAX_SCALE),
-        original_context_length=_original(rope, original, context),
-        low_freq_factor=rope.number("low_freq_factor", 1e-6, layout.MAX_SCALE),
-        high_freq_factor=rope.number("high_freq_factor", 1e-6, layout.MAX_SCALE),
-    )
-
-
-def _yarn(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
-    rope.only("truncate", True)
-    rope.flag("finetuned", False)
-    return RopeConfig(
-        theta=theta,
-        dim=dim,
-        scaling="yarn",
-        factor=rope.number("factor", 1e-6, layout.MAX_SCALE),
-        original_context_length=_original(rope, original, context),
-        beta_fast=rope.number("beta_fast", 1e-6, layout.MAX_SCALE, 32.0),
-        beta_slow=rope.number("beta_slow", 1e-6, layout.MAX_SCALE, 1.0),
-        attention_factor=rope.number("attention_factor", 1e-6, layout.MAX_SCALE, None),
-    )
-
-
-def _longrope(rope: Fields, theta: float, dim: int, original: int | None, context: int) -> RopeConfig:
-    first = _original(rope, original, context)
-    short, long = (_divisors(rope, key, dim // 2) for key in ("short_factor", "long_factor"))
-    return RopeConfig(
-        theta=theta,
-        dim=dim,
-        scaling="longrope",
-        factor=rope.number("factor", 1e-6, layout.MAX_SCALE, context / first),
-        original_context_length=first,
-        attention_factor=rope.number("attention_factor", 1e-6, layout.MAX_SCALE, None),
-        divisors=short,
-        long_divisors=long,
-    )
+    first = inner or outer or context
+    own: dict[str, Any]
+    if scaling == "llama3":
+        own = {"factor": number("factor")} | {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
+    elif scaling == "yarn":
+        rope.only("truncate", True)
+        rope.flag("finetuned", False)
+        own = {"factor": number("factor"), "attention_factor": number("attention_factor", None)}
+        own |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
+    else:
+        own = {"factor": number("factor", context / first), "attention_factor": number("attention_factor", None)}
+        names = {"divisors": "short_factor", "long_divisors": "long_factor"}
+        own |= {name: _divisors(rope, key, plain.dim // 2) for name, key in names.items()}
+    return replace(plain, scaling=scaling, original_context_length=first, **own)
 
 
 def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
@@ -532,13 +449,3 @@ def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
     if not right or not all(type(one) in (int, float) and 1e-6 < one < layout.MAX_SCALE for one in values):
         raise rope.bad(key, f"is not a list of {count} positive numbers")
     return tuple(map(float, values))
-
-
-_SCALINGS = {
-    "default": _plain,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "su": _longrope,  # as the first files of Phi-3 call it
-}

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import BLOCK_TYPES, BlockType
+from powerinfer.formats.tensors import RawTensor
 
 # Far above any real model, far below what would be expensive: the largest vocabularies have about 1e6 tokens and
 # merges.
@@ -53,19 +53,9 @@ _NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {  # metadata type ->
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """A tensor of the file: `shape` in numpy order (slowest first), `data` its bytes, uint8 1-D, read-only."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: BlockType
-    data: NDArray[np.uint8]
-
-
 @dataclass(frozen=True)
 class GGUFFile:
-    """Metadata (Python numbers, strings, lists) and tensors of a model, all its parts joined.
+    """Metadata (Python numbers, strings, lists) and tensors of a model, all its parts joined; data is read-only.
 
     magic: "GGUF", or "PWRI" for one of PowerInfer's own.
     """
@@ -73,7 +63,7 @@ class GGUFFile:
     path: Path
     version: int
     metadata: dict[str, Any]
-    tensors: dict[str, GGUFTensor]
+    tensors: dict[str, RawTensor]
     files: list[MappedFile] = field(repr=False)
     magic: str = "GGUF"
 
@@ -271,7 +261,7 @@ def _read_part(path: Path) -> GGUFFile:
     _check_layout(header, entries, file.size - start, alignment)
     data = file.view()[start:] if entries else np.empty(0, np.uint8)
     tensors = {
-        entry.name: GGUFTensor(entry.name, entry.shape, entry.type, data[entry.offset : entry.offset + entry.nbytes])
+        entry.name: RawTensor(entry.type.name, entry.shape, data[entry.offset : entry.offset + entry.nbytes])
         for entry in entries
     }
     return GGUFFile(path, version, metadata, tensors, [file], magic.decode())

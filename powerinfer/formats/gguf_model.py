@@ -16,7 +16,7 @@ from powerinfer.config import ACTIVATIONS, AttentionConfig, FfnConfig, LayerConf
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.gguf import GGUFFile, GGUFTensor
+from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import Fused, Names, Source, collect, printable
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
@@ -107,11 +107,7 @@ def open_gguf(file: GGUFFile) -> Source:
 def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     """The tensors under the names of the file, without those that became part of the configuration."""
     read = [f"{name}.weight" for name in _DIVISORS] if config.ropes else []
-    return {name: _raw(tensor) for name, tensor in file.tensors.items() if name not in read}
-
-
-def _raw(tensor: GGUFTensor) -> RawTensor:
-    return RawTensor(tensor.type.name, tensor.shape, tensor.data)
+    return {name: tensor for name, tensor in file.tensors.items() if name not in read}
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
@@ -135,10 +131,10 @@ def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
     tensor = file.tensors.get(f"{name}.weight")
     if tensor is None:
         return ()
-    if tensor.shape != (dim // 2,) or tensor.type.name not in FLOAT_TYPES:
+    if tensor.shape != (dim // 2,) or tensor.type not in FLOAT_TYPES:
         raise ModelError(f"{file.path}: {name}.weight is not {dim // 2} numbers")
     file.check()
-    values = _raw(tensor).float32()
+    values = tensor.float32()
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ModelError(f"{file.path}: {name}.weight holds values that are not positive numbers")
     return tuple(map(float, values))
@@ -282,7 +278,7 @@ def _vocabulary(file: GGUFFile, fields: Fields) -> int:
 
 
 def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> RopeConfig:
-    interleaved, dim = family.interleaved, head_dim
+    dim = head_dim
     if family.partial:
         dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
     fields.only("rope.dimension_count", dim)
@@ -306,7 +302,7 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
     divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
     if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
         raise ModelError(f"{fields.where}: has both rope_freqs.weight and RoPE scaling {kind!r}")
-    plain = RopeConfig(theta=theta, dim=dim, interleaved=interleaved, divisors=divisors)
+    plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
     if short and long:
         context = fields.integer("context_length", 1, layout.MAX_CONTEXT)
         return replace(
@@ -321,10 +317,8 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
     if short or long or kind == "longrope":
         raise ModelError(f"{fields.where}: has not both rope_factors_short.weight and rope_factors_long.weight")
     if kind == "yarn":
-        return RopeConfig(
-            theta=theta,
-            dim=dim,
-            interleaved=interleaved,
+        return replace(
+            plain,
             scaling="yarn",
             factor=factor,
             original_context_length=original or fields.integer("context_length", 1, layout.MAX_CONTEXT),
@@ -336,7 +330,7 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
         raise fields.bad("rope.scaling.attn_factor", f"is {gain:g}, which this engine supports for yarn scaling only")
     if kind == "none" or factor == 1:
         return plain
-    return RopeConfig(theta=theta, dim=dim, interleaved=interleaved, scaling="linear", factor=factor)
+    return replace(plain, scaling="linear", factor=factor)
 
 
 def _ffn_sizes(fields: Fields, n_layers: int) -> list[int]:

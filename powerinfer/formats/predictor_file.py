@@ -1,4 +1,4 @@
-"""Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [d_ff, rank].
+"""Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [neurons, rank].
 
 A layer's rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of
 blocks are stored as U8 [rows, row_bytes].
@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
+from powerinfer.config import ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import Between, Count, Share
@@ -66,7 +67,7 @@ class _Training:
 @dataclass(frozen=True)
 class _Description:
     d_model: int
-    d_ff: int
+    neurons: list[int]
     type: str
     layers: list[_LayerDescription]
     training: _Training | None = None
@@ -74,7 +75,7 @@ class _Description:
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """A layer's predictor and its weights: inner [rank, d_model] and outer [d_ff, rank], views of the mapped file."""
+    """A layer's predictor and its weights, views of a mapped file: inner [rank, d_model] and outer [neurons, rank]."""
 
     predictor: Predictor
     inner: RawTensor
@@ -112,7 +113,7 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
-    for name, size in (("d_model", config.d_model), ("d_ff", config.widest_ffn)):
+    for name, size in (("d_model", config.d_model), ("neurons", list(config.ffn_sizes))):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     about = place.described(_Description, description)
@@ -124,11 +125,11 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = []
     for layer, one in enumerate(about.layers):
-        if one.rank % block or one.floor > config.widest_ffn:
+        if one.rank % block or one.floor > config.ffn_sizes[layer]:
             raise place.bad(f"has a rank of {one.rank} and a floor of {one.floor} in layer {layer}, which cannot be")
         predictor = Predictor(one.rank, one.threshold, one.floor)
         weights = []
-        for name, shape in _shapes(layer, predictor.rank, config.d_model, config.widest_ffn):
+        for name, shape in _shapes(config, layer, predictor.rank):
             tensor = place.holds(tensors, name, *_stored(type_name, shape))
             weights.append(RawTensor(type_name, shape, tensor.data))
         layers.append(LayerPredictor(predictor, *weights))
@@ -148,8 +149,8 @@ def write_predictor(
 ) -> Path:
     """Write the predictors of a model; the path of the file.
 
-    layers: one for each layer; weights: of each layer in order, inner [rank, d_model] and outer [d_ff, rank], float32,
-    consumed one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0, d_model and
+    layers: one for each layer; weights: of each layer in order, inner [rank, d_model] and outer [neurons, rank],
+    float32, consumed one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0, d_model and
     the ranks must be multiples of 32. training: what `PredictorFile.training` will be, values of JSON. ModelError for
     values that the type cannot hold, PowerInferError if the file cannot be written.
     """
@@ -157,12 +158,12 @@ def write_predictor(
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
     description = {
         "d_model": config.d_model,
-        "d_ff": config.widest_ffn,
+        "neurons": list(config.ffn_sizes),
         "type": type_name,
         "layers": [{**asdict(one), "threshold": float(one.threshold)} for one in layers],
         **({} if training is None else {"training": dict(training)}),
     }
-    names = [list(_shapes(n, one.rank, config.d_model, config.widest_ffn)) for n, one in enumerate(layers)]
+    names = [list(_shapes(config, n, one.rank)) for n, one in enumerate(layers)]
     tensors = [(name, *_stored(type_name, shape)) for pair in names for name, shape in pair]
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     with place.write(description, tensors) as write:
@@ -176,9 +177,9 @@ def write_predictor(
     return place.path
 
 
-def _shapes(layer: int, rank: int, d_model: int, d_ff: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    yield f"layers.{layer}.in", (rank, d_model)
-    yield f"layers.{layer}.out", (d_ff, rank)
+def _shapes(config: ModelConfig, layer: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield f"layers.{layer}.in", (rank, config.d_model)
+    yield f"layers.{layer}.out", (config.ffn_sizes[layer], rank)
 
 
 def _stored(type_name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int]]:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,20 +48,6 @@ Tensor = tuple[str, str, tuple[int, ...]]
 
 Write = Callable[[str, Bytes], None]
 """write(name, data): the bytes of a tensor, uint8; in the announced order, in as many pieces as one likes."""
-
-
-class Filling(Protocol):
-    """A file whose bytes are put where they belong, in any order."""
-
-    resumed: bool  # it continues the file of an earlier process
-
-    def put(self, name: str, at: int, data: Bytes) -> None:
-        """The bytes of a tensor from byte `at` on, uint8, contiguous; they may be put again."""
-        ...
-
-    def sync(self) -> None:
-        """Bring to the disk what was put so far."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +162,39 @@ class PreparedFile:
         PowerInferError, one line, when the folder cannot be written or the disk is full; then, and on any other error
         or Ctrl-C, no partial file remains and an existing file stays unchanged.
         """
-        writer = _Writer(self.path, self._header(description, tensors))
-        try:
-            writer.open()
-            yield writer.write
-            writer.finish()
-        finally:
-            writer.close()
+        left = deque(name for name, _, _ in tensors)
+        at = 0  # of the current tensor's bytes
+
+        def write(name: str, data: Bytes) -> None:
+            nonlocal at
+            assert left and name == left[0], f"{name} comes out of order"
+            part.put(name, at, np.ascontiguousarray(data))
+            at += data.nbytes
+            if at == part.sizes[name]:
+                left.popleft()
+                at = 0
+
+        with self.fill(description, tensors, keep=False) as part:
+            yield write
+            assert not left, f"{left[0]} is not complete"
 
     @contextmanager
-    def fill(self, description: dict[str, Any], tensors: Sequence[Tensor], resume: bool = False) -> Iterator[Filling]:
+    def fill(
+        self, description: dict[str, Any], tensors: Sequence[Tensor], resume: bool = False, keep: bool = True
+    ) -> Iterator[PartFile]:
         """Write the file in any order while the block runs; it takes its place at the block's end, unless that raised.
 
-        Bytes that are not written are zero. Unlike with `write`, NAME.part remains if the block ends early, and
-        `resume` continues it if it has the same description and tensors: see `resumed`. The space is allocated at the
-        start: PowerInferError, without a partial file, if the disk is too small.
+        Bytes that are not written are zero. keep: NAME.part remains if the block ends early, and `resume` continues it
+        if it has the same description and tensors: see `resumed`; its space is allocated at the start. PowerInferError,
+        without a partial file, if the disk is too small.
         """
-        filler = _Filler(self.path, self._header(description, tensors))
+        part = PartFile(self.path, *self._header(description, tensors))
         try:
-            filler.open(resume)
-            yield filler
-            filler.finish()
+            part.open(resume, keep)
+            yield part
+            part.finish()
         finally:
-            filler.close()
+            part.close(keep)
 
     def remove(self) -> None:
         """Remove the file and what `fill` left of one; PowerInferError where that cannot be done."""
@@ -215,7 +211,7 @@ class PreparedFile:
         except OSError as error:
             raise PowerInferError(f"cannot remove {path} ({error.strerror or error})") from None
 
-    def _header(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> _Header:
+    def _header(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
         whole = {
             "format": self.kind.format,
             "kind": self.kind.name,
@@ -239,20 +235,14 @@ def _is_padding(name: str, tensor: RawTensor) -> bool:
 # ---------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    raw: bytes  # the length, the JSON text and padding
-    sizes: tuple[tuple[str, int], ...]  # (name, bytes) of each tensor, those that only pad included
+def _header(description: str, tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
+    """What a file of these tensors begins with, and the bytes of each tensor in their order, padding included.
 
-    @property
-    def file_bytes(self) -> int:
-        return len(self.raw) + sum(nbytes for _, nbytes in self.sizes)
-
-
-def _header(description: str, tensors: Sequence[Tensor]) -> _Header:
-    """The header of a file of these tensors. A tensor of U8 goes behind one that does not end at a whole line."""
+    The header is the length of the JSON text, the text and spaces. Where a tensor does not end at a whole line, one of
+    U8 comes behind it.
+    """
     header: dict[str, Any] = {"__metadata__": {_METADATA: description}}
-    sizes: list[tuple[str, int]] = []
+    sizes: dict[str, int] = {}
     at = 0
 
     def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:
@@ -261,7 +251,7 @@ def _header(description: str, tensors: Sequence[Tensor]) -> _Header:
         nbytes = _ELEMENT[dtype] * math.prod(shape)
         assert nbytes > 0, f"{name} is empty"
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        sizes.append((name, nbytes))
+        sizes[name] = nbytes
         at += nbytes
 
     for name, dtype, shape in tensors:
@@ -271,7 +261,7 @@ def _header(description: str, tensors: Sequence[Tensor]) -> _Header:
         add(name, dtype, shape)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return _Header(len(text).to_bytes(8, "little") + text, tuple(sizes))
+    return len(text).to_bytes(8, "little") + text, sizes
 
 
 def write_small(path: Path, data: bytes) -> None:
@@ -283,9 +273,8 @@ def write_small(path: Path, data: bytes) -> None:
     part = path.with_name(path.name + ".part")
     fd = _open_alone(part)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        os.ftruncate(fd, 0)
+        _write_all(fd, data)
         os.fsync(fd)
         os.replace(part, path)
     except BaseException:
@@ -297,16 +286,56 @@ def write_small(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-class _Part:
-    """A file that is written under NAME.part and renamed when it is complete."""
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
-    def __init__(self, path: Path, header: _Header) -> None:
+
+class PartFile:
+    """A file that is written under NAME.part and renamed when it is complete. `close` may be called at any time.
+
+    sizes: bytes of each tensor; resumed: it continues the file of an earlier process.
+    """
+
+    def __init__(self, path: Path, header: bytes, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.resumed = False
         self._path = path
         self._part = path.with_name(path.name + ".part")
         self._header = header
+        *starts, self._bytes = accumulate(sizes.values(), initial=len(header))
+        self._starts = dict(zip(sizes, starts, strict=True))
         self._fd = -1
+        self._failed = False
 
-    def _take_place(self) -> None:
+    def open(self, resume: bool, reserve: bool) -> None:
+        """Begin the file, or go on with it. reserve: allocate all of it, so that later no `put` finds the disk full."""
+        with self._file_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = _open_alone(self._part)
+            self.resumed = resume and self._is_ours()
+            if not self.resumed:
+                os.ftruncate(self._fd, 0)
+                self._check_space()
+                if reserve:
+                    self._reserve()
+                self._put(self._header, 0)
+
+    def put(self, name: str, at: int, data: Bytes) -> None:
+        """The bytes of a tensor from byte `at` on, uint8, contiguous; they may be put again."""
+        assert data.dtype == np.uint8 and data.flags.c_contiguous and at >= 0, name
+        assert at + data.nbytes <= self.sizes[name], f"{name} is longer than announced"
+        with self._file_errors():
+            self._put(data.reshape(-1).data, self._starts[name] + at)
+
+    def sync(self) -> None:
+        """Bring to the disk what was put so far."""
+        with self._file_errors():
+            os.fsync(self._fd)
+
+    def finish(self) -> None:
+        """Rename it: it is complete."""
         with self._file_errors():
             os.fsync(self._fd)
             os.replace(self._part, self._path)
@@ -314,154 +343,58 @@ class _Part:
             os.close(fd)
             _sync_folder(self._path.parent)
 
-    def _check_space(self) -> None:
-        """Fail before the work, not after, where the disk is known to be too small."""
-        from shutil import disk_usage
-
-        usage = disk_usage(self._path.parent)
-        if usage.total and usage.free < self._header.file_bytes:  # some file systems report 0 of 0
-            why = f"{self._header.file_bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
-            raise OSError(errno.ENOSPC, why)
+    def close(self, keep: bool) -> None:
+        """Close it. Unless it was finished it is removed, or with `keep` only where writing failed."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            if self._failed or not keep:
+                with suppress(OSError):
+                    self._part.unlink()  # before unlocking: another process may use the name at once
+            os.close(fd)
 
     @contextmanager
     def _file_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            self._failed = True
             raise PowerInferError(
                 f"cannot write {self._path} ({error.strerror or error}); --prepared PATH chooses another folder"
             ) from error
 
-
-class _Filler(_Part):
-    """A file that is written in any order, by one process after another. `close` may be called at any time."""
-
-    def __init__(self, path: Path, header: _Header) -> None:
-        super().__init__(path, header)
-        self.resumed = False
-        self._failed = False
-        sizes = list(header.sizes)
-        starts = accumulate((nbytes for _, nbytes in sizes), initial=len(header.raw))
-        self._places = {name: (start, nbytes) for (name, nbytes), start in zip(sizes, starts, strict=False)}
-
-    def open(self, resume: bool) -> None:
-        with self._file_errors():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = _open_alone(self._part, empty=False)
-            self.resumed = resume and self._is_ours()
-            if not self.resumed:
-                os.ftruncate(self._fd, 0)
-                self._check_space()
-                self._reserve()
-                self._put(self._header.raw, 0)
-
-    def put(self, name: str, at: int, data: Bytes) -> None:
-        start, nbytes = self._places[name]
-        assert data.dtype == np.uint8 and data.flags.c_contiguous and 0 <= at <= at + data.nbytes <= nbytes, name
-        with self._file_errors():
-            self._put(data.reshape(-1).data, start + at)
-
-    def sync(self) -> None:
-        with self._file_errors():
-            os.fsync(self._fd)
-
-    def finish(self) -> None:
-        self._take_place()
-
-    @contextmanager
-    def _file_errors(self) -> Iterator[None]:
-        try:
-            with super()._file_errors():
-                yield
-        except PowerInferError:
-            self._failed = True
-            raise
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            if self._failed:
-                with suppress(OSError):
-                    self._part.unlink()  # as `_Writer.close`
-            os.close(fd)
-
     def _is_ours(self) -> bool:
         """Whether the part is one of this very file."""
-        if os.fstat(self._fd).st_size != self._header.file_bytes:
+        if os.fstat(self._fd).st_size != self._bytes:
             return False
         with open(self._part, "rb") as file:
-            return file.read(len(self._header.raw)) == self._header.raw
+            return file.read(len(self._header)) == self._header
+
+    def _check_space(self) -> None:
+        """Fail before the work, not after, where the disk is known to be too small."""
+        from shutil import disk_usage
+
+        usage = disk_usage(self._path.parent)
+        if usage.total and usage.free < self._bytes:  # some file systems report 0 of 0
+            why = f"{self._bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
+            raise OSError(errno.ENOSPC, why)
 
     def _reserve(self) -> None:
-        """Give the file its length, and its blocks where the system can: later no `put` finds the disk full."""
-        os.ftruncate(self._fd, self._header.file_bytes)
+        """Give the file its length, and its blocks where the system can."""
+        os.ftruncate(self._fd, self._bytes)
         if hasattr(os, "posix_fallocate"):
             try:
-                os.posix_fallocate(self._fd, 0, self._header.file_bytes)
+                os.posix_fallocate(self._fd, 0, self._bytes)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise  # else: a file system that cannot reserve
 
     def _put(self, data: bytes | memoryview, at: int) -> None:
-        view = memoryview(data)
         os.lseek(self._fd, at, os.SEEK_SET)
-        while view:
-            view = view[os.write(self._fd, view) :]
+        _write_all(self._fd, data)
 
 
-class _Writer(_Part):
-    """A file that is written from beginning to end. `close` may be called whatever happened before."""
-
-    def __init__(self, path: Path, header: _Header) -> None:
-        super().__init__(path, header)
-        self._rest = deque(header.sizes)
-        self._name = ""  # the current tensor
-        self._left = 0  # its remaining bytes
-
-    def open(self) -> None:
-        with self._file_errors():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = _open_alone(self._part)
-            self._check_space()
-        self._put(self._header.raw)
-        self._advance()
-
-    def write(self, name: str, data: Bytes) -> None:
-        assert name == self._name, f"{name} comes in the place of {self._name}"
-        assert data.dtype == np.uint8 and data.nbytes <= self._left, f"{name} is longer than announced"
-        self._put(np.ascontiguousarray(data).reshape(-1).data)
-        self._left -= data.nbytes
-        self._advance()
-
-    def finish(self) -> None:
-        assert not self._left and not self._rest, f"{self._name} is not the last tensor, or not complete"
-        self._take_place()
-
-    def close(self) -> None:
-        """Remove what was not finished."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                self._part.unlink()  # before unlocking: another process may use the name at once
-            os.close(fd)
-
-    def _advance(self) -> None:
-        """Where a tensor is complete, go on to the next; one that only pads is written on the way."""
-        while self._left == 0 and self._rest:
-            self._name, self._left = self._rest.popleft()
-            if self._name.startswith(_PADDING):
-                self._put(bytes(self._left))
-                self._left = 0
-
-    def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        with self._file_errors():
-            while view:
-                view = view[os.write(self._fd, view) :]
-
-
-def _open_alone(part: Path, empty: bool = True) -> int:
-    """A descriptor of the file, locked, and emptied of what a killed process left. The lock dies with us.
+def _open_alone(part: Path) -> int:
+    """A descriptor of the file, locked; it may hold what a killed process left. The lock dies with us.
 
     PowerInferError if another process is writing it. A symbolic link in a model's folder is not followed.
     """
@@ -475,8 +408,6 @@ def _open_alone(part: Path, empty: bool = True) -> int:
             with suppress(FileNotFoundError):
                 # Another process may have finished and renamed the file meanwhile.
                 if os.path.samestat(os.fstat(fd), os.stat(part)):
-                    if empty:
-                        os.ftruncate(fd, 0)
                     return fd
         except BaseException:
             os.close(fd)

@@ -1,8 +1,8 @@
 """Profiles on disk: how often each neuron of a model fires.
 
-For each layer `layers.N.counts` I64 [corpora, d_ff], tokens that the neuron fired for, and `layers.N.active` I64 [101],
-tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds are in the file's
-description, and under "about" how it was made.
+For each layer `layers.N.counts` I64 [corpora, neurons], tokens that the neuron fired for, and `layers.N.active` I64
+[101], tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds are in the
+file's description, and under "about" how it was made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Corpus:
 @dataclass(frozen=True)
 class _Description:
     n_layers: int
-    d_ff: int
+    neurons: list[int]
     corpora: Annotated[list[_Corpus], Length(1 << 12, least=1)]
     reuse: list[Share]
     thresholds: list[Annotated[float, Between(0, 1e30)]] | None
@@ -68,8 +68,8 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
     """The same with its path and how it was made."""
     place = PreparedFile(PROFILE, checkpoint, prepared)
     description, tensors, file = place.read()
-    layers, d_ff = checkpoint.config.n_layers, checkpoint.config.widest_ffn
-    for name, size in (("d_ff", d_ff), ("n_layers", layers)):
+    layers, sizes = checkpoint.config.n_layers, checkpoint.config.ffn_sizes
+    for name, size in (("neurons", list(sizes)), ("n_layers", layers)):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     about = place.described(_Description, description)
@@ -81,7 +81,7 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
     active: list[Counts] = []
     file.check()
     for layer in range(layers):
-        counts = _taken(place, tensors, f"layers.{layer}.counts", (len(names), d_ff))
+        counts = _taken(place, tensors, f"layers.{layer}.counts", (len(names), sizes[layer]))
         if (counts < 0).any() or (counts > np.array(tokens)[:, None]).any():
             raise place.bad(f"counts more or less tokens in layer {layer} than there were")
         histogram = _taken(place, tensors, f"layers.{layer}.active", (BINS,))
@@ -91,9 +91,7 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
         active.append(histogram)
     place.holds_no_more(tensors)
     total = tuple(counts.sum(axis=0) for counts in each)
-    profile = Profile(
-        sum(tokens), d_ff, total, names, tokens, tuple(each), tuple(active), tuple(about.reuse), thresholds
-    )
+    profile = Profile(sum(tokens), total, names, tokens, tuple(each), tuple(active), tuple(about.reuse), thresholds)
     return ProfileFile(profile, about.about, place.path)
 
 
@@ -103,10 +101,10 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
     about: how it was made, values of JSON. PowerInferError if it cannot be written.
     """
     config = checkpoint.config
-    assert (profile.n_layers, profile.d_ff) == (config.n_layers, config.widest_ffn) and profile.corpora
+    assert profile.sizes == config.ffn_sizes and profile.corpora
     description = {
         "n_layers": config.n_layers,
-        "d_ff": config.widest_ffn,
+        "neurons": list(config.ffn_sizes),
         "corpora": [
             {"name": name, "tokens": tokens}
             for name, tokens in zip(profile.corpora, profile.corpus_tokens, strict=True)

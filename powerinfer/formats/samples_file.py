@@ -1,8 +1,8 @@
 """Samples on disk: what a layer's predictor reads for a token, and the neurons that fire for it.
 
 For each layer `layers.N.x` F16 [rows, d_model], the residual stream before the FFN's norm (where attention and FFN read
-the same, the layer's input), clipped to the range of F16, and `layers.N.active` U8 [rows, ceil(d_ff / 8)]: bit i % 8 of
-byte i // 8 is neuron i. Rows are in the order of the text, and row r of every layer is the same token. `windows` I64
+the same, the layer's input), clipped to the range of F16, and `layers.N.active` U8 [rows, ceil(neurons / 8)]: bit i % 8
+of byte i // 8 is neuron i. Rows are in the order of the text, and row r of every layer is the same token. `windows` I64
 [number] holds the first row of each window of text, so that whole windows can be held out.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.mapped import MappedFile
-from powerinfer.formats.prepared import SAMPLES, Filling, PreparedFile
+from powerinfer.formats.prepared import SAMPLES, PartFile, PreparedFile
 from powerinfer.formats.quant import Bytes, Float32
 
 _F16_MAX = 65504.0
@@ -36,8 +36,8 @@ class _Description:
 class SamplesFile:
     """The samples of a model, mapped; call `file.check()` before they are read.
 
-    layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(d_ff / 8)]), read-only views; windows:
-    int64, the first row of each window, ascending from 0; about: how they were made.
+    layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only views;
+    windows: int64, the first row of each window, ascending from 0; about: how they were made.
     """
 
     rows: int
@@ -55,7 +55,7 @@ class SamplesFile:
 def row_bytes(checkpoint: Checkpoint) -> int:
     """Bytes that one row takes, of all layers together."""
     config = checkpoint.config
-    return config.n_layers * (2 * config.d_model + -(-config.widest_ffn // 8))
+    return sum(2 * config.d_model + -(-size // 8) for size in config.ffn_sizes)
 
 
 def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> SamplesFile:
@@ -90,23 +90,23 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
 class SamplesWriter:
     """Where `write_samples` takes rows. resumed: it goes on with what an earlier process put."""
 
-    def __init__(self, checkpoint: Checkpoint, filling: Filling) -> None:
+    def __init__(self, checkpoint: Checkpoint, part: PartFile) -> None:
         self._checkpoint = checkpoint
-        self._filling = filling
-        self.resumed = filling.resumed
+        self._part = part
+        self.resumed = part.resumed
 
     def put(self, layer: int, first: int, x: Float32, active: Bytes) -> None:
-        """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 [n, ceil(d_ff / 8)]."""
+        """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 [n, ceil(neurons / 8)]."""
         shapes = [(name, shape[1]) for name, _, shape in _of_layer(self._checkpoint, layer, 1)]
         halves = np.ascontiguousarray(np.clip(x, -_F16_MAX, _F16_MAX), "<f2")
         for (name, width), values in zip(shapes, (halves, np.ascontiguousarray(active)), strict=True):
             assert values.shape == (len(x), width), (name, values.shape)
             data = values.reshape(-1).view(np.uint8)
-            self._filling.put(name, first * width * values.itemsize, data)
+            self._part.put(name, first * width * values.itemsize, data)
 
     def sync(self) -> None:
         """Bring to the disk what was put so far."""
-        self._filling.sync()
+        self._part.sync()
 
 
 @contextmanager
@@ -128,9 +128,9 @@ def write_samples(
     tensors = [one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, rows)]
     place = PreparedFile(SAMPLES, checkpoint, prepared)
     description = {"rows": rows, "about": dict(about)}
-    with place.fill(description, [*tensors, ("windows", "I64", windows.shape)], resume) as filling:
-        filling.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
-        yield SamplesWriter(checkpoint, filling)
+    with place.fill(description, [*tensors, ("windows", "I64", windows.shape)], resume) as part:
+        part.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
+        yield SamplesWriter(checkpoint, part)
 
 
 def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:
@@ -138,5 +138,5 @@ def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, 
     config = checkpoint.config
     return [
         (f"layers.{layer}.x", "F16", (rows, config.d_model)),
-        (f"layers.{layer}.active", "U8", (rows, -(-config.widest_ffn // 8))),
+        (f"layers.{layer}.active", "U8", (rows, -(-config.ffn_sizes[layer] // 8))),
     ]

@@ -53,13 +53,20 @@ _TEKKEN = PreTokenizer(
     ignore_merges=True,
     add_bos=True,
 )
+_GPT4O = PreTokenizer(
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
+    r"|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+"
+)
 PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "gpt2", "default"), _GPT2),
+    **dict.fromkeys(("gpt-2", "gpt2", "default", "olmo"), _GPT2),
     "smollm": _SMOLLM,
     "falcon": _FALCON,
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
+    "dbrx": PreTokenizer(_LLAMA3.pattern),  # OLMo 2 and 3, Phi-4
+    "gpt-4o": _GPT4O,  # Phi-4-mini
 }
 
 

@@ -252,7 +252,7 @@ class _CpuSamples(Samples):
                 # predictor's guesses are about normal, of variance 1/2.
                 quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
                 predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
-                executor.sparsify(layer, owned(bundles), layout, most=quantile, predictor=predictor)
+                executor.sparsify(layer, owned(bundles), layout, threshold=quantile, predictor=predictor)
             ways = {
                 "exact": Group(d_model, "exact", type_name, gate.data.nbytes),
                 "predicted": Group(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),

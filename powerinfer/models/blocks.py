@@ -198,13 +198,13 @@ def _bundled(
     biases: Sequence[Vector],
     out_norm: _native.Norm | None,
 ) -> None:
-    bundles, most = neurons.bundles, neurons.threshold(layer)
+    bundles, threshold = neurons.bundles, neurons.threshold(layer)
     assert bundles is not None
     bundles.file.check()
     weights = None if neurons.predictors is None else neurons.predictors(layer)
     norms: dict[str, Any] = {"norm": norm, "out_norm": out_norm}
     rows = bundles.copied(layer)
-    executor.bundled_ffn(layer, bundles.layout, rows, **norms, biases=biases, most=most, predictor=weights)
+    executor.bundled_ffn(layer, bundles.layout, rows, **norms, biases=biases, threshold=threshold, predictor=weights)
 
 
 def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:

@@ -149,7 +149,7 @@ def in_ram(
     scratch = model.scratch_bytes(work.tokens, work.requests)
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config.d_model, config.widest_ffn) + 4 * work.tokens * config.d_model
-        scratch += layers * 2 * 8 * config.widest_ffn
+        scratch += 2 * 8 * sum(config.ffn_sizes[:layers])
     held = {
         "runtime": RUNTIME_BYTES + (host_bytes if layers else 0),
         "scratch": scratch,

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +90,7 @@ def expected(
     needs it: 1 - (1 - p) ** batch. A dReLU's gate and up are assumed to fire independently and equally often: p(gate)
     is the root of p(active).
     """
-    groups = -(-profile.d_ff // group)
+    groups = -(-max(profile.sizes) // group)
     starts = np.arange(groups) * group
     sums = np.zeros((profile.n_layers, groups + 1, len(_KINDS)))
     idle = np.ones((profile.n_layers, groups + 1))
@@ -100,10 +101,16 @@ def expected(
         guessed = _any(np.minimum(1.0, selected[layer] * p), batch)
         shared = _groups_read(_any(profile.fraction(layer), batch))[order[layer]]
         for kind, values in enumerate((np.ones_like(p), guessed, fired, active, shared)):
-            sums[layer, 1:, kind] = np.cumsum(np.add.reduceat(values, starts))
-        silent = np.add.reduceat(np.log1p(-np.minimum(guessed, 1 - 1e-15)), starts)
+            sums[layer, 1:, kind] = np.cumsum(by_group(values, starts))
+        silent = by_group(np.log1p(-np.minimum(guessed, 1 - 1e-15)), starts)
         idle[layer, :-1] = np.exp(np.cumsum(silent[::-1])[::-1])
     return Expected(sums, idle)
+
+
+def by_group(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[Any]:
+    """Sums of the values from each start up to the next; 0 for groups that a smaller layer does not have."""
+    missing = max(0, int(starts[-1]) + 1 - len(values))
+    return np.asarray(np.add.reduceat(np.pad(values, (0, missing)), starts))
 
 
 def _any(p: Float64, batch: int) -> Float64:

@@ -105,7 +105,7 @@ class PlanRequest:
         """RequestError for contradictory options."""
         config = self.model.config
         assert self.selector in cost.WAYS and self.policy in POLICIES
-        assert (self.profile.n_layers, self.profile.d_ff) == (config.n_layers, config.widest_ffn)
+        assert self.profile.sizes == config.ffn_sizes
         if not 0 < self.context <= config.context_length:
             limit = f"{self.model.name} takes 1 to {config.context_length}"
             raise RequestError(f"--context {self.context}: {limit} tokens")
@@ -205,13 +205,13 @@ class Plan:
     @property
     def neurons(self) -> list[dict[Tier, int]]:
         """For each layer, how many neurons are placed where."""
-        d_ff = self.request.profile.d_ff
+        sizes = self.request.profile.sizes
         if not self.claims.bundles:
-            return [{Tier.GPU: 0, Tier.CPU: d_ff, Tier.DISK: 0} for _ in self.choice.gpu]
+            return [{Tier.GPU: 0, Tier.CPU: size, Tier.DISK: 0} for size in sizes]
         result = []
-        for gpu, kept in zip(self.choice.gpu, self.choice.kept, strict=True):
-            on_gpu, in_memory = min(gpu * GROUP, d_ff), min(kept * GROUP, d_ff)
-            result.append({Tier.GPU: on_gpu, Tier.CPU: in_memory - on_gpu, Tier.DISK: d_ff - in_memory})
+        for size, gpu, kept in zip(sizes, self.choice.gpu, self.choice.kept, strict=True):
+            on_gpu, in_memory = min(gpu * GROUP, size), min(kept * GROUP, size)
+            result.append({Tier.GPU: on_gpu, Tier.CPU: in_memory - on_gpu, Tier.DISK: size - in_memory})
         return result
 
     @property
@@ -247,7 +247,7 @@ class Plan:
                 held[Tier.GPU] = claims.gpu_neuron * first + model.gpu_shared * here
                 held[Tier.CPU] = claims.cpu_neuron * neurons[Tier.CPU] + bundles.shared_bytes * there
             elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
-                held[Tier.CPU] = n_groups(model.config.widest_ffn) * bundles.group_bytes
+                held[Tier.CPU] = n_groups(model.config.ffn_sizes[layer]) * bundles.group_bytes
             result.append(held)
         return result
 
@@ -271,13 +271,12 @@ class Plan:
     def placement(self, profile: Profile) -> Placement:
         """The tier of every neuron. profile: the one that the plan was made from."""
         assert profile.digest == self.request.profile.digest
-        groups = -(-profile.d_ff // GROUP)
-        numbers = np.arange(groups)
+        numbers = [np.arange(-(-size // GROUP)) for size in profile.sizes]
         tiers = tuple(
-            np.where(numbers < gpu, Tier.GPU, np.where(numbers < kept, Tier.CPU, Tier.DISK)).astype(np.int8)
-            for gpu, kept in zip(self.choice.gpu, self.choice.kept, strict=True)
+            np.where(own < gpu, Tier.GPU, np.where(own < kept, Tier.CPU, Tier.DISK)).astype(np.int8)
+            for own, gpu, kept in zip(numbers, self.choice.gpu, self.choice.kept, strict=True)
         )
-        return Placement(profile.d_ff, GROUP, tiers, tuple(_orders(self.request, self.choice.policy)))
+        return Placement(profile.sizes, GROUP, tiers, tuple(_orders(self.request, self.choice.policy)))
 
     def document(self, path: Path | None = None) -> PlanDocument:
         """The plan as a document; path: of its file."""
@@ -400,7 +399,7 @@ def _orders(request: PlanRequest, policy: str) -> list[Indices]:
     if policy != "random":
         return [profile.order(layer) for layer in range(profile.n_layers)]
     rng = np.random.default_rng(request.seed)
-    return [rng.permutation(profile.d_ff).astype(np.int32) for _ in range(profile.n_layers)]
+    return [rng.permutation(size).astype(np.int32) for size in profile.sizes]
 
 
 def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> _Tables:
@@ -444,7 +443,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
     mass = np.zeros((layers, groups + 1))
     for layer, order in enumerate(orders):
-        each = np.add.reduceat(request.profile.counts[layer][order], np.arange(groups) * GROUP)
+        each = cost.by_group(request.profile.counts[layer][order], np.arange(groups) * GROUP)
         mass[layer, 1:] = np.cumsum(each)
     work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
     return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims, cpu), mass, work)
@@ -588,7 +587,8 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
     groups = tables.costs.shape[1] - 1
     missing = groups * config.n_layers - sum(choice.kept)
     if claims.bundles and missing:
-        on_disk = sum(max(0, config.widest_ffn - kept * GROUP) for kept in choice.kept) * request.model.bundles.stride
+        left = (max(0, n - kept * GROUP) for n, kept in zip(config.ffn_sizes, choice.kept, strict=True))
+        on_disk = sum(left) * request.model.bundles.stride
         reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
         in_ram = (groups * config.n_layers - sum(choice.gpu)) * GROUP * claims.cpu_neuron
         dense_in_ram = sum(claims.cpu.values()) + shared_in_ram(request.model, claims.gpu_layers)
@@ -659,7 +659,7 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
     claims = (request if used else replace(request, vram=0)).claims()
     if used != claims.gpu_layers:
         raise ValueError("other layers on the GPU")
-    layers, groups = profile.n_layers, -(-profile.d_ff // GROUP)
+    layers, groups = profile.n_layers, -(-max(profile.sizes) // GROUP)
     gpu, kept = document.groups.gpu, document.groups.kept
     if document.groups.size != GROUP:
         raise ValueError("groups of another size")

@@ -129,9 +129,9 @@ class PlanDocument:
                 raise ValueError(f"{name} does not have just {', '.join(TIERS)}")
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """(layers, neurons of a layer)."""
-        return len(self.layers), self.layers[0].gpu + self.layers[0].cpu + self.layers[0].disk
+    def sizes(self) -> tuple[int, ...]:
+        """Neurons of each layer."""
+        return tuple(layer.gpu + layer.cpu + layer.disk for layer in self.layers)
 
     def json(self) -> dict[str, Any]:
         """The document, values of JSON."""

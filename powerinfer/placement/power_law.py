@@ -8,6 +8,7 @@ geometrically from the first to the last. `FAMILIES` has the figures that papers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,11 +120,15 @@ def fit_skew(law: Law, n_layers: int) -> float:
     return (low + high) / 2
 
 
-def assumed_profile(law: Law, n_layers: int, d_ff: int) -> Profile:
-    """A synthetic profile with that skew: neuron i is the i-th most frequent of its layer."""
-    skew = fit_skew(law, n_layers)
-    means = layer_means(law.active, law.ratio, n_layers)
-    counts = tuple(np.rint(_TOKENS * power_law(mean, skew, d_ff)).astype(np.int64) for mean in means)
-    each = (np.zeros((0, d_ff), np.int64),) * n_layers
+def assumed_profile(law: Law, sizes: Sequence[int]) -> Profile:
+    """A synthetic profile with that skew: neuron i is the i-th most frequent of its layer.
+
+    sizes: neurons of each layer.
+    """
+    skew = fit_skew(law, len(sizes))
+    means = layer_means(law.active, law.ratio, len(sizes))
+    shares = (power_law(mean, skew, size) for mean, size in zip(means, sizes, strict=True))
+    counts = tuple(np.rint(_TOKENS * share).astype(np.int64) for share in shares)
+    each = tuple(np.zeros((0, size), np.int64) for size in sizes)
     active = tuple(np.bincount([int(100 * mean)], weights=[_TOKENS], minlength=101).astype(np.int64) for mean in means)
-    return Profile(_TOKENS, d_ff, counts, (), (), each, active, (0.0,) * n_layers)
+    return Profile(_TOKENS, counts, (), (), each, active, (0.0,) * len(sizes))

@@ -156,7 +156,7 @@ def model_subject(
                 f"there is no profile of {checkpoint.path}: `{place.command}` makes it, or --hot-share X assumes a skew"
             )
         text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
-        return Subject(model, assumed_profile(_EVEN, config.n_layers, config.widest_ffn), selector, (text,))
+        return Subject(model, assumed_profile(_EVEN, config.ffn_sizes), selector, (text,))
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
@@ -167,7 +167,7 @@ def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | N
     """The profile of a law, with these shares where they are given, and what to tell about it."""
     law = replace(law, active=active or law.active, hot=hot or law.hot)
     where = "" if law.ratio == 1 else f", the last layer's {law.ratio:g} times as often as the first's"
-    return assumed_profile(law, config.n_layers, config.widest_ffn), (
+    return assumed_profile(law, config.ffn_sizes), (
         f"that {100 * law.active:g} % of the neurons fire for a token{where}, and {100 * law.hot:g} % of a layer's "
         "carry 80 % of its activations, by a power law"
     )

@@ -205,14 +205,16 @@ def checkpoint_model(
     ratios = (selected,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
         file = open_predictor(checkpoint, prepared)
-        predictors = tuple(_predictor(config, one.predictor.rank, file.type, file.type) for one in file.layers)
+        predictors = tuple(
+            _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in enumerate(file.layers)
+        )
         ratios = _named(file.training, ratios)
     elif checkpoint.predictor_threshold is not None:
         ranks = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
         ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
         predictors = tuple(
-            _predictor(config, ranks[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer))
-            for inner, outer in ends
+            _predictor(config, layer, ranks[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer))
+            for layer, (inner, outer) in enumerate(ends)
         )
     name = config.name or checkpoint.path.name
     model = _model(config, name, checkpoint.taken_type, layout, predictors, ratios)
@@ -242,22 +244,22 @@ def described_model(
 
     gate = wanted if config.d_model % block_type(wanted).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
-    if gate == "Q4_0" and config.widest_ffn % BUNDLE_GROUP == 0:
+    if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
     layout = bundle_layout(config, gate, down, cpu.part_bytes)
     bare = _model(config, name or config.name, type_of, layout, (), (selected,) * config.n_layers)
     total = sum(matrix.stored for layer in (*bare.attention, *bare.ffn) for matrix in layer) + bare.tables
-    bytes_of_rank = config.n_layers * (config.d_model + config.widest_ffn) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
-    wanted_rank = share * bare.parameters / (config.n_layers * (config.d_model + config.widest_ffn))
+    bytes_of_rank = (config.n_layers * config.d_model + config.n_neurons) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
+    wanted_rank = share * bare.parameters / (config.n_layers * config.d_model + config.n_neurons)
     rank = int(min(wanted_rank, MOST_PREDICTOR * total / bytes_of_rank)) // 32 * 32
     if not rank or config.d_model % 32:
         return bare
-    pair = _predictor(config, rank, _PREDICTOR_TYPE, _PREDICTOR_TYPE)
-    return replace(bare, predictors=(pair,) * config.n_layers)
+    types = _PREDICTOR_TYPE, _PREDICTOR_TYPE
+    return replace(bare, predictors=tuple(_predictor(config, layer, rank, *types) for layer in range(config.n_layers)))
 
 
-def _predictor(config: ModelConfig, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
-    return _matrix(rank, config.d_model, inner), _matrix(config.widest_ffn, rank, outer)
+def _predictor(config: ModelConfig, layer: int, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
+    return _matrix(rank, config.d_model, inner), _matrix(config.ffn_sizes[layer], rank, outer)
 
 
 def _named(training: dict[str, Any] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
@@ -320,7 +322,7 @@ def _row_bytes(type_name: str, cols: int) -> int:
 def _check_size(config: ModelConfig) -> None:
     if config.n_neurons > MOST_NEURONS:
         raise RequestError(
-            f"{config.n_layers} layers of {config.widest_ffn} neurons are more than can be planned for ({MOST_NEURONS})"
+            f"{config.n_neurons} neurons in {config.n_layers} layers are more than can be planned for ({MOST_NEURONS})"
         )
 
 

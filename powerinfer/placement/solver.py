@@ -298,7 +298,7 @@ class _Program:
         return best, best.cost if solved and best is not None else priced.bound, considered
 
     def _binaries(self, priced: _Priced, gap: float, until: float) -> tuple[_Found | None, bool]:
-        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS was done."""
+        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS finished."""
         import highspy
 
         reach = gap + self.rounding

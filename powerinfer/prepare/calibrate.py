@@ -41,15 +41,15 @@ class Silenced:
     The tokens before them are computed densely, like a prompt.
     """
 
-    def __init__(self, executor: CpuExecutor, most: Sequence[float] | None) -> None:
+    def __init__(self, executor: CpuExecutor, thresholds: Sequence[float] | None) -> None:
         self.page_size, self.n_pages = executor.page_size, executor.n_pages
         self.max_tokens, self.vocab_size = executor.max_tokens, executor.vocab_size
         self.choices, self.bytes_per_token, self.traced = executor.choices, executor.bytes_per_token, executor.traced
-        self._executor, self._most = executor, most
+        self._executor, self._thresholds = executor, thresholds
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
-        decoded = self._most is not None and len(batch.logit_rows)
-        with self._executor.observed(None, self._most, silence=True) if decoded else nullcontext():
+        decoded = self._thresholds is not None and len(batch.logit_rows)
+        with self._executor.observed(None, self._thresholds, silence=True) if decoded else nullcontext():
             return self._executor.forward(batch)
 
     def close(self) -> None:
@@ -66,8 +66,8 @@ def held_out(number: int) -> tuple[list[int], list[int]]:
     return scored, _spread(rest, MEASURED) if rest else scored
 
 
-def _spread(items: Sequence[int], most: int) -> list[int]:
-    number = min(most, len(items))
+def _spread(items: Sequence[int], limit: int) -> list[int]:
+    number = min(limit, len(items))
     return [items[(2 * at + 1) * len(items) // (2 * number)] for at in range(number)]
 
 

@@ -83,9 +83,9 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
 class State:
     """The progress of a profile, as saved for the next process.
 
-    windows: number completed; counts [layers, corpora, d_ff], active [layers, 101] and pairs [layers, 2] (neurons
-    that fired for a token and the one before it, and all that fired for tokens that have one before them), of these.
-    magnitudes [layers, bins] and measured (quantile -> perplexity) belong to the calibration.
+    windows: number completed; counts [layers, corpora, neurons of the largest], active [layers, 101] and pairs [layers,
+    2] (neurons that fired for a token and the one before it, and all that fired for tokens that have one before them),
+    of these. magnitudes [layers, bins] and measured (quantile -> perplexity) belong to the calibration.
     """
 
     def __init__(self, config: ModelConfig, corpora: int) -> None:
@@ -184,11 +184,11 @@ class Tally:
     """The observer that fills a `State`, and writes samples if there is a writer."""
 
     def __init__(self, config: ModelConfig, task: Task, state: State, samples: SamplesWriter | None) -> None:
-        self._d_ff = config.widest_ffn
+        self._sizes = config.ffn_sizes
         self._task = task
         self._state = state
         self._samples = samples
-        self._before = np.zeros((config.n_layers, -(-config.widest_ffn // 8)), np.uint8)  # of the last token of a call
+        self._before = [np.zeros(-(-size // 8), np.uint8) for size in config.ffn_sizes]  # of the last token of a call
         self._x: NDArray[np.float32] | None = None
 
     def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
@@ -214,13 +214,13 @@ class Tally:
     def fires(self, layer: int, fired: Fired) -> None:
         active = np.ascontiguousarray(fired.active)
         state, follows = self._state, self._positions > 0
-        state.counts[layer, self._corpus] += fired.counts
+        state.counts[layer, self._corpus, : self._sizes[layer]] += fired.counts
         number = np.bitwise_count(active).sum(axis=1, dtype=np.int64)
-        state.active[layer] += np.bincount(number * 100 // self._d_ff, minlength=BINS)
+        state.active[layer] += np.bincount(number * 100 // self._sizes[layer], minlength=BINS)
         before = np.concatenate([self._before[layer][None], active[:-1]])
         state.pairs[layer, 0] += int(np.bitwise_count(active & before)[follows].sum(dtype=np.int64))
         state.pairs[layer, 1] += int(number[follows].sum())
-        self._before[layer] = active[-1]
+        self._before[layer][:] = active[-1]
         if self._samples is not None and self._x is not None:
             self._samples.put(layer, self._row, self._x, active[self._sampled])
         self._x = None
@@ -357,14 +357,13 @@ def _has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bo
 
 def _profile(config: ModelConfig, task: Task, state: State, thresholds: Sequence[float] | None) -> Profile:
     windows, layers = task.windows, range(config.n_layers)
-    counts: tuple[Counts, ...] = tuple(state.counts[layer].sum(axis=0) for layer in layers)
+    each: tuple[Counts, ...] = tuple(state.counts[layer, :, : config.ffn_sizes[layer]] for layer in layers)
     return Profile(
         windows.tokens,
-        config.widest_ffn,
-        counts,
+        tuple(counts.sum(axis=0) for counts in each),
         windows.corpora,
         tuple(number * windows.size for number in windows.number),
-        tuple(state.counts),
+        each,
         tuple(state.active),
         tuple(float(both / max(1, fired)) for both, fired in state.pairs),
         None if thresholds is None else tuple(thresholds),

@@ -94,7 +94,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A layer's predictor in its stored type: inner and outer are bytes of [rank, d_model] and [d_ff, rank].
+    """A layer's predictor in its stored type: inner and outer are bytes of [rank, d_model] and [neurons, rank].
 
     method: "trained", "svd", or "constant" if no neuron fires, or all do. chosen: figures on the rows that chose the
     threshold, used to compare sizes; figures: on the reporting rows. svd: figures of the low-rank predictor of the same
@@ -117,7 +117,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """Of one matrix: positive if weights . (r / scale(r)) + offset > 0; [d_ff, d_model] and [d_ff]."""
+    """Of one matrix: positive if weights . (r / scale(r)) + offset > 0; [neurons, d_model] and [neurons]."""
 
     weights: Float32
     offset: Float32
@@ -165,8 +165,8 @@ def _scale(torch: Any, checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
 class LayerFit:
     """Makes predictors of any size for one layer.
 
-    x: float16 [rows, d_model]; active: uint8 [rows, ceil(d_ff / 8)], bit i % 8 of byte i // 8 is neuron i. Both may be
-    mapped files: rows are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the
+    x: float16 [rows, d_model]; active: uint8 [rows, ceil(neurons / 8)], bit i % 8 of byte i // 8 is neuron i. Both may
+    be mapped files: rows are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the
     margins' matrices and, for each of them, one of their size and three of [d_model, d_model], twice as wide.
     ModelError for samples that are not finite.
     """
@@ -189,10 +189,10 @@ class LayerFit:
         self._layer = layer
         self._x, self._active, self._rows = x, active, rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
-        self._d_ff = checkpoint.config.widest_ffn
-        self._at_once = max(1, min(_BATCH, _CELLS // self._d_ff))
+        self._neurons = checkpoint.config.ffn_sizes[layer]
+        self._at_once = max(1, min(_BATCH, _CELLS // self._neurons))
         self.frequency = self._counted() / len(rows.train)
-        """Share of the training rows for which each neuron fires, float64 [d_ff]."""
+        """Share of the training rows for which each neuron fires, float64 [neurons]."""
         self._low_rank: _LowRank | None = None
 
     @property
@@ -242,7 +242,7 @@ class LayerFit:
 
     def _counted(self) -> NDArray[np.float64]:
         """How often each neuron fires in the training rows; all rows are checked."""
-        counts = np.zeros(self._d_ff)
+        counts = np.zeros(self._neurons)
         for at in range(0, len(self._x), self._at_once):
             part = slice(at, at + self._at_once)
             if not np.isfinite(self._x[part]).all():
@@ -250,18 +250,18 @@ class LayerFit:
                     f"the samples of layer {self._layer} are not all finite: the model's weights may be damaged; "
                     "profile it anew"
                 )
-            bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._d_ff)
+            bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._neurons)
             counts += bits[: max(0, len(self._rows.train) - at)].sum(axis=0)  # training rows come first
         return counts
 
     def _batch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """(x float32 [n, d_model], fires bool [n, d_ff]) of some rows."""
+        """(x float32 [n, d_model], fires bool [n, neurons]) of some rows."""
         torch = self._torch
         x = torch.from_numpy(np.ascontiguousarray(self._x[rows], np.float16)).to(self._device).float()
         packed = torch.from_numpy(np.ascontiguousarray(self._active[rows])).to(self._device)
         places = torch.arange(8, device=self._device, dtype=torch.uint8)
         bits = (packed[:, :, None] >> places) & 1
-        return x, bits.reshape(len(rows), -1)[:, : self._d_ff].bool()
+        return x, bits.reshape(len(rows), -1)[:, : self._neurons].bool()
 
     def _batches(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
         for at in range(0, len(rows), self._at_once):
@@ -270,7 +270,7 @@ class LayerFit:
     # ------------------------------------------------------------ measuring
 
     def _z(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
-        """z [n, d_ff], as the engine computes it from raw x."""
+        """z [n, neurons], as the engine computes it from raw x."""
         hidden = self._torch.relu(self._rounded(x) @ inner.T)
         return self._rounded(hidden) @ outer.T
 
@@ -303,7 +303,7 @@ class LayerFit:
     @property
     def _choosing(self) -> NDArray[np.int64]:
         """The choosing rows, together with the training rows if hardly anything fires in them."""
-        fired = np.unpackbits(self._active[self._rows.choose], axis=1, bitorder="little", count=self._d_ff).sum()
+        fired = np.unpackbits(self._active[self._rows.choose], axis=1, bitorder="little", count=self._neurons).sum()
         enough = fired >= 1 / (1 - self._config.recall)
         return self._rows.choose if enough else np.concatenate([self._rows.train, self._rows.choose])
 
@@ -331,11 +331,11 @@ class LayerFit:
         """Selects all neurons or none: z is 0, and the threshold 0 or above it."""
         every = bool(self.frequency.all())
         d_model = self._checkpoint.config.d_model
-        inner, outer = (quantize(np.zeros(s, np.float32), self._type) for s in ((rank, d_model), (self._d_ff, rank)))
+        inner, outer = (quantize(np.zeros(s, np.float32), self._type) for s in ((rank, d_model), (self._neurons, rank)))
         named = 1.0 if every else 0.0
         found = []
         for rows in (self._rows.choose, self._rows.report):
-            bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._d_ff)
+            bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._neurons)
             active = float(bits.mean())
             found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, named, active))
         predictor = Predictor(rank, 0.0 if every else 1.0, 0)
@@ -528,7 +528,7 @@ class _LowRank:
         return _Basis(inner, outer, sizes, inner @ mean, offset + weights @ mean)
 
     def forms(self, rank: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, in [rank, d_model], out [d_ff, rank]) of every form with so many units, float64."""
+        """(name, in [rank, d_model], out [neurons, rank]) of every form with so many units, float64."""
         torch = self._torch
         for name, basis in self._bases.items():
             for reach in (2.0, 4.0):  # standard deviations by which a unit stays active
@@ -555,10 +555,10 @@ class _Basis:
     """margins = outer . (inner . r - levels) + level; directions by descending share, sizes: their deviations."""
 
     inner: Tensor  # [directions, d_model]
-    outer: Tensor  # [d_ff, directions]
+    outer: Tensor  # [neurons, directions]
     sizes: Tensor  # [directions]
     levels: Tensor  # [directions], means of inner . r
-    level: Tensor  # [d_ff], means of the margins
+    level: Tensor  # [neurons], means of the margins
 
     def first(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.inner[:number], self.outer[:, :number], self.levels[:number]

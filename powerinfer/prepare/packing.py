@@ -91,7 +91,7 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     with write_bundles(checkpoint, prepared, layout) as write, ThreadPoolExecutor(cores) as threads:
         for layer in range(config.n_layers):
             sources = [_Source(checkpoint, part, layer) for part in parts]
-            for slab in _slabs(sources, config.widest_ffn, step, threads, cores):
+            for slab in _slabs(sources, config.ffn_sizes[layer], step, threads, cores):
                 count = len(slab[0][0])
                 groups = space[: n_groups(count)]
                 for part, (data, error) in zip(parts, slab, strict=True):
@@ -120,14 +120,14 @@ class _Part:
 
 
 def _slabs(
-    sources: list[_Source], d_ff: int, step: int, threads: ThreadPoolExecutor, turn: int
+    sources: list[_Source], neurons: int, step: int, threads: ThreadPoolExecutor, turn: int
 ) -> Iterator[list[tuple[Bytes, Squares]]]:
     """`_Source.rows` of every part for each run of `step` neurons, in order, `turn` runs at a time."""
 
     def slab(at: int) -> list[tuple[Bytes, Squares]]:
-        return [source.rows(at, min(at + step, d_ff)) for source in sources]
+        return [source.rows(at, min(at + step, neurons)) for source in sources]
 
-    starts = range(0, d_ff, step)
+    starts = range(0, neurons, step)
     for first in range(0, len(starts), turn):  # limits the memory of waiting results
         yield from threads.map(slab, starts[first : first + turn])
 
@@ -146,7 +146,7 @@ class _Source:
         """The neurons from `begin` to `end` as stored rows of the part's type, uint8 [neurons, row_bytes], contiguous.
 
         In `ACROSS` they are whole groups, uint8 [groups, d_model * 18]. `begin` is a multiple of every block, and so is
-        `end`, unless it is d_ff.
+        `end`, unless it is the number of neurons.
         """
         stored = self._tensor.rows()
         if by_neuron(self._name):

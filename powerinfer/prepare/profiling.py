@@ -150,9 +150,9 @@ def _calibrated(
     def measure(quantile: float) -> float:
         nonlocal done
         if quantile not in state.measured:
-            most = thresholds_at(state.magnitudes, quantile) if quantile else None
+            thresholds = thresholds_at(state.magnitudes, quantile) if quantile else None
             own = EngineConfig(context=windows.size, max_batch=1)
-            llm = LLM.from_parts(Silenced(executor, most), tokenizer, config, own)
+            llm = LLM.from_parts(Silenced(executor, thresholds), tokenizer, config, own)
             total = (HALVINGS + 2) * len(inside)
             at = done * len(inside)
 

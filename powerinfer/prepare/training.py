@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import TrainConfig
+from powerinfer.config import ModelConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
@@ -211,8 +211,8 @@ class _Work:
 
     # ------------------------------------------------------------ sizes
 
-    def _bytes(self, rank: int) -> int:
-        return _bytes(self._checkpoint, self._type, rank)
+    def _bytes(self, layer: int, rank: int) -> int:
+        return _bytes(self._checkpoint.config, self._type, layer, rank)
 
     def _search(self, layer: int) -> int:
         """The smallest rank that meets the target, or the one beyond which growth gains nothing."""
@@ -255,17 +255,17 @@ class _Work:
     def _lowered(self, ranks: list[int]) -> list[int]:
         """The ranks, lowered until they fit the budget, each time where the expected loss per byte is least."""
         ranks = list(ranks)
-        total = sum(map(self._bytes, ranks))
+        total = sum(self._bytes(layer, rank) for layer, rank in enumerate(ranks))
         while total > self._budget:
             steps = []
             for layer, rank in enumerate(ranks):
                 below = self._ladder.index(rank) - 1
                 if below >= 0:
                     lower = self._ladder[below]
-                    saved = self._bytes(rank) - self._bytes(lower)
+                    saved = self._bytes(layer, rank) - self._bytes(layer, lower)
                     steps.append(((self._expected(layer, lower) - self._expected(layer, rank)) / saved, layer, lower))
             _, layer, lower = min(steps)
-            total -= self._bytes(ranks[layer]) - self._bytes(lower)
+            total -= self._bytes(layer, ranks[layer]) - self._bytes(layer, lower)
             ranks[layer] = lower
         return ranks
 
@@ -331,19 +331,19 @@ class _Work:
             kept = place.described(_KeptPoint, description)
         except ModelError:
             return None
-        same = kept.key == self._key and {t.shape for t in tensors.values()} == self._shapes(rank)
+        same = kept.key == self._key and {t.shape for t in tensors.values()} == self._shapes(layer, rank)
         return kept.point if same and kept.point.predictor.rank == rank else None
 
-    def _shapes(self, rank: int) -> set[tuple[int, ...]]:
+    def _shapes(self, layer: int, rank: int) -> set[tuple[int, ...]]:
         kind, config = block_type(self._type), self._checkpoint.config
-        return {(rank * kind.row_bytes(config.d_model),), (config.widest_ffn * kind.row_bytes(rank),)}
+        return {(rank * kind.row_bytes(config.d_model),), (config.ffn_sizes[layer] * kind.row_bytes(rank),)}
 
     def _weights(self, layer: int, rank: int) -> tuple[Float32, Float32]:
         """in and out as float32; converted back to their type they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
         config = self._checkpoint.config
-        shapes = {"in": (rank, config.d_model), "out": (config.widest_ffn, rank)}
+        shapes = {"in": (rank, config.d_model), "out": (config.ffn_sizes[layer], rank)}
         inner, outer = (_floats(tensors[name].data, self._type, shape) for name, shape in shapes.items())
         return inner, outer
 
@@ -351,7 +351,7 @@ class _Work:
 
     def _write(self, ranks: list[int]) -> PredictorFile:
         points = [known[rank] for known, rank in zip(self._points, ranks, strict=True)]
-        total = sum(map(self._bytes, ranks))
+        total = sum(self._bytes(layer, rank) for layer, rank in enumerate(ranks))
         training = {
             "key": self._key,
             "recall_target": self._config.recall,
@@ -401,7 +401,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
 
     RequestError if even the smallest predictors exceed their share.
     """
-    layers, d_model = checkpoint.config.n_layers, checkpoint.config.d_model
+    d_model = checkpoint.config.d_model
     rungs, step = [min(_RUNG, d_model)], _RUNG
     while rungs[-1] + step <= d_model:
         rungs.append(rungs[-1] + step)
@@ -409,9 +409,12 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
             step *= 2
     if rungs[-1] < d_model // _RUNG * _RUNG:  # as many units as dimensions: the maximum of the engine
         rungs.append(d_model // _RUNG * _RUNG)
-    sizes = {rank: _bytes(checkpoint, _type(checkpoint, config), rank) for rank in rungs}
+    kind, neurons = _type(checkpoint, config), checkpoint.config.ffn_sizes
+    largest = neurons.index(max(neurons))
+    sizes = {rank: _bytes(checkpoint.config, kind, largest, rank) for rank in rungs}
     whole = model_bytes(checkpoint)
-    budget, least = int(config.share * whole), layers * sizes[rungs[0]]
+    budget = int(config.share * whole)
+    least = sum(_bytes(checkpoint.config, kind, layer, rungs[0]) for layer in range(len(neurons)))
     if least > budget:
         raise RequestError(
             f"the smallest predictors take {least / 1e6:.2f} MB, more than {config.share:.0%} of the model's "
@@ -421,10 +424,10 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
     return [rank for rank in rungs if sizes[rank] <= room]
 
 
-def _bytes(checkpoint: Checkpoint, type_name: str, rank: int) -> int:
+def _bytes(config: ModelConfig, type_name: str, layer: int, rank: int) -> int:
     """Of the predictor of a layer."""
-    kind, config = block_type(type_name), checkpoint.config
-    return rank * kind.row_bytes(config.d_model) + config.widest_ffn * kind.row_bytes(rank)
+    kind = block_type(type_name)
+    return rank * kind.row_bytes(config.d_model) + config.ffn_sizes[layer] * kind.row_bytes(rank)
 
 
 def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +77,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
-        f"{config.n_layers} layers of {config.widest_ffn} neurons, {config.activations}",
+        f"{_layers(config.ffn_sizes)}, {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
         _found(
@@ -94,20 +94,21 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Checkpoint) -> Findings:
     """The same with the plan of the file `path`. RequestError if it is for a model of other sizes."""
     config = checkpoint.config
-    if plan.sizes != (config.n_layers, config.widest_ffn):
+    if plan.sizes != config.ffn_sizes:
         raise RequestError(
-            f"{path} is a plan for {plan.sizes[0]} layers of {plan.sizes[1]} neurons, but {found.model} has "
-            f"{config.n_layers} of {config.widest_ffn}"
+            f"{path} is a plan for {_layers(plan.sizes)}, but {found.model} has {_layers(config.ffn_sizes)}"
         )
     return replace(found, plan=Found("plan", plan, path, None, ""))
 
 
 def of_plan(plan: PlanDocument, path: Path) -> Findings:
     """A plan alone, for a model that is not available."""
-    layers, d_ff = plan.sizes
-    return Findings(
-        (plan.model or path.name)[:200], f"{layers} layers of {d_ff} neurons", Found("plan", plan, path, None, "")
-    )
+    return Findings((plan.model or path.name)[:200], _layers(plan.sizes), Found("plan", plan, path, None, ""))
+
+
+def _layers(sizes: Sequence[int]) -> str:
+    """How many layers there are, of how many neurons each."""
+    return f"{len(sizes)} layers of {' or '.join(map(str, sorted(set(sizes))))} neurons"
 
 
 def _found(

@@ -192,10 +192,11 @@ def _sampled(share: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def heat(profile: Profile) -> NDArray[np.float64]:
     """How often neurons fire, in per cent, [layers, bins]: each layer's most frequent first, averaged in bins."""
-    bins = min(_POINTS, profile.d_ff)
-    edges = np.linspace(0, profile.d_ff, bins + 1).astype(np.int64)
-    rows = [np.add.reduceat(np.sort(profile.fraction(n))[::-1], edges[:-1]) for n in range(profile.n_layers)]
-    return 100 * np.stack(rows) / np.diff(edges)
+    bins, rows = min(_POINTS, *profile.sizes), []
+    for layer, size in enumerate(profile.sizes):
+        edges = np.linspace(0, size, bins + 1).astype(np.int64)
+        rows.append(np.add.reduceat(np.sort(profile.fraction(layer))[::-1], edges[:-1]) / np.diff(edges))
+    return 100 * np.stack(rows)
 
 
 def draw_heat_map(figure: Figure, profile: Profile) -> None:

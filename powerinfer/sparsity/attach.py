@@ -184,7 +184,7 @@ def _load(
                 layer,
                 rows,
                 bundles.layout,
-                most=selection.threshold(layer),
+                threshold=selection.threshold(layer),
                 predictor=None if selection.predictors is None else selection.predictors(layer),
                 recall_every=engine.recall_every,
                 dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # --no-trial: no fallback

@@ -57,18 +57,18 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Activations of a magnitude up to `most` count as zero (CATS, arXiv 2404.08763).
+    """Activations of a magnitude up to `value` count as zero (CATS, arXiv 2404.08763).
 
-    layers: the thresholds of the layers, None: `most` for all.
+    layers: the thresholds of the layers, None: `value` for all.
     """
 
-    most: float
+    value: float
     layers: tuple[float, ...] | None = None
     name, way, needs_predictor = "threshold", "exact", False
 
     def of(self, layer: int) -> float:
         """The threshold of a layer."""
-        return self.most if self.layers is None else self.layers[layer]
+        return self.value if self.layers is None else self.layers[layer]
 
     def unsuited(self, config: ModelConfig) -> str | None:
         return None
