@@ -140,7 +140,7 @@ def residual_of(case: families.Case, layer: Any) -> Any:
         if hasattr(layer, "ln_mlp"):
             return layer.ln_mlp
         return layer.input_layernorm if layer.config.parallel_attn else layer.post_attention_layernorm
-    return layer.post_attention_layernorm
+    return layer.mlp if case.base == "olmo2" else layer.post_attention_layernorm
 
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
