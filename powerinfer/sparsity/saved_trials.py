@@ -28,7 +28,7 @@ from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import cpu_name
 
 FORMAT = 1
-MOST = 16  # trials kept
+MAX_TRIALS = 16  # trials kept
 LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
 
@@ -101,14 +101,14 @@ class SavedTrials:
         return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
 
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
-        """Save results, replacing those with the same key. Returns the reason if that fails, otherwise None."""
+        """Save results, replacing those with the same key. Returns why that failed, or None."""
         others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
         return write_entries(self.path, KIND, [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others]])
 
 
 def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """Write the first `MOST` trials, or as many as `LIMIT` allows. Returns the reason if that fails, otherwise None."""
-    kept = list(entries[:MOST])
+    """Write the first `MAX_TRIALS` trials, or as many as `LIMIT` allows. Returns why that failed, or None."""
+    kept = list(entries[:MAX_TRIALS])
     while len(text := _text(kind, kept)) > LIMIT and kept:
         kept.pop()
     try:
@@ -132,7 +132,7 @@ def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
-    return [(one.key, [layer.verdict for layer in one.layers]) for one in read_entries(path, KIND, _Trial)[:MOST]]
+    return [(one.key, [layer.verdict for layer in one.layers]) for one in read_entries(path, KIND, _Trial)[:MAX_TRIALS]]
 
 
 def read_entries(path: Path, kind: str, entry: type[T]) -> list[T]:
