@@ -41,7 +41,6 @@ from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
-from powerinfer.sparsity.selectors import Exact, Threshold  # noqa: E402
 
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
@@ -71,8 +70,8 @@ def split(
     config = checkpoint.config
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     gpu_layers = config.n_layers if layers is None else layers
-    selector = Exact() if most is None else Threshold(max(most), tuple(most))
-    selection = Selection(selector, "a test", bundles, predictors)
+    selector = "exact" if most is None else "threshold"
+    selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
     parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
     executor = load_split(Resolved(checkpoint, engine, selection, device, "", gpu_layers, whole), parts)

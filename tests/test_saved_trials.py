@@ -23,7 +23,7 @@ from powerinfer.kernels import cpu
 from powerinfer.runtime.engine import LLM
 from powerinfer.sparsity import saved_trials, trial
 from powerinfer.sparsity.saved_trials import LIMIT, MAX_TRIALS, Key, SavedTrials, trial_key
-from powerinfer.sparsity.selectors import Exact, Predicted, Threshold
+from powerinfer.sparsity.selection import Selection
 from powerinfer.sparsity.trial import Verdict
 
 SIZES = [1, 2, 4, 8]
@@ -227,9 +227,10 @@ def test_another_process_is_writing(tmp_path: Path) -> None:
 def key_of(folder: Path, **options: Any) -> Key:
     """For a model in the folder, with the bundles there."""
     model = {name: options.pop(name) for name in ("seed", "quantize") if name in options}
-    selector, sizes = options.pop("selector", Exact()), options.pop("sizes", SIZES)
-    files = [folder / name for name in options.pop("files", ["neurons"])]
-    return trial_key(checkpoint(folder / "m", **model), EngineConfig(**options), selector, files, sizes)
+    selector, sizes = options.pop("selector", "exact"), options.pop("sizes", SIZES)
+    files = tuple(folder / name for name in options.pop("files", ["neurons"]))
+    selection = Selection(selector, "a test", options.pop("thresholds", ()), files=files)
+    return trial_key(checkpoint(folder / "m", **model), EngineConfig(**options), selection, sizes)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +238,10 @@ def key_of(folder: Path, **options: Any) -> Key:
     [
         {"threads": 1},
         {"isa": cpu.levels()[-1]},
-        {"threshold": 0.5},
+        {"thresholds": (0.5, 0.5)},
         {"recall_every": 7},
-        {"selector": Predicted()},
-        {"selector": Threshold(0.5, (0.5, 0.25))},
+        {"selector": "predicted"},
+        {"selector": "threshold", "thresholds": (0.5, 0.25)},
         {"sizes": [1, 2, 4]},
         {"files": ["neurons", "predictor"]},
         {"seed": 2},

@@ -72,7 +72,7 @@ def test_auto_answers_the_same_everywhere(
         name, why = choose(checkpoint, engine)
         assert name == ("exact" if packed and activation == "relu" else "all")
         found = resolve(checkpoint, engine)
-        assert (found.selection.selector.name, found.selection.why) == (name, why)
+        assert (found.selection.selector, found.selection.why) == (name, why)
         assert (found.selection.bundles is None) == (name == "all")
         assert document(capsys, "inspect", "-m", str(path))["choices"]["selector"] == f"{name} ({why})"
         told = loaded(path)
@@ -97,7 +97,7 @@ def test_every_verb_asks_one_function(
         work.gain = None  # what thresholds would gain is not asked here
         return [
             loaded(of).split()[0],
-            resolve(checkpoint, EngineConfig(gpu="none")).selection.selector.name,
+            resolve(checkpoint, EngineConfig(gpu="none")).selection.selector,
             document(capsys, "inspect", "-m", str(of))["choices"]["selector"].split()[0],
             document(capsys, "plan", "-m", str(of), "--hardware", "pc-8gb", "--context", "64")["selector"],
             work.selector,

@@ -23,7 +23,7 @@ from powerinfer.formats.json_file import Between
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.hardware.gpu_rates import software
 from powerinfer.kernels.gpu import FEW
-from powerinfer.sparsity.saved_trials import Key, read_entries, trial_key, write_entries
+from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,11 +100,11 @@ def settle(
     """
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
-    key = trial_key(checkpoint, engine, selection.selector, selection.files, ())
+    key = trial_key(checkpoint, engine, selection, ())
     key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
-    kept = [(one.key, Crossing(one.least, one.tried)) for one in read_entries(path, KIND, _Kept)]
-    found = next((crossing for other, crossing in kept if other == key), None)
-    if found is not None and not engine.retrial:
+    kept = find_entry(path, KIND, _Kept, key)
+    if kept is not None and not engine.retrial:
+        found = Crossing(kept.least, kept.tried)
         how = f"measured earlier ({path})"
     elif not engine.trial:
         executor.choices["prefill"] = "the CPU computes cold neurons (--no-trial: nothing was measured)"
@@ -116,9 +116,7 @@ def settle(
         with gpu_failures("trying prompts", "give less --vram"):
             found = measured(stage, executor, ffns, sample())
         taken = time.perf_counter() - begin
-        others = [(other, crossing) for other, crossing in kept if other != key]
-        entries = [{"key": one, **asdict(crossing)} for one, crossing in [(key, found), *others]]
-        problem = write_entries(path, KIND, entries)
+        problem = keep_entry(path, KIND, _Kept, key, asdict(found))
         how = f"measured in {taken:.2f} s, " + (f"kept in {path}" if problem is None else f"cannot be kept: {problem}")
     stage.least = found.least
     executor.choices["prefill"] = f"{found}, {how}"

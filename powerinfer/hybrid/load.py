@@ -126,4 +126,4 @@ def _settled(
         settle(stage, executor, ffns, resolved, sample, progress)
     elif any(len(ffn.cold) for ffn in ffns):
         executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
-    return HybridSparsity(resolved.selection.selector.name, executor, ffns, stage)
+    return HybridSparsity(resolved.selection.selector, executor, ffns, stage)

@@ -101,7 +101,7 @@ def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None =
     """Bytes of RAM that the model takes with the KV cache of one context. selection: None: every neuron is computed."""
     from powerinfer.placement.budget import bundle_bytes, in_ram
 
-    selector = "all" if selection is None else selection.selector.name
+    selector = "all" if selection is None else selection.selector
     held = sum(in_ram(model, _workload(model, engine, selector)).values())
     return held + (0 if selector == "all" else bundle_bytes(model))
 
@@ -218,7 +218,7 @@ def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_i
         engine = replace(engine, ram=min(available_memory() or described, described))
     profile = open_profile(resolved.checkpoint, engine.prepared)
     planning = PlanConfig(policy="greedy" if stand_in else "time")
-    subject = Subject(model, profile, resolved.selection.selector.name)
+    subject = Subject(model, profile, resolved.selection.selector)
     plan = make_plan(subject.request(hardware, engine, planning, insist=stand_in))
     if not plan.claims.gpu_layers:
         return plan.reasons[0]

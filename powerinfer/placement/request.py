@@ -21,8 +21,7 @@ from powerinfer.placement.shapes import (
     find_shape,
     law_of,
 )
-from powerinfer.sparsity.selection import auto
-from powerinfer.sparsity.selectors import check_suited, selector_named
+from powerinfer.sparsity.selection import auto, check_suited
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint, Progress
@@ -109,7 +108,7 @@ def shape_subject(
     model = described_model(config, dtype, config.name or name, shape.predictor)
     if selector == "auto":
         selector, _ = auto(config, predictors=bool(model.predictors))
-    check_suited(selector_named(selector, 1.0 if selector == "threshold" else None), config)
+    check_suited(selector, config)
     profile, text = _assumed(config, shape.law, hot, active)
     assumed = [text] if selector != "all" else []
     if selector == "predicted":
@@ -142,7 +141,7 @@ def model_subject(
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
     if selector == "auto":
         selector, _ = auto(config)
-    check_suited(selector_named(selector, 1.0 if selector == "threshold" else None), config)
+    check_suited(selector, config)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command
         raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.quant import Bytes
+    from powerinfer.sparsity.saved_trials import SavedTrials
     from powerinfer.sparsity.selection import Selection
-    from powerinfer.sparsity.trial import Verdict
+    from powerinfer.sparsity.trial import Verdict, Way
 
 
 class CpuSparsity(Sparsity):
@@ -111,17 +113,26 @@ def attach(
         executor.choices["selector"] = f"all ({selection.why})"
         return Sparsity()
     _load(executor, engine, selection, selection.bundles, progress)
+    from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
     from powerinfer.sparsity.trial import apply, forced, sizes_tried
 
-    name, layers = selection.selector.name, checkpoint.config.n_layers
+    name, layers = selection.selector, checkpoint.config.n_layers
+    ways: list[Way] = ["exact", "predicted"] if name == "predicted" else ["exact"]
     sizes = sizes_tried(executor, engine.max_batch)
     if engine.trial:
-        verdicts = _tried(executor, checkpoint, engine, selection, sizes, sample, progress)
+        saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selection, sizes))
+        verdicts = None if engine.retrial else saved.find(layers, ways)
+        if verdicts is None:
+            verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
+        else:
+            executor.choices["trial"] = f"measured earlier ({saved.path})"
     else:
-        verdicts = forced(layers, selection.selector.way, sizes)
+        verdicts = forced(layers, ways[-1], sizes)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
-    executor.choices["selector"] = f"{name} in {sparse} of {layers} layers ({selection.why}; {_tally(verdicts)})"
+    alone = Counter(verdict.ways["1"] for verdict in verdicts)
+    tally = "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(alone.items()))
+    executor.choices["selector"] = f"{name} in {sparse} of {layers} layers ({selection.why}; {tally})"
     sparsity = CpuSparsity(name, executor, verdicts)
     sparsity.clear()  # counts of the trial
     return sparsity
@@ -129,40 +140,21 @@ def attach(
 
 def _tried(
     executor: CpuExecutor,
-    checkpoint: Checkpoint,
-    engine: EngineConfig,
-    selection: Selection,
+    saved: SavedTrials,
+    ways: Sequence[Way],
     sizes: Sequence[int],
-    sample: Callable[[], Sequence[int]],
+    sample: Sequence[int],
     progress: Progress | None,
 ) -> list[Verdict]:
-    """The verdicts of a saved trial under the same conditions, or of a new one."""
-    from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
+    """The verdicts of a trial, which are saved."""
     from powerinfer.sparsity.trial import trial
 
-    selector = selection.selector
-    ways = ["exact", "predicted"] if selector.needs_predictor else ["exact"]
-    layers = checkpoint.config.n_layers
-    saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selector, selection.files, sizes))
-    verdicts = None if engine.retrial else saved.find(layers, ways)
-    if verdicts is not None:
-        executor.choices["trial"] = f"measured earlier ({saved.path})"
-        return verdicts
     begin = time.perf_counter()
-    verdicts = trial(executor, layers, ways, sizes, sample(), progress)
+    verdicts = trial(executor, ways, sizes, sample, progress)
     problem = saved.keep(verdicts)
     kept = f"kept in {saved.path}" if problem is None else f"cannot be kept: {problem}"
     executor.choices["trial"] = f"measured in {time.perf_counter() - begin:.2f} s, {kept}"
     return verdicts
-
-
-def _tally(verdicts: Sequence[Verdict]) -> str:
-    """Number of layers by their way for one token."""
-    counts: dict[str, int] = {}
-    for verdict in verdicts:
-        way = verdict.ways["1"]
-        counts[way] = counts.get(way, 0) + 1
-    return "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(counts.items()))
 
 
 DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52}

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.json_file import Between, Length, checked, of_kind, parse_json, read_limited
+from powerinfer.formats.json_file import Length, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.kernels import cpu
-from powerinfer.sparsity.selectors import Selector, Threshold
+from powerinfer.sparsity.selection import Selection
 from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import cpu_name
 
@@ -33,30 +33,24 @@ LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
 
 Key = dict[str, str]
-Way = Literal["dense", "exact", "predicted"]
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Layer:
-    ways: dict[str, Way]
-    seconds: dict[Way, Annotated[float, Between(0, 1e6)]]
-
+class _Keyed(Protocol):
     @property
-    def verdict(self) -> Verdict:
-        return Verdict({**self.ways}, {str(way): value for way, value in self.seconds.items()})
+    def key(self) -> Key: ...
+
+
+T = TypeVar("T", bound=_Keyed)
 
 
 @dataclass(frozen=True)
 class _Trial:
     key: Key
-    layers: Annotated[list[_Layer], Length(1 << 16)]
+    layers: Annotated[list[Verdict], Length(1 << 16)]
 
 
-def trial_key(
-    checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, files: Sequence[Path], sizes: Sequence[int]
-) -> Key:
-    """Everything that a result depends on. files: the prepared files in use; sizes: batch sizes."""
+def trial_key(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, sizes: Sequence[int]) -> Key:
+    """Everything that a result depends on. sizes: batch sizes."""
     facts = {
         "version": __version__,
         "build": cpu.build(),
@@ -65,10 +59,9 @@ def trial_key(
         "threads": cpu.choose_threads(engine.threads)[0],
         "model": checkpoint.fingerprint,
         "quantize": checkpoint.quantize,
-        "files": ", ".join(map(_identity, files)),
-        "selector": selector.name,
-        "threshold": engine.threshold,
-        "thresholds": selector.layers if isinstance(selector, Threshold) else None,
+        "files": ", ".join(map(_identity, selection.files)),
+        "selector": selection.selector,
+        "thresholds": selection.thresholds,
         "recall_every": engine.recall_every,
         "sizes": " ".join(map(str, sizes)),
     }
@@ -89,11 +82,10 @@ class SavedTrials:
 
     def find(self, layers: int, ways: Sequence[str]) -> list[Verdict] | None:
         """The saved results for this key, if they fit these ways and this number of layers; otherwise None."""
-        for key, verdicts in _read(self.path):
-            if key == self._key:
-                suits = len(verdicts) == layers and all(self._suits(verdict, ways) for verdict in verdicts)
-                return [replace(verdict, earlier=True) for verdict in verdicts] if suits else None
-        return None
+        kept = find_entry(self.path, KIND, _Trial, self._key)
+        if kept is None or len(kept.layers) != layers or not all(self._suits(verdict, ways) for verdict in kept.layers):
+            return None
+        return [replace(verdict, earlier=True) for verdict in kept.layers]
 
     def _suits(self, verdict: Verdict, ways: Sequence[str]) -> bool:
         every = {"dense", *ways}
@@ -102,14 +94,26 @@ class SavedTrials:
 
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
         """Save results, replacing those with the same key. Returns why that failed, or None."""
-        others = [(key, kept) for key, kept in _read(self.path) if key != self._key]
-        return write_entries(self.path, KIND, [_as_json(key, kept) for key, kept in [(self._key, verdicts), *others]])
+        layers = [{"ways": one.ways, "seconds": one.seconds} for one in verdicts]
+        return keep_entry(self.path, KIND, _Trial, self._key, {"layers": layers})
 
 
-def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """Write the first `MAX_TRIALS` trials, or as many as `LIMIT` allows. Returns why that failed, or None."""
-    kept = list(entries[:MAX_TRIALS])
-    while len(text := _text(kind, kept)) > LIMIT and kept:
+# ---------------------------------------------------------------- files of entries by key
+
+
+def find_entry(path: Path, kind: str, schema: type[T], key: Key) -> T | None:
+    """The entry with this key in a file of that kind; None without one."""
+    return next((entry for _, entry in _read(path, kind, schema) if entry.key == key), None)
+
+
+def keep_entry(path: Path, kind: str, schema: type[T], key: Key, result: Mapping[str, Any]) -> str | None:
+    """Write a result first, replacing one with the same key; older ones stay, up to `MAX_TRIALS` and as `LIMIT` allows.
+
+    Returns why that failed, or None.
+    """
+    others = [raw for raw, entry in _read(path, kind, schema) if entry.key != key]
+    kept = [{"key": key, **result}, *others][:MAX_TRIALS]
+    while len(text := json.dumps({"format": FORMAT, "kind": kind, kind: kept}).encode()) > LIMIT and kept:
         kept.pop()
     try:
         write_small(path, text)
@@ -120,23 +124,8 @@ def write_entries(path: Path, kind: str, entries: Sequence[dict[str, Any]]) -> s
     return None
 
 
-def _text(kind: str, entries: list[dict[str, Any]]) -> bytes:
-    return json.dumps({"format": FORMAT, "kind": kind, kind: entries}).encode()
-
-
-def _as_json(key: Key, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    layers = [
-        {"ways": one.ways, "seconds": {way: round(value, 9) for way, value in one.seconds.items()}} for one in verdicts
-    ]
-    return {"key": key, "layers": layers}
-
-
-def _read(path: Path) -> list[tuple[Key, list[Verdict]]]:
-    return [(one.key, [layer.verdict for layer in one.layers]) for one in read_entries(path, KIND, _Trial)[:MAX_TRIALS]]
-
-
-def read_entries(path: Path, kind: str, entry: type[T]) -> list[T]:
-    """The entries of a file of that kind; none where it is not as it should be, and without entries that are not."""
+def _read(path: Path, kind: str, schema: type[T]) -> list[tuple[dict[str, Any], T]]:
+    """(as it was written, checked) of each valid entry of a file; none if it is not a file of that kind."""
     if not path.is_file():  # a pipe would wait for a writer
         return []
     try:
@@ -146,5 +135,5 @@ def read_entries(path: Path, kind: str, entry: type[T]) -> list[T]:
     found = []
     for one in entries if type(entries) is list else []:
         with suppress(ModelError):
-            found.append(checked(entry, one, str(path)))
-    return found
+            found.append((one, checked(schema, one, str(path))))
+    return found[:MAX_TRIALS]

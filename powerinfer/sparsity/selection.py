@@ -1,9 +1,17 @@
-"""Which neurons decode computes: the selector, why it was chosen, and the prepared files that it uses."""
+"""Which neurons decode computes: the selector, why it was chosen, and the prepared files that it uses.
+
+    all        every neuron
+    exact      those whose gate fires: the dense answer, if inactive gates are exactly zero
+    predicted  those that a predictor selects and whose gate, computed exactly, fires
+    threshold  those whose activation exceeds a threshold: lossy, for activations that are never exactly zero
+
+The native operators do this work (csrc/ffn.cpp).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +21,6 @@ from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFil
 from powerinfer.formats.profile_file import open_profile
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
-from powerinfer.sparsity.selectors import All, Selector, Threshold, check_suited, selector_named
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import Weights
@@ -25,25 +32,38 @@ ASKED = "asked for"
 
 @dataclass(frozen=True)
 class Selection:
-    """A selector and what it needs.
+    """A selector, by its name, and what it needs.
 
-    why: the reason, for people; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor
-    of a layer, None: the selector has none; files: the prepared files in use.
+    why: the reason, for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
+    of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
+    layer, None: the selector has none; files: the prepared files in use.
     """
 
-    selector: Selector
+    selector: str
     why: str
+    thresholds: tuple[float, ...] = ()
     bundles: BundleFile | None = None
     predictors: Callable[[int], Weights] | None = None
     files: tuple[Path, ...] = ()
 
     def threshold(self, layer: int) -> float:
         """The magnitude up to which activations of a layer count as zero."""
-        return self.selector.of(layer) if isinstance(self.selector, Threshold) else 0.0
+        return self.thresholds[layer] if self.thresholds else 0.0
 
 
-DENSE = Selection(All(), ASKED)
+DENSE = Selection("all", ASKED)
 """Every neuron is computed."""
+
+
+def check_suited(selector: str, config: ModelConfig) -> None:
+    """RequestError if a model of this configuration cannot use the selector."""
+    if config.rectified or selector not in ("exact", "predicted"):
+        return
+    if selector == "exact":
+        why = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
+    else:
+        why = f"no predictor can select neurons of the activation {config.activations}: use --selector threshold"
+    raise RequestError(f"selector {selector}: {why}")
 
 
 def auto(
@@ -78,40 +98,49 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
 
     RequestError if a requested selector is not possible, ModelError for files that do not match the model.
     """
+    from powerinfer.formats.bundle_file import open_bundles
+
     name, why = choose(checkpoint, engine, lacking)
     if (name, engine.selector) == ("all", "auto"):
-        return Selection(All(), why)
-    selector = selector_named(name, engine.threshold, lambda: _calibrated(checkpoint, engine))
-    if selector.name == "all":
-        return Selection(selector, why)
-    check_suited(selector, checkpoint.config)
-    return _open(checkpoint, engine, selector, why)
+        return Selection(name, why)
+    thresholds = _thresholds(checkpoint, engine, name)
+    if name == "all":
+        return Selection(name, why)
+    check_suited(name, checkpoint.config)
+    bundles = open_bundles(checkpoint, engine.prepared, cpu.part_bytes)
+    selection = Selection(name, why, thresholds, bundles, files=(bundles.path,))
+    return _with_predictors(selection, checkpoint, engine) if name == "predicted" else selection
 
 
-def _calibrated(checkpoint: Checkpoint, engine: EngineConfig) -> tuple[float, ...]:
-    """The thresholds calibrated by `profile`."""
+def _thresholds(checkpoint: Checkpoint, engine: EngineConfig, selector: str) -> tuple[float, ...]:
+    """Of each layer: --threshold X, or those that `profile` calibrated. RequestError if missing or superfluous."""
+    given = engine.threshold
+    if selector != "threshold":
+        if given is not None:
+            raise RequestError(f"--threshold goes with --selector threshold, not with {selector}")
+        return ()
+    if given is not None:
+        if not 0 < given < float("inf"):
+            raise RequestError("--selector threshold needs --threshold X, a positive number")
+        return (given,) * checkpoint.config.n_layers
     place = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if not place.exists():
         raise RequestError(
             f"--selector threshold needs --threshold X, or a profile with calibrated thresholds: `{place.command}`"
         )
-    thresholds = open_profile(checkpoint, engine.prepared).thresholds
-    if thresholds is None:
+    calibrated = open_profile(checkpoint, engine.prepared).thresholds
+    if calibrated is None:
         raise RequestError(
             f"{place.path} has no thresholds, because the model's activations are exactly zero: use --selector "
             "exact, or give --threshold X"
         )
-    return thresholds
+    return calibrated
 
 
-def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, why: str) -> Selection:
-    """The prepared files. Predictors are the trained ones, else those in the model's file."""
-    from powerinfer.formats.bundle_file import open_bundles
+def _with_predictors(selection: Selection, checkpoint: Checkpoint, engine: EngineConfig) -> Selection:
+    """With the trained predictors, or those in the model's file."""
     from powerinfer.formats.predictor_file import open_predictor
 
-    bundles = open_bundles(checkpoint, engine.prepared, cpu.part_bytes)
-    if not selector.needs_predictor:
-        return Selection(selector, why, bundles, None, (bundles.path,))
     threshold = checkpoint.predictor_threshold
     if threshold is not None and not PreparedFile(PREDICTOR, checkpoint, engine.prepared).exists():
 
@@ -119,7 +148,7 @@ def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, why:
             inner, outer = (checkpoint.take(f"layers.{layer}.predictor_{end}") for end in ("in", "out"))
             return Predictor(inner.shape[0], threshold, 0), inner, outer
 
-        return Selection(selector, why, bundles, own, (bundles.path,))
+        return replace(selection, predictors=own)
     file = open_predictor(checkpoint, engine.prepared)
 
     def trained(layer: int) -> Weights:
@@ -127,4 +156,4 @@ def _open(checkpoint: Checkpoint, engine: EngineConfig, selector: Selector, why:
         one = file.layers[layer]
         return one.predictor, one.inner, one.outer
 
-    return Selection(selector, why, bundles, trained, (bundles.path, file.path))
+    return replace(selection, predictors=trained, files=(*selection.files, file.path))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
+from powerinfer.formats.json_file import Between
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -21,15 +22,18 @@ PROMPT = 16  # tokens before those that are timed
 GAIN = 0.98  # a sparse way must take less than this share of the dense time
 
 
+Way = Literal["dense", "exact", "predicted"]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How one layer decodes, and why.
 
-    ways: number of tokens -> "dense", "exact" or "predicted"; seconds: way -> time of one token, if measured.
+    ways: by number of tokens; seconds: way -> time of one token, if measured.
     """
 
-    ways: dict[str, str]
-    seconds: dict[str, float] = field(default_factory=dict)
+    ways: dict[str, Way]
+    seconds: dict[Way, Annotated[float, Between(0, 1e6)]] = field(default_factory=dict)
     earlier: bool = False  # a saved result was used
 
     @property
@@ -51,15 +55,14 @@ def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
         executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
 
 
-def forced(layers: int, way: str, sizes: Sequence[int]) -> list[Verdict]:
+def forced(layers: int, way: Way, sizes: Sequence[int]) -> list[Verdict]:
     """One way for all layers and small batches."""
     return [Verdict({str(size): way for size in sizes})] * layers
 
 
 def trial(
     executor: CpuExecutor,
-    layers: int,
-    ways: Sequence[str],
+    ways: Sequence[Way],
     sizes: Sequence[int],
     sample: Sequence[int],
     progress: Progress | None,
@@ -68,27 +71,26 @@ def trial(
 
     Leaves the executor's ways undefined. The KV cache must be empty.
     """
-    every = ["dense", *ways]
-    taken: list[dict[int, str]] = [{} for _ in range(layers)]
-    seconds: list[dict[str, float]] = []
+    every: list[Way] = ["dense", *ways]
+    layers = executor.config.n_layers
+    taken: list[dict[str, Way]] = [{} for _ in range(layers)]
+    seconds: list[dict[Way, float]] = []
     for done, size in enumerate(sizes):
         if progress is not None:
             progress("trial of selectors", done, len(sizes))
-        times = _measure(executor, layers, every, size, sample)
+        times = _measure(executor, every, size, sample)
         for layer in range(layers):
             own = {way: times[way][layer] for way in every}
             best = min(ways, key=lambda way: own[way])
-            taken[layer][size] = best if own[best] < GAIN * own["dense"] else "dense"
+            taken[layer][str(size)] = best if own[best] < GAIN * own["dense"] else "dense"
             if size == sizes[0]:
-                seconds.append(own)
+                seconds.append({way: round(value, 9) for way, value in own.items()})
     if progress is not None:
         progress("trial of selectors", len(sizes), len(sizes))
-    return [Verdict({str(size): way for size, way in taken[layer].items()}, seconds[layer]) for layer in range(layers)]
+    return [Verdict(*one) for one in zip(taken, seconds, strict=True)]
 
 
-def _measure(
-    executor: CpuExecutor, layers: int, ways: Sequence[str], size: int, sample: Sequence[int]
-) -> dict[str, list[float]]:
+def _measure(executor: CpuExecutor, ways: Sequence[Way], size: int, sample: Sequence[int]) -> dict[Way, list[float]]:
     """Way -> median seconds of each layer's FFN in a step of `size` sequences."""
     tokens = np.resize(np.asarray(sample or [0], np.int32), size * (PROMPT + len(ways) * ROUNDS)).reshape(size, -1)
     pages = np.arange(size, dtype=np.int32)[:, None]
@@ -99,11 +101,11 @@ def _measure(
     for start in range(0, len(prompt), executor.max_tokens):
         end = start + executor.max_tokens
         executor.forward(Batch(prompt[start:end], positions[start:end], rows[start:end], pages, nothing))
-    taken: dict[str, list[list[float]]] = {way: [] for way in ways}
+    taken: dict[Way, list[list[float]]] = {way: [] for way in ways}
     with executor.timed():
         for step in range(len(ways) * ROUNDS):
             way = ways[step % len(ways)]
-            for layer in range(layers):
+            for layer in range(executor.config.n_layers):
                 executor.set_ways(layer, {size: way})
             at = PROMPT + step
             executor.forward(
