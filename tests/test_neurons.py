@@ -90,7 +90,7 @@ def test_a_profile_in_figures() -> None:
     assert one.order(0).tolist() == [2, 0, 4, 3, 1] and one.order(0).dtype == np.int32
     assert one.hot_share(0, 0.8) == 3 / 5, "9 + 5 of 20 are not 16, 9 + 5 + 5 are"
     assert (one.hot_share(0, 0.45), one.hot_share(0, 0.46)) == (1 / 5, 2 / 5)
-    assert one.hot_share(1) == 0 and one.model_hot_share() == 3 / 10
+    assert one.hot_share(1) == 0 and one.hot_share() == 3 / 10
 
 
 def test_the_overlap_of_corpora() -> None:

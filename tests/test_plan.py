@@ -701,7 +701,7 @@ def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "layers", "share"), [("opt", 48, 0.17), ("reglu-70b", 80, 0.26)])
 def test_assumed_profiles_have_the_papers_share_of_the_model(name: str, layers: int, share: float) -> None:
-    assert assumed_profile(FAMILIES[name], (8192,) * layers).model_hot_share() == pytest.approx(share, abs=0.005)
+    assert assumed_profile(FAMILIES[name], (8192,) * layers).hot_share() == pytest.approx(share, abs=0.005)
 
 
 @pytest.mark.parametrize("law", [Law(0.5, 0.1), Law(0.1, 0.9), Law(0.9, 0.5)])

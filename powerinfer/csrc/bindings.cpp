@@ -133,13 +133,17 @@ int kind_of(const std::string& name) {
   return name == "dot" ? PI_DOT : PI_ADD;
 }
 
+void check_part(int type, int kind, int64_t k) {
+  require(k > 0 && k < (int64_t)1 << 30 && (type <= PI_BF16 || k % 32 == 0), "a quantised part must hold whole blocks");
+  require(type != PI_Q4_0X32 || kind == PI_ADD, "Q4_0X32 is for 'add' alone");
+}
+
 // One part of bundles of `rows` neurons, [groups, bytes of a group], which lie `pitch` apart.
 PiPart part_of(const std::string& type_name, int kind, int64_t k, int64_t rows, const uint8_t* data, size_t groups,
                size_t bytes, int64_t pitch, int64_t at) {
   const int type = part_type(type_name);
   const int64_t stride = (int64_t)bytes;
-  require(k > 0 && (type <= PI_BF16 || k % 32 == 0), "a quantised part must hold whole blocks");
-  require(type != PI_Q4_0X32 || kind == PI_ADD, "Q4_0X32 is for 'add' alone");
+  check_part(type, kind, k);
   require(rows > 0 && (rows + PI_GROUP - 1) / PI_GROUP == (int64_t)groups,
           "the number of bundles does not match the number of rows");
   require(pitch > 0 && pitch % 64 == 0 && pitch <= stride / PI_GROUP && stride % 64 == 0 &&
@@ -172,6 +176,16 @@ void unpack_parts(const std::string& type_name, const std::string& kind_name, in
   const PiPart part = part_of(type_name, kind, k, rows, data.data(), data.shape(0), data.shape(1), pitch, at);
   require((int64_t)out.shape(1) == k, "out must be [rows, k]");
   for (int64_t r = 0; r < rows; r++) unpack_part(kind, part, r, out.data() + r * k);
+}
+
+nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> order_of(const std::string& type_name, const std::string& kind_name,
+                                                      int64_t k) {
+  const int type = part_type(type_name), kind = kind_of(kind_name);
+  check_part(type, kind, k);
+  auto order = std::make_unique<int32_t[]>((size_t)k);
+  part_order(type, kind, k, order.get());
+  nb::capsule owner(order.get(), [](void* p) noexcept { delete[] (int32_t*)p; });
+  return {order.release(), {(size_t)k}, owner};
 }
 
 std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model,
@@ -430,6 +444,16 @@ NB_MODULE(_native, m) {
         "Write one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.\n\n"
         "data: rows as a model file stores them; out: [groups, bytes of a group]; kind: \"dot\" (gate, up) or \"add\"\n"
         "(down).");
+  m.def(
+      "code_bytes",
+      [](const std::string& type, int64_t k) {
+        const int t = part_type(type);
+        require(k > 0, "a row needs columns");
+        return pi_part_codes(t, k);
+      },
+      "type"_a, "k"_a, "Bytes of the codes of one neuron's row of a part, behind which its own scales lie.");
+  m.def("part_order", &order_of, "type"_a, "kind"_a, "k"_a,
+        "The byte of a part's row at which each of its k elements lies, int32; two codes of 4 bits share a byte.");
   m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert(),
         "The values of one part of bundles: data [groups, bytes of a group], out [rows, k].");
   nb::class_<Activation>(m, "Activation", "The activation of an FFN: a name of ACTIVATIONS; threshold: of fatrelu.")
@@ -609,8 +633,7 @@ NB_MODULE(_native, m) {
           "add_rope",
           [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
           "frequencies"_a, "factor"_a,
-          "Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Returns its "
-          "index.")
+          "Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index.")
       .def(
           "embed",
           [](Program& p, std::shared_ptr<Table> table, std::shared_ptr<Table> positions, int64_t offset,

@@ -276,6 +276,12 @@ void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, 
   }
 }
 
+void part_order(int type, int kind, int64_t k, int32_t* out) {
+  bool high;
+  for (int64_t i = 0; i < k; i++)
+    out[i] = (int32_t)(type == PI_F16 || type == PI_BF16 ? 2 * i : code_at(type, kind, k, i, &high));
+}
+
 void unpack_part(int kind, const PiPart& part, int64_t i, float* out) {
   const int type = part.type;
   const int64_t k = part.k, codes = pi_part_codes(type, k);

@@ -13,6 +13,8 @@ int64_t part_source_bytes(int type, int64_t rows, int64_t k);
 // Neurons that are missing become zeros.
 void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
                int64_t at);
+// Where the elements of a part's row lie: the byte of each, of F16 and BF16 the first. Two codes of 4 bits share a byte.
+void part_order(int type, int kind, int64_t k, int32_t* out);
 // The values of neuron i of a part.
 void unpack_part(int kind, const PiPart& part, int64_t i, float* out);
 

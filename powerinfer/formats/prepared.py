@@ -31,7 +31,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import checked, parse_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import Bytes
-from powerinfer.formats.safetensors_file import read_with_metadata
+from powerinfer.formats.safetensors_file import read_safetensors
 from powerinfer.formats.tensors import RawTensor
 
 PAGE = 4096  # alignment of the first tensor
@@ -110,7 +110,7 @@ class PreparedFile:
         if not self.exists():
             raise ModelError(f"there is no {self.path}; `{self.command}` makes it")
         try:
-            tensors, metadata, file = read_with_metadata(self.path)
+            tensors, metadata, file = read_safetensors(self.path)
             text = metadata.get(_METADATA)
             description = parse_json(text.encode(errors="surrogatepass"), str(self.path)) if type(text) is str else None
         except ModelError as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import bpe
@@ -23,27 +23,13 @@ if TYPE_CHECKING:
 
 # A model may end its answer with any of these; not every file lists them all (llama.cpp's list, without those that have
 # another meaning in some family).
-END_OF_GENERATION = frozenset(
-    [
-        *(
-            "<|eot_id|>",
-            "<|eom_id|>",
-            "<|im_end|>",
-            "<|end|>",
-            "<|return|>",
-            "<|endoftext|>",
-            "<|end_of_text|>",
-            "</s>",
-        ),
-        *("<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    ]
-)
+END_OF_GENERATION = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|endoftext|>", "<|end_of_text|>", "</s>",
+    "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+))  # fmt: skip
 
-
-class SmallEncoder(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """Ids of ASCII text in which nothing is special."""
-        ...
+Encode = Callable[[str], list[int]]
+"""Ids of ASCII text in which nothing is special."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +126,7 @@ class Tokenizer:
         self,
         vocabulary: Vocabulary,
         build: Callable[[], Engine],
-        small: Callable[[], SmallEncoder] | None = None,
+        small: Callable[[], Encode] | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._build, self._build_small = build, small
@@ -159,7 +145,7 @@ class Tokenizer:
             return self._build()
 
     @cached_property
-    def _small(self) -> SmallEncoder | None:
+    def _small(self) -> Encode | None:
         return None if self._build_small is None else self._build_small()
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
@@ -202,10 +188,10 @@ class Tokenizer:
         forbidden = frozenset() if special else self._special_ids.intersection(ids) - {self._vocabulary.unk_id}
         return self._without(ids, text, forbidden, first) if forbidden else ids
 
-    def _encode_small(self, text: str, special: bool, small: SmallEncoder) -> list[int]:
+    def _encode_small(self, text: str, special: bool, small: Encode) -> list[int]:
         ids: list[int] = []
         for run, token in self._cut(text, [token for token in self._added.values() if special or not token.special]):
-            ids += [token.id] if token else small.encode(run)
+            ids += [token.id] if token else small(run)
         return ids
 
     def _without(self, ids: list[int], text: str, forbidden: frozenset[int], first: bool) -> list[int]:

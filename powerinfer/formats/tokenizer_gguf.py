@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats import bpe
-from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Engine, SmallEncoder, Tokenizer, Vocabulary
+from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Encode, Engine, Tokenizer, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -217,10 +217,10 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
             engine.normalizer = normalizers.NFC()
         return _with_added(engine, vocabulary)
 
-    def small() -> SmallEncoder:
+    def small() -> Encode:
         before = "[0-9]" if pre.digits_alone else pre.before
         words = bpe.ascii_words(pre.pattern, before, pre.after)
-        return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges)
+        return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges).encode
 
     return Tokenizer(_with_bos(vocabulary), build, small)
 
@@ -248,8 +248,8 @@ def _gguf_scored(gguf: _GGUF) -> Tokenizer:
         engine.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
         return _with_added(engine, vocabulary)
 
-    def small() -> SmallEncoder:
-        return bpe.SmallScoredBPE(gguf.vocab, scores, atoms, vocabulary.unk_id, prefix)
+    def small() -> Encode:
+        return bpe.SmallScoredBPE(gguf.vocab, scores, atoms, vocabulary.unk_id, prefix).encode
 
     return Tokenizer(_with_bos(vocabulary), build, small)
 

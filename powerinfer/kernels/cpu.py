@@ -112,6 +112,19 @@ def unpack_part(
     return out
 
 
+def code_bytes(type_name: str, k: int) -> int:
+    """Bytes of the codes of a part's row of k elements. Scales of its own (Q8_0, Q4_0: float16 per 32) follow them."""
+    return _native.code_bytes(type_name, k)
+
+
+def part_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
+    """The byte of a part's row at which each of its k elements lies, int32 [k]; of F16 and BF16 the first.
+
+    kind: as for `pack_part`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j (j < 16).
+    """
+    return _native.part_order(type_name, kind, k)
+
+
 def matmul(
     x: NDArray[np.float32], weights: NDArray[np.uint8], type_name: str, rows: int, *, isa: str = "", threads: int = 1
 ) -> NDArray[np.float32]:

@@ -23,6 +23,7 @@ from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
+from powerinfer.kernels.cpu import code_bytes, part_order
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
@@ -510,27 +511,43 @@ def unpack(
     if neurons.gate is not None:
         parts.append((neurons.gate, "dot", layout.gate_at))
     for weight, use, part in parts:
-        data, k = weight.data[row : row + len(at)], weight.k
-        order, unit = _order(weight.type, use)
-        _take(rows, at, part, data, order, unit)
+        data = weight.data[row : row + len(at)]
+        order, unit = _order(weight.type, use, weight.k, rows.device)
+        _take(rows, at, part, data, unit, order)
         if weight.scales is not None:
-            codes = -(-k // 64) * 64 if weight.type == "Q8_0" else -(-k // 128) * 64
-            _take(rows, at, part + codes, weight.scales[row : row + len(at)], "as it is", 2)
+            scales = weight.scales[row : row + len(at)]
+            _take(rows, at, part + code_bytes(weight.type, weight.k), scales, 2)
     if neurons.shared is not None:
-        _take(rows, shared, 0, neurons.shared[group : group + len(shared)], "as it is", 2)
+        _take(rows, shared, 0, neurons.shared[group : group + len(shared)], 2)
 
 
-def _order(kind: str, use: str) -> tuple[str, int]:
-    """The order of a part's codes, and the bytes that stay together."""
+@cache
+def _order(kind: str, use: str, k: int, device: Any) -> tuple[Tensor | None, int]:
+    """Where a row of a `Weight` lies in its part of a bundle: (int32 [units], bytes of a unit); None: in order.
+
+    A unit is what stays together: 4 bytes, 2 or 1.
+    """
+    import torch
+
+    places = part_order(kind, use, k)  # of elements; those of the bytes of a row of `Weight.data` are:
     if kind in FLOAT_TYPES:
-        return "as it is", 2
-    if use == "dot":
-        return "blocks", 4
-    return {"Q8_0": ("as it is", 4), "Q4_0": ("bytes", 1), "Q4_0X32": ("words", 4)}[kind]
+        places = np.add.outer(places, np.arange(2, dtype=np.int32)).reshape(-1)
+    elif kind != "Q8_0":
+        places = places.reshape(-1, 2, 16)[:, 0].reshape(-1)  # of the low code; the high one is in the same byte
+    unit = next(unit for unit in (4, 2, 1) if _together(places, unit))
+    order = places[::unit] // unit
+    in_order = np.array_equal(order, np.arange(len(order)))
+    return None if in_order else torch.from_numpy(order).to(device), unit
 
 
-def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: int) -> None:
-    """out[i, j] = unit number `_places`[j] of the part that begins `part` bytes behind line at[i] of `rows`.
+def _together(places: NDArray[np.int32], unit: int) -> bool:
+    """Whether each `unit` bytes in turn lie one behind the other, aligned."""
+    first = places[::unit, None]
+    return not (first % unit).any() and np.array_equal((first + np.arange(unit)).reshape(-1), places)
+
+
+def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, unit: int, order: Tensor | None = None) -> None:
+    """out[i, j] = unit number order[j], or j, of the part that begins `part` bytes behind line at[i] of `rows`.
 
     unit: its bytes. Codes of 4 bits become two's complement.
     """
@@ -538,43 +555,22 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, order: str, unit: in
 
     if not len(out):
         return
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[unit]
-    each = 8 if out.dtype == torch.int8 else 4  # units of a block of 32
-    flip = 0 if out.dtype != torch.uint8 else int(_SIGNS) if unit == 1 else int(np.full(4, _SIGNS).view(np.int32)[0])
+    name = {1: "uint8", 2: "int16", 4: "int32"}[unit]
+    dtype: torch.dtype = getattr(torch, name)
+    flip = int(np.full(unit, _SIGNS).view(name)[0]) if out.dtype == torch.uint8 else 0
     own = out.view(dtype)
     if _triton(rows):
         from powerinfer.kernels import triton_bundles
 
-        triton_bundles.take(rows.view(dtype), at, part // unit, own, order, each, flip)
+        triton_bundles.take(rows.view(dtype), at, part // unit, own, order, flip)
         return
     width = own.shape[1]
-    places = _places(width, order, each).to(out.device)
     lines = torch.arange(part // LINE, -(-(part + width * unit) // LINE), device=out.device)
     for begin, end in _pieces(len(out), width):
         wanted = (at[begin:end, None] + lines).view(-1)
         taken = rows.view(-1, LINE).index_select(0, wanted).view(end - begin, -1).view(dtype)
-        taken = taken[:, :width] if order == "as it is" else taken.index_select(1, places)
+        taken = taken[:, :width] if order is None else taken.index_select(1, order)
         own[begin:end] = taken ^ flip if flip else taken
-
-
-def _places(width: int, order: str, each: int) -> Tensor:
-    """Where the units of a row are in its part, int64 [width]; each: units of a block of 32 elements.
-
-    blocks: word by word of sixteen blocks, or of those that are left. Of 128 elements: bytes: byte 4 l + z is to be
-    16 z + l; words: word 4 a + z is to be 4 z + a.
-    """
-    import torch
-
-    j = torch.arange(width)
-    if order == "blocks":
-        block = j // each
-        first = block // 16 * 16
-        return first * each + j % each * (width // each - first).clamp(max=16) + block % 16
-    if order == "bytes":
-        return j // 64 * 64 + j % 16 * 4 + j // 16 % 4
-    if order == "words":
-        return j // 16 * 16 + j % 4 * 4 + j // 4 % 4
-    return j
 
 
 def neuron_sum(

@@ -203,7 +203,7 @@ def describe(checkpoint: Checkpoint, prepared: str | None, made: Profiled) -> di
             {"name": name, "tokens": tokens} for name, tokens in zip(one.corpora, one.corpus_tokens, strict=True)
         ],
         "active_fraction": one.active_fraction(),
-        "hot_share": one.model_hot_share(),
+        "hot_share": one.hot_share(),
         "reuse": sum(map(float.__mul__, one.reuse, fired)) / sum(fired) if any(fired) else 0.0,
         "overlap": [
             {"first": one.corpora[first], "second": one.corpora[second], "share": one.overlap(first, second)}

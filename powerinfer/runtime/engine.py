@@ -248,11 +248,7 @@ class LLM:
     ) -> list[Completion]:
         """Run prompts together until all have ended. An error or Ctrl-C ends the others."""
         runner = self._runner
-        ended: list[None] = []
-        requests = [
-            runner.request(self._encode(prompt), one, lambda: ended.append(None))
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
+        requests = [runner.request(self._encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
         told = 0
         try:
             for request in requests:
@@ -260,13 +256,17 @@ class LLM:
             for request in requests:
                 while not request.ended:
                     runner.advance(request)
-                    if progress is not None and len(ended) > told:
-                        told = len(ended)
+                    ended = sum(one.ended for one in requests) if progress is not None else 0
+                    if progress is not None and ended > told:
+                        told = ended
                         progress("answers", told, len(requests))
         finally:
             for request in requests:
                 runner.abort(request)
-        return [_answer(request) for request in requests]
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [request.completion for request in requests if request.completion is not None]
 
     def _follow(self, request: Request) -> Stream:
         runner = self._runner
@@ -285,13 +285,6 @@ class LLM:
                     runner.advance(request)
         finally:
             runner.abort(request)
-
-
-def _answer(request: Request) -> Completion:
-    if request.error is not None:
-        raise request.error
-    assert request.completion is not None
-    return request.completion
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:

@@ -68,9 +68,7 @@ class Runner:
         """Pages that no request uses."""
         return self._scheduler.cache.available
 
-    def request(
-        self, prompt: Sequence[int], params: SamplingParams, on_end: Callable[[], None] | None = None
-    ) -> Request:
+    def request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """A checked request, to be submitted. RequestError if it is invalid."""
         self._check_prompt(prompt)
         room = self.context - len(prompt)
@@ -89,7 +87,6 @@ class Runner:
             sampler=Sampler(params, self._executor.vocab_size, prompt, self._scratch),
             text=TextStream(self._tokenizer.stream(), params.stop),
             stop_ids=eos.union(params.stop_token_ids),
-            on_end=on_end,
         )
 
     def submit(self, request: Request) -> None:
@@ -279,8 +276,6 @@ class Runner:
     def _leave(self, request: Request) -> None:
         self._scheduler.finish(request)
         del self._live[request]
-        if request.on_end is not None:
-            request.on_end()
         if not self._live:
             self._rest()
 
