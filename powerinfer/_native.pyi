@@ -306,7 +306,7 @@ class Program:
         embed_dim: int | None = None,
     ) -> None: ...
     def add_rope(self, frequencies: NDArray[np.float32], factor: float) -> int:
-        """Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Returns its index."""
+        """Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index."""
 
     def embed(
         self,
