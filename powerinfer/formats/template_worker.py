@@ -94,7 +94,7 @@ def answer(compiled: Callable[[str], Any], source: str, variables: dict[str, Any
 
 
 def _limit(seconds: float, memory: int | None) -> None:
-    """The system ends the process after so many seconds of processor time (0: never), and gives it no more memory."""
+    """Limits of this process: seconds of processor time (0: unlimited), after which the system ends it, and memory."""
     try:
         import resource
         import signal

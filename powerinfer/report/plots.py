@@ -141,7 +141,7 @@ def cumulative(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def draw_cumulative(figure: Figure, profile: Profile) -> None:
-    """Activations against neurons, the most frequent first: a line a layer, coloured by depth, and the whole model."""
+    """Activations against neurons, most frequent first: a line per layer, coloured by depth, and one for the model."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize

@@ -168,11 +168,11 @@ class Runner:
 
     def _score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int, pages: list[int]) -> None:
         page_table = np.asarray([pages], np.int32)
-        most = self._executor.max_tokens
+        limit = self._executor.max_tokens
         start = 0
         while start < len(tokens):
             wanted = start >= first
-            end = min(start + min(most, step), len(tokens)) if wanted else min(start + most, first, len(tokens))
+            end = min(start + min(limit, step), len(tokens)) if wanted else min(start + limit, first, len(tokens))
             batch = Batch(
                 np.asarray(tokens[start:end], np.int32),
                 np.arange(start, end, dtype=np.int32),
