@@ -190,8 +190,8 @@ class Profile:
         """
         found = []
         for each in self.corpus_counts:
-            most = max(1, round(share * each.shape[1]))
-            one, other = (set(_order(counts)[:most][np.sort(-counts)[:most] < 0]) for counts in each[[first, second]])
+            top = max(1, round(share * each.shape[1]))
+            one, other = (set(_order(counts)[:top][np.sort(-counts)[:top] < 0]) for counts in each[[first, second]])
             if one or other:
                 found.append(len(one & other) / max(len(one), len(other)))
         return sum(found) / len(found) if found else None

@@ -203,7 +203,7 @@ def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch:
     alone = dataclasses.replace(load("pc-low"), gpu=None, sync_us=0.0, copy_gb_s=0.0, key=measure.machine_key(ONE))
     save(alone, measure.kept_at(alone.key))
     asked: list[str] = []
-    monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured anew
+    monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured again
     monkeypatch.setattr(gpu_rates, "gpu_rates", lambda name, progress: asked.append(name) or rates)
     monkeypatch.setattr(gpu_rates, "host_bytes", lambda name: 678)
     both = measure.measured(ONE, gpu="cpu")
@@ -295,7 +295,7 @@ def request_of(path: Path, made: description.Hardware) -> PlanRequest:
 
 
 def vram_for(path: Path, made: description.Hardware, groups: int) -> int:
-    """That holds all but neurons, and so many groups of them."""
+    """VRAM for everything but neurons, plus `groups` groups of them."""
     return request_of(path, made).vram_for(groups)
 
 

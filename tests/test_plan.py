@@ -73,7 +73,7 @@ def dense_on_gpu(request: PlanRequest, head: bool) -> int:
 
 
 def with_groups(request: PlanRequest, groups: int, **more: Any) -> PlanRequest:
-    """The request with room for so many groups on the GPU."""
+    """The request with room for that number of groups on the GPU."""
     card = replace(request.hardware.gpu, memory_bytes=request.vram_for(groups))
     return replace(request, hardware=replace(request.hardware, gpu=card), **more)
 
@@ -371,7 +371,7 @@ def test_neurons_do_not_wait_for_attention_beside_them() -> None:
 
 
 def test_whole_layers() -> None:
-    """Attention, FFN and cache of so many layers, to the byte; the head once all of them are there."""
+    """Attention, FFN and cache of the layers on the GPU, to the byte; the head once all of them are there."""
     model, hardware = small_model(predictors=False), machine(4 * GIB, reserved=MIB)
     work = budget.Workload("f16", context=64, chunk=32, requests=4)
     layer = (

@@ -162,7 +162,7 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
 
 
 def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> None:
-    """What is most of the FFNs is told by what the file has, whatever it becomes on a GPU."""
+    """The type of most FFN weights is that of the file, whatever type they get on a GPU."""
     config = SHAPES["llama-7b"].config
     small, large = shapes._matrix(64, 512, "Q4_K"), shapes._matrix(64, 512, "Q6_K")
     model = replace(described_model(config, "f16"), ffn=((small, small, large),))

@@ -43,7 +43,7 @@ def random_rows(rng: Any, type_name: str, shape: tuple[int, int], deviation: flo
 
 
 def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) -> list[SomeBundles]:
-    """Random bundles of so many layers; activations of deviation 1 get products of deviation 1."""
+    """Random bundles of that number of layers; activations of deviation 1 get products of deviation 1."""
     k, groups = layout.d_model, n_groups(config.widest_ffn)
     sample = np.zeros((SAMPLE // BUNDLE_GROUP, layout.group_bytes), np.uint8)
     parts = [("dot", layout.gate_type, layout.up_at), ("add", layout.down_type, layout.down_at)]

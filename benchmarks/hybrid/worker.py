@@ -163,7 +163,7 @@ def whole_layers(plan: Plan) -> Plan:
 
 
 def _decoded(llm: LLM, batch: int, tokens: int) -> tuple[float, dict[str, Any] | None]:
-    """Tokens per second of so many requests that decode together, behind one round that does not count."""
+    """Tokens per second of `batch` requests decoding together, after one warm-up round."""
     params = SamplingParams(max_tokens=1 + tokens, temperature=0.0, ignore_eos=True)
     prompts = [[1 + number % (llm.config.vocab_size - 1)] for number in range(batch)]
     for _ in range(2):

@@ -74,9 +74,9 @@ def _check(args: argparse.Namespace, engine: EngineConfig) -> None:
     if args.step is not None:
         from powerinfer.kernels.cpu import NEURON_TOKENS
 
-        most = min(NEURON_TOKENS, engine.max_batch)
-        if not 1 <= args.step <= most:
-            raise RequestError(f"--step must be between 1 and {most}, the most tokens that run sparsely")
+        limit = min(NEURON_TOKENS, engine.max_batch)
+        if not 1 <= args.step <= limit:
+            raise RequestError(f"--step must be between 1 and {limit}: larger steps do not run sparsely")
 
 
 def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:

@@ -308,5 +308,5 @@ def _only_gguf(folder: Path) -> Path:
         raise ModelError(f"{folder} holds no model: neither config.json with safetensors files nor a GGUF file")
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4])
-        raise ModelError(f"{folder} holds {len(found)} GGUF models; name one of them: {names}")
+        raise ModelError(f"{folder} holds {len(found)} GGUF models; choose one of them: {names}")
     return found[0]

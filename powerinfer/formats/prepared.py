@@ -99,7 +99,7 @@ class PreparedFile:
 
     def bad(self, why: str) -> ModelError:
         """The error for a file that cannot be used."""
-        return ModelError(f"{self.path} {why}; `{self.command}` makes it anew")
+        return ModelError(f"{self.path} {why}; `{self.command}` recreates it")
 
     def read(self) -> tuple[dict[str, Any], dict[str, RawTensor], MappedFile]:
         """The description, the tensors by name (views of the mapped file) and the file.
@@ -114,7 +114,7 @@ class PreparedFile:
             text = metadata.get(_METADATA)
             description = parse_json(text.encode(errors="surrogatepass"), str(self.path)) if type(text) is str else None
         except ModelError as error:
-            raise ModelError(f"{error}; `{self.command}` makes it anew") from None
+            raise ModelError(f"{error}; `{self.command}` recreates it") from None
         if type(description) is not dict:
             raise self.bad("was not written by powerinfer")
         self._check(description)
@@ -127,7 +127,7 @@ class PreparedFile:
         try:
             return checked(kind, own, str(self.path))
         except ModelError as error:
-            raise ModelError(f"{error}; `{self.command}` makes it anew") from None
+            raise ModelError(f"{error}; `{self.command}` recreates it") from None
 
     def holds(self, tensors: dict[str, RawTensor], name: str, dtype: str, shape: tuple[int, ...]) -> RawTensor:
         """Takes a tensor out of those that `read` gave; ModelError where there is none of this type and shape."""

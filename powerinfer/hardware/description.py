@@ -118,7 +118,7 @@ class Device:
 class Disk:
     """read_gb_s: by the bytes of one read, rate of random reads, `READERS` of them in flight."""
 
-    read_gb_s: Annotated[Mapping[Annotated[int, Between(1, _MOST_BYTES)], _Rate], Length(64, least=1)]
+    read_gb_s: Annotated[Mapping[Annotated[int, Between(1, _MOST_BYTES)], _Rate], Length(64, smallest=1)]
 
     def seconds(self, size: int) -> float:
         """Time that a read of `size` bytes adds while many are in flight.

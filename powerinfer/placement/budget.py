@@ -69,8 +69,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Claims:
-    """gpu_layers: so many layers, from the first, have their attention on the GPU, and their predictor where there are
-    any; 0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
+    """gpu_layers: number of layers, from the first, with their attention, and their predictor if any, on the GPU;
+    0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
 
     gpu, cpu: bytes of all but the bundles, by use; gpu_left, cpu_left: what remains of the budgets, once there is room
     for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in
@@ -190,7 +190,7 @@ def _groups(model: Model, layers: int) -> int:
 
 
 def shared_on_gpu(model: Model, layers: int) -> int:
-    """Bytes on the GPU of what the groups of bundles of so many layers share, if each has neurons there."""
+    """Bytes on the GPU of what the groups of bundles of that number of layers share, if each has neurons there."""
     return _groups(model, layers) * model.gpu_shared
 
 
@@ -263,7 +263,7 @@ def staged_in_ram(staging: int) -> int:
 
 
 def staged_beside(model: Model, neurons: int) -> int:
-    """Bytes on the GPU of the buffers that come with so many bytes of neurons there."""
+    """Bytes on the GPU of the buffers for that number of bytes of neurons there."""
     limit = neurons // ((STAGED - 1) * staged_on_gpu(1))
     return staged_on_gpu(buffer_bytes(model.bundles, model.config.widest_ffn, limit))
 

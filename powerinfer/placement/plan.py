@@ -128,7 +128,7 @@ class PlanRequest:
         return claim(self.model, self.hardware, self.workload, self.vram, self.ram)
 
     def vram_for(self, groups: int = 0) -> int:
-        """Bytes of VRAM for all dense parts and so many groups of neurons, buffers for cold ones included."""
+        """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""
         layers = self.model.config.n_layers
         held = sum(on_gpu(self.model, self.hardware, self.workload, layers, True).values())
         return held + shared_on_gpu(self.model, layers) + groups * GROUP * self.model.gpu_neuron
@@ -262,7 +262,7 @@ class Plan:
         sums = dict.fromkeys(Tier, 0)
         for layer, neurons in enumerate(self.neurons):
             counts, at = profile.counts[layer][orders[layer]], 0
-            for tier in Tier:  # an order names the GPU's first, then the CPU's
+            for tier in Tier:  # an order has the GPU's first, then the CPU's
                 sums[tier] += int(counts[at : at + neurons[tier]].sum())
                 at += neurons[tier]
         return {name: sums[tier] / max(1, sum(sums.values())) for tier, name in _NAMES.items()}

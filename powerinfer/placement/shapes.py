@@ -69,7 +69,7 @@ class Model:
 
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
-    that its predictor names by those that fire; tables: embedding and learned positions, as they are stored;
+    that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: of the FFNs' neurons. fingerprint: of the weights'
     origin, "" for a model that is only described. quantize: what its float matrices are quantised to on load, as the
     engine's option; the types of the matrices are those then.

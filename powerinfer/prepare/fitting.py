@@ -241,7 +241,7 @@ class LayerFit:
             if not np.isfinite(self._x[part]).all():
                 raise ModelError(
                     f"the samples of layer {self._layer} are not all finite: the model's weights may be damaged; "
-                    "profile it anew"
+                    "profile it again"
                 )
             bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._neurons)
             counts += bits[: max(0, len(self._rows.train) - at)].sum(axis=0)  # training rows come first
@@ -520,7 +520,7 @@ class _LowRank:
         return _Basis(inner, outer, sizes, inner @ mean, offset + weights @ mean)
 
     def forms(self, rank: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, in [rank, d_model], out [neurons, rank]) of every form with so many units, float64."""
+        """(name, in [rank, d_model], out [neurons, rank]) of every form with that number of units, float64."""
         torch = self._torch
         for name, basis in self._bases.items():
             for reach in (2.0, 4.0):  # standard deviations by which a unit stays active

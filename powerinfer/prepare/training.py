@@ -57,7 +57,7 @@ class Trained:
 
 
 def describe(file: PredictorFile) -> dict[str, Any]:
-    """Trained predictors as a JSON document: path, bytes, type, and what is told of their training."""
+    """Trained predictors as a JSON document: path, bytes, type, and the figures of their training."""
     told = file.training or {}
     layers = told.get("layers", [])
     shown = ("recall", "candidate_fraction", "active_fraction")
@@ -290,7 +290,7 @@ class _Work:
         return known[rank]
 
     def _tell(self, layer: int, points: float) -> None:
-        """Progress after so many sizes of a layer, estimated: four are usual."""
+        """Estimated progress after that number of ranks of a layer: four are usual."""
         self._done = max(self._done, layer + 1 - 0.6**points)
         if self._progress is not None:
             total = 1000 * len(self._points)
@@ -457,7 +457,7 @@ def _device(config: TrainConfig) -> str:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """A context in which torch uses so many CPU threads; 0: all that the process may use."""
+    """A context in which torch uses that number of CPU threads; 0: all that the process may use."""
     from powerinfer.kernels import cpu
 
     torch = _import_torch()

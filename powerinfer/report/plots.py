@@ -56,14 +56,14 @@ def need_matplotlib() -> None:
         raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` installs it") from None
 
 
-def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> bytes:
+def png(draw: Draw, look: Look = LIGHT) -> bytes:
     """The image that `draw` makes on a figure, in the colours of `look`. Global settings are restored."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MplFigure
     from PIL import Image
 
     with _style(look):
-        figure = MplFigure(figsize=size, dpi=_DPI, layout="constrained")
+        figure = MplFigure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure)
         drawn = BytesIO()
@@ -141,7 +141,7 @@ def cumulative(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def draw_cumulative(figure: Figure, profile: Profile) -> None:
-    """Activations against neurons, the most frequent first: a line a layer, coloured by depth, and the whole model."""
+    """Activations against neurons, most frequent first: a line per layer, coloured by depth, and one for the model."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
