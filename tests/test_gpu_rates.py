@@ -334,7 +334,7 @@ def test_agreement_with_all_is_that_of_the_cpu_alone(
 def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:
     """With room for one layer's attention: the other layer, on the CPU, gives `predicted` of the CPU alone."""
     made, path = machine(rates, EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
-    # What an F16 cache rounds away decides which neurons are selected; with this batch the CPU alone predicts every step
+    # The rounding of an F16 cache decides which neurons are selected; with this batch the CPU alone predicts every step
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))

@@ -3,9 +3,10 @@
     python -m benchmarks.hybrid.cold_neurons [--types F16/F16,Q4_0/Q4_0X32] [--tokens 1,8,16,32] [--threads N]
 
 Random bundles of several layers, more than caches hold, whose neurons fire independently of each other, each with its
-own probability, spread evenly on a logarithmic scale (--fires LEAST:MOST). `exact` computes every gate; `named` those
-of selected neurons, which are the firing ones and one in five others, as an imperfect predictor selects them. One line each: milliseconds of a layer, the bytes of
-the rows that some token needs (every gate, or those selected; up and down of firing neurons), and these over the time.
+own probability, spread evenly on a logarithmic scale (--fires LEAST:MOST). `exact` computes every gate; `selected`
+those of the neurons that fire and of one in five others, as an imperfect predictor would. One line each: milliseconds of
+a layer, the bytes of the rows that some token needs (every gate, or those selected; up and down of firing neurons), and
+these over the time.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
                 for part in parts:
                     part.sum(x[:tokens], out[:tokens], chosen)
                 taken.append((time.perf_counter() - begin) / len(parts))
-            needed, way = gates * layout.gate_bytes + rest, "exact" if chosen is None else "named"
+            needed, way = gates * layout.gate_bytes + rest, "exact" if chosen is None else "selected"
             print(
                 f"{gate_type}/{down_type} {tokens:3d} {way}: {1e3 * median(taken):8.2f} ms {needed / 1e6:7.1f} MB"
                 f" {needed / median(taken) / 1e9:6.2f} GB/s (of the neurons {gates / n:.2f} gates, {fired.mean():.2f}"

@@ -4,7 +4,7 @@
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
 For every type of weights: a matrix against 1, 8 and 32 tokens, and the neurons of a gated ReLU layer of which a share
-is selected, all of which fire; then attention over a long context, and a predictor. What a kernel reads is counted once,
+is selected, all of which fire; then attention over a long context, and a predictor. A kernel's reads are counted once,
 the neurons that any token selects for all tokens together. Weights are taken in turn from copies that are larger in all
 than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor Python help or hinder.
 

@@ -229,7 +229,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _firing(neurons: Any, tokens: int, device: Any, seed: int) -> tuple[Any, Any]:
-    """Inputs, and a selection of neurons that all fire: a tenth of the layer's, or as many as do, the same for each token."""
+    """Inputs, and selected neurons that all fire: a tenth of the layer's, or all that fire, the same for each token."""
     import torch
 
     from powerinfer.kernels import gpu
