@@ -4,7 +4,7 @@
 
 Random bundles of several layers, more than caches hold, whose neurons fire independently of each other, each with its
 own probability, spread evenly on a logarithmic scale (--fires LEAST:MOST). `exact` computes every gate; `selected`
-those of the neurons that fire and of one in five others, as an imperfect predictor would. One line each: milliseconds of
+those of the neurons that fire and of one in five others, as an imperfect predictor would. Each line: milliseconds of
 a layer, the bytes of the rows that some token needs (every gate, or those selected; up and down of firing neurons), and
 these over the time.
 """
