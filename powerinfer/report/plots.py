@@ -56,14 +56,14 @@ def need_matplotlib() -> None:
         raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` installs it") from None
 
 
-def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> bytes:
+def png(draw: Draw, look: Look = LIGHT) -> bytes:
     """The image that `draw` makes on a figure, in the colours of `look`. Global settings are restored."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MplFigure
     from PIL import Image
 
     with _style(look):
-        figure = MplFigure(figsize=size, dpi=_DPI, layout="constrained")
+        figure = MplFigure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure)
         drawn = BytesIO()
