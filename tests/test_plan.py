@@ -414,7 +414,7 @@ def test_ram_beside_whole_layers() -> None:
 
 
 def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
-    """Every budget that a plan names does what it says, and one byte less does not."""
+    """Every budget that a plan suggests does what it says, and one byte less does not."""
     request = request_of(
         small_model(d_ff=256), hardware=machine(4 * GIB, ram=100 * MIB, sync_us=3), vram=0, policy="greedy"
     )
