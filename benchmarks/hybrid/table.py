@@ -1,4 +1,4 @@
-"""Tables and plots of what hybrid.py measured.
+"""Tables and plots of what benchmarks/hybrid measured.
 
     python -m benchmarks.hybrid.table [FILE] [--plots FOLDER] [--docs]
 

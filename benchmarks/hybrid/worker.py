@@ -1,4 +1,4 @@
-"""One run of hybrid.py, in a process of its own so that a device's memory is given back: a JSON task in, a result out.
+"""One run of a benchmark, in a process of its own so that a device's memory is freed: a JSON task in, a result out.
 
     python -m benchmarks.hybrid.worker '{"what": "decode", "model": "m.gguf", "gpu": "cuda", "vram": 6442450944, ...}'
 
