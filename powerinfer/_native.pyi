@@ -23,7 +23,7 @@ def levels() -> list[str]:
     """Instruction-set levels that this build has and this CPU runs, best first."""
 
 def find_level(name: str) -> str:
-    """The level of that name, the best for an empty one; ValueError when it cannot run here."""
+    """The level of that name, the best for an empty one; ValueError if it cannot run here."""
 
 def panel_bytes(type: str, k: int) -> int:
     """Bytes of 16 packed rows of k columns."""
@@ -145,7 +145,7 @@ class Bundles:
         out: NDArray[np.float32],
         threshold: float = 0.0,
     ) -> None:
-        """Add to out what the listed neurons make of x, both [tokens, d_model], by one thread."""
+        """Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread."""
 
 class Table:
     def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
@@ -202,7 +202,7 @@ class NeuronSum:
         """out = tokens that each neuron fired for, [neurons]."""
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
 
 class Operator:
     """An operator of a program, the number-th that it runs."""
@@ -234,7 +234,7 @@ class Ffn(Operator):
 
     @property
     def dense_above(self) -> float:
-        """The share of neurons that may fire until an exact step computes the rest from the matrices."""
+        """The share of firing neurons above which an exact step reads up and down from the matrices."""
 
     @dense_above.setter
     def dense_above(self, arg: float, /) -> None: ...
@@ -245,22 +245,22 @@ class Ffn(Operator):
         """As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found."""
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
 
 class BundledFfn(Operator):
-    """An FFN that has its neurons as bundles alone."""
+    """An FFN that has its neurons only as bundles."""
 
     @property
     def neurons(self) -> NeuronSum: ...
     @property
     def predicts(self) -> bool:
-        """Whether its predictor is asked, if it has one."""
+        """Whether its predictor is used, if it has one."""
 
     @predicts.setter
     def predicts(self, arg: bool, /) -> None: ...
 
 class Watch:
-    """What is seen at a program's FFNs: views of its own memory, in which the next FFN's run shows."""
+    """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
     def __init__(self, program: Program) -> None: ...
     @property
@@ -316,7 +316,7 @@ class Program:
         project: Matrix | None = None,
         scale: float = 1.0,
     ) -> None:
-        """x = project . scale * row of the token + row of the position, which are `offset` rows behind."""
+        """x = project . scale * row of the token + row of the position; that of position 0 is row `offset`."""
 
     def attention_input(
         self,
@@ -384,7 +384,7 @@ class Program:
 
     def set_watch(self, watch: Watch | None) -> None: ...
     def residual(self, tokens: int) -> NDArray[np.float32]:
-        """x as the operators so far left it, [tokens, d_model]: the program's own memory, which may be written."""
+        """The residual stream x, [tokens, d_model]: the program's own memory, which may be written."""
 
     @property
     def size(self) -> int: ...

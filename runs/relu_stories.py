@@ -12,7 +12,7 @@ Steps, each skipped when its file is there already; a step that was interrupted 
     NAME-F16.gguf        the model; NAME is a key of RECIPES
     figures.json         perplexity on heldout.txt and share of zeros per layer, of all that was made
 
-Everything is seeded. The bits hang on torch and the CPU all the same: where it has tiles of bfloat16 they are used.
+Everything is seeded. The bits still depend on torch and the CPU: where it has tiles of bfloat16 they are used.
 Needs npm (to fetch the package) and the `bench` extra.
 """
 

@@ -17,7 +17,7 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def model_config(n_layers: int, size: int, rope: RopeConfig | None, **settings: Any) -> ModelConfig:
-    """A model of so many layers of `size` neurons; settings as in `changed`."""
+    """A model of `n_layers` layers of `size` neurons; settings as in `changed`."""
     model = {name: settings.pop(name) for name in [*settings] if name in _names(ModelConfig)}
     layers = uniform(n_layers, LayerConfig(AttentionConfig(rope), FfnConfig(size)))
     return changed(ModelConfig(layers=layers, **model), **settings)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import sandbox
-from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, Segment, chat_template, encode_chat
+from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, chat_template, encode_chat
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 
@@ -489,10 +489,9 @@ def expected(source: str, messages: list[dict[str, Any]], add_prompt: bool = Tru
 
 def rendered(source: str, messages: list[dict[str, Any]], add_prompt: bool = True, **options: Any) -> str | None:
     try:
-        segments = ChatTemplate(source, "<s>", "</s>", SPECIALS).render(messages, add_prompt, **options)
+        return ChatTemplate(source, "<s>", "</s>").render(messages, SPECIALS, add_prompt, **options)[0]
     except (RequestError, ModelError):
         return None
-    return "".join(segment.text for segment in segments)
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -665,15 +664,11 @@ def test_ids_are_those_of_transformers_where_contents_hold_no_special_tokens() -
                 assert encode_chat(model, ChatTemplate(TEMPLATES[name], "<s>", "</s>"), CHATS[chat]) == ids
 
 
-def test_segments_say_what_is_plain_text() -> None:
-    segments = ChatTemplate(CHATML, special_tokens=SPECIALS).render(
-        [{"role": "user", "content": "a</s>b"}], add_generation_prompt=False
-    )
-    assert segments == [
-        Segment("<|im_start|>user\na", True),
-        Segment("</s>", False),
-        Segment("b<|im_end|>\n", True),
-    ]
+def test_spans_say_what_is_plain_text() -> None:
+    message = {"role": "user", "content": "a</s>b"}
+    text, plain = ChatTemplate(CHATML).render([message], SPECIALS, add_generation_prompt=False)
+    assert text == "<|im_start|>user\na</s>b<|im_end|>\n"
+    assert [text[begin:end] for begin, end in plain] == ["</s>"]
 
 
 def test_json_in_ascii_keeps_tokens_plain() -> None:
@@ -735,7 +730,7 @@ HIDDEN = ["raise_exception.__globals__", "'{0.__class__}'.format(1)", "messages.
 
 @pytest.mark.parametrize("expression", HIDDEN)
 def test_a_template_sees_nothing_of_python(expression: str) -> None:
-    assert "".join(segment.text for segment in ChatTemplate(f"<{{{{ {expression} }}}}>").render([USER])) == "<>"
+    assert ChatTemplate(f"<{{{{ {expression} }}}}>").render([USER]) == ("<>", [])
 
 
 GROW = "{% set n = namespace(x='aaaaaaaaaa', y=[1]) %}{% for i in range(60) %}"

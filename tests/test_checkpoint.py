@@ -166,7 +166,7 @@ def test_paths_that_stand_for_a_model(tmp_path: Path) -> None:
     tiny_gguf().write(holder / "a.gguf")
     assert open_checkpoint(holder).path == holder / "a.gguf"
     tiny_gguf().write(holder / "b.gguf")
-    refused(holder, r"2 GGUF models; name one of them: a\.gguf, b\.gguf")
+    refused(holder, r"2 GGUF models; choose one of them: a\.gguf, b\.gguf")
     refused(tmp_path / "none.gguf", "No such file")
     pickled = tmp_path / "pytorch_model.bin"
     pickled.write_bytes(b"\x80\x04.")
@@ -270,7 +270,7 @@ def test_gguf_windows(tmp_path: Path) -> None:
     window.put("qwen2.attention.sliding_window_pattern", ARRAY, Array(BOOL, [1, 0]))
     config = open_checkpoint(window.write(path)).config
     assert [layer.attention.window for layer in config.layers] == [20, None]
-    window.put("qwen2.attention.sliding_window_pattern", U32, 1)  # of so many layers the last has none
+    window.put("qwen2.attention.sliding_window_pattern", U32, 1)  # the last layer of each period has none
     assert [layer.attention.window for layer in open_checkpoint(window.write(path)).config.layers] == [None, None]
     window.put("qwen2.attention.sliding_window_pattern", U32, 0)
     refused(window.write(path), "sliding_window_pattern")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def test_timings() -> None:
     assert timings.decode_tok_s is not None and timings.decode_tok_s > 0
     one = llm.generate("hello", SamplingParams(max_tokens=1)).timings
     assert one.decode_tok_s is None, "one token has no rate"
-    assert one.as_dict().keys() == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+    assert asdict(one).keys() == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
 
 
 def test_progress_counts_answers() -> None:

@@ -436,6 +436,23 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, kind: str, settings:
         assert config.rope_parameters.get("factor", 1.0) == rope.factor
 
 
+def test_a_missing_key_of_gemma_means_what_it_means_in_transformers(tmp_path: Path) -> None:
+    from powerinfer.formats.folder_config import read_config
+
+    ours, theirs = read_config({"architectures": ["Gemma3ForCausalLM"]}, tmp_path), transformers.Gemma3TextConfig()
+    assert (ours.n_layers, ours.d_model, ours.n_heads) == (
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+        theirs.num_attention_heads,
+    )
+    assert (ours.n_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert set(ours.ffn_sizes) == {theirs.intermediate_size} and ours.norm_eps == theirs.rms_norm_eps
+    assert (ours.vocab_size, ours.context_length) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert theirs.hidden_activation == "gelu_pytorch_tanh" and ours.activations == "gelu_tanh"
+    windows = {"full_attention": None, "sliding_attention": theirs.sliding_window}
+    assert [layer.attention.window for layer in ours.layers] == [windows[kind] for kind in theirs.layer_types]
+
+
 # --- what is refused
 
 OPT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -84,7 +84,7 @@ def machine(reserved: int = 0) -> Hardware:
 
 
 def request_of(path: Path, quantize: str | None, groups: float, layers: int | None = None, **more: Any) -> PlanRequest:
-    """The request for a plan with room for that many groups on the GPU, or for so many layers without neurons there."""
+    """The request for a plan with room for `groups` groups on the GPU, or for `layers` layers without neurons there."""
     checkpoint = open_checkpoint(path, quantize)
     model, hardware = checkpoint_model(checkpoint), machine()
     selector = "predicted" if model.predictors else "exact"

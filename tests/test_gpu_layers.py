@@ -182,7 +182,7 @@ class Tape(TorchDispatchMode):
 
 
 def stand_in_recorder(made: list[int]) -> Recorder:
-    """Counts how often each recording is replayed. What hangs on data must be `static_attention`."""
+    """Counts how often each recording is replayed. What depends on data must be `static_attention`."""
 
     def record(run: Run, state: State) -> Run:
         made.append(0)
@@ -251,7 +251,7 @@ def test_recordings_are_not_kept_without_end(tmp_path: Path, monkeypatch: pytest
         for _ in range(2):
             ours = families.run_chunks(executor, truth.texts[0][:32], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 1, 1], pages)
             assert families.rms(ours - truth.logits[0][:32]) <= truth.allowed
-    assert len(made) == 6 + 5  # all shapes anew but the first of the second round, which came last
+    assert len(made) == 6 + 5  # all shapes again except the first of the second round, which came last
 
 
 def test_rehearsed_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 class Halves:
-    """A layer's neurons as two parts, the second of which is launched anew in every step."""
+    """A layer's neurons as two parts, the second of which is launched in every step."""
 
     def __init__(
         self,

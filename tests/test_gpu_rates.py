@@ -151,7 +151,7 @@ def test_what_a_layer_pays_for_sparsity_and_for_waiting(clock: Clock, monkeypatc
 
 
 def test_rows_are_counted_as_they_fire() -> None:
-    """Exact: a gate for every neuron, up and down of those that fire. Predicted: of those that are named."""
+    """Exact: a gate for every neuron, up and down of those that fire. Predicted: of those that are selected."""
     entries = list(work().rows("F16"))
     assert len(entries) == 2 * 2 * len(gpu_rates.FRACTIONS)
     for group, rows, nbytes, seconds in entries:
@@ -203,7 +203,7 @@ def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch:
     alone = dataclasses.replace(load("pc-low"), gpu=None, sync_us=0.0, copy_gb_s=0.0, key=measure.machine_key(ONE))
     save(alone, measure.kept_at(alone.key))
     asked: list[str] = []
-    monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured anew
+    monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured again
     monkeypatch.setattr(gpu_rates, "gpu_rates", lambda name, progress: asked.append(name) or rates)
     monkeypatch.setattr(gpu_rates, "host_bytes", lambda name: 678)
     both = measure.measured(ONE, gpu="cpu")
@@ -295,7 +295,7 @@ def request_of(path: Path, made: description.Hardware) -> PlanRequest:
 
 
 def vram_for(path: Path, made: description.Hardware, groups: int) -> int:
-    """That holds all but neurons, and so many groups of them."""
+    """VRAM for everything but neurons, plus `groups` groups of them."""
     return request_of(path, made).vram_for(groups)
 
 
@@ -334,7 +334,7 @@ def test_agreement_with_all_is_that_of_the_cpu_alone(
 def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:
     """With room for one layer's attention: the other layer, on the CPU, gives `predicted` of the CPU alone."""
     made, path = machine(rates, EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
-    # What an F16 cache rounds away decides which neurons are named; with this batch the CPU alone predicts every step
+    # The rounding of an F16 cache decides which neurons are selected; with this batch the CPU alone predicts every step
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))

@@ -60,7 +60,7 @@ def config_of(s: programs.Setting) -> ModelConfig:
 
 
 class Wired:
-    """A model of test_program.py on a device. split: the FFNs are two parts, one of them launched anew every time."""
+    """A model of test_program.py on a device. split: the FFNs are two parts, one of them launched in every step."""
 
     def __init__(self, weights: programs.Weights, *, split: bool) -> None:
         self.w, s = weights, weights.s
@@ -135,7 +135,7 @@ class Wired:
 
 
 class Halves:
-    """The neurons of a layer as two parts, the second of which is launched anew in every step."""
+    """The neurons of a layer as two parts, the second of which is launched in every step."""
 
     def __init__(self, wired: Wired, layer: int, biases: list[np.ndarray | None]) -> None:
         s, half = wired.w.s, wired.w.s.d_ff // 2

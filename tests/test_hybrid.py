@@ -1,4 +1,4 @@
-"""Placement independence: wherever neurons, layers and the head rest, the answer is the dense one.
+"""Placement independence: wherever neurons, layers and the head are placed, the answer is the dense one.
 
 The GPU is torch's CPU device. The truth and the bound are those of test_architectures.py: float64, and four times the
 error that `transformers` makes in float32. Weights are float16 numbers, so bundles of F16 hold them exactly.
@@ -46,7 +46,7 @@ SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 def placed(config: Any, share: float, seed: int = 0) -> Placement:
-    """Any neurons, one by one, with this chance to rest on the GPU."""
+    """Random neurons, each with this probability of being on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
     tiers = tuple(np.where(rng.random(size) < share, Tier.GPU, Tier.CPU).astype(np.int8) for size in config.ffn_sizes)
     return Placement(config.ffn_sizes, 1, tiers)

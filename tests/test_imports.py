@@ -1,4 +1,4 @@
-"""The rooms of the house import one another in one direction only, and heavy libraries only where they are used."""
+"""The packages import one another in one direction only, and heavy libraries only where they are used."""
 
 from __future__ import annotations
 

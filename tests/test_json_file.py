@@ -36,7 +36,7 @@ class Outer:
     rows: list[list[int]]
     text: Annotated[str, Length(5)] | None
     about: Any
-    more: Annotated[list[int], Length(2, least=1)] = field(default_factory=lambda: [1])
+    more: Annotated[list[int], Length(2, smallest=1)] = field(default_factory=lambda: [1])
     low: int = 0
 
     def __post_init__(self) -> None:

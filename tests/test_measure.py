@@ -21,7 +21,7 @@ from powerinfer.formats.tensors import NATIVE_TYPES
 from powerinfer.hardware import cpu_rates, description, disk_rates, measure
 from powerinfer.hardware.cpu_rates import Effort, fit_cache
 from powerinfer.hardware.description import Device, load
-from powerinfer.hardware.samples import Group, fit_rows
+from powerinfer.hardware.samples import FitGroup, fit_rows
 from powerinfer.kernels import cpu
 
 ONE = EngineConfig(threads=1)
@@ -166,7 +166,7 @@ def test_wrong_requests(cache: Path) -> None:
 # ---------------------------------------------------------------- fits
 
 
-def made_up(gb_s: float, row_ns: float, fixed: dict[Group, float], noise: float) -> list[Any]:
+def made_up(gb_s: float, row_ns: float, fixed: dict[FitGroup, float], noise: float) -> list[Any]:
     random = np.random.default_rng(1)
     times = []
     for group, seconds in fixed.items():
@@ -178,7 +178,9 @@ def made_up(gb_s: float, row_ns: float, fixed: dict[Group, float], noise: float)
 
 
 GROUPS = {
-    Group(d_model, way, "Q8_0", 1000): (1 + d_model / 4096) * 1e-4 for d_model in (1024, 4096) for way in ("exact", "p")
+    FitGroup(d_model, way, "Q8_0", 1000): (1 + d_model / 4096) * 1e-4
+    for d_model in (1024, 4096)
+    for way in ("exact", "p")
 }
 
 

@@ -1,4 +1,4 @@
-"""powerinfer/_native.pyi says what the native module has. `python tests/test_native_stub.py` writes it anew."""
+"""powerinfer/_native.pyi says what the native module has. `python tests/test_native_stub.py` regenerates it."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
         gate = activate(first, layer.activation)
         gate_off = first_off * steepest(first, layer.activation) + 4 * EPS * np.abs(gate)
         if most:
-            assert (np.abs(np.abs(gate) - most) > gate_off).all(), "the case hangs on a rounding"
+            assert (np.abs(np.abs(gate) - most) > gate_off).all(), "the case depends on a rounding"
             gate = np.where(np.abs(gate) > most, gate, 0)
             gate_off = np.where(gate != 0, gate_off, 0)
         if layer.activation == "drelu":
@@ -137,7 +137,7 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
         h = gate * up
         off = gate_off * np.abs(up) + np.abs(gate) * up_off + gate_off * up_off + EPS * np.abs(h)
     if layer.activation == "fatrelu":
-        assert (np.abs(first - THRESHOLD) > first_off).all(), "the case hangs on a rounding"
+        assert (np.abs(first - THRESHOLD) > first_off).all(), "the case depends on a rounding"
     if layer.down_type == ACROSS:  # h in 8 bits of the largest of its group
         for group in np.unique(index // GROUP):
             of = index // GROUP == group

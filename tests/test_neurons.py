@@ -38,7 +38,7 @@ def test_layouts_that_cannot_be(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"floor": -1}, {"threshold": float("nan")}, {"threshold": np.inf}])
 def test_predictors_that_cannot_be(wrong: dict[str, float]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="predictor"):
         dataclasses.replace(Predictor(16, 0.5, 0), **wrong)
 
 
@@ -90,7 +90,7 @@ def test_a_profile_in_figures() -> None:
     assert one.order(0).tolist() == [2, 0, 4, 3, 1] and one.order(0).dtype == np.int32
     assert one.hot_share(0, 0.8) == 3 / 5, "9 + 5 of 20 are not 16, 9 + 5 + 5 are"
     assert (one.hot_share(0, 0.45), one.hot_share(0, 0.46)) == (1 / 5, 2 / 5)
-    assert one.hot_share(1) == 0 and one.model_hot_share() == 3 / 10
+    assert one.hot_share(1) == 0 and one.hot_share() == 3 / 10
 
 
 def test_the_overlap_of_corpora() -> None:

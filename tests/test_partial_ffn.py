@@ -1,4 +1,4 @@
-"""An FFN of which only some neurons rest on the CPU: the parts of a cut add up to the whole, every way."""
+"""An FFN of which only some neurons are on the CPU: the parts of a cut add up to the whole, every way."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Case:
         h = np.maximum(hidden[0], 0) * hidden[1]
         if way == "predicted":
             guess = np.maximum(w["x"] @ w["inner"].T, 0) @ w["outer"].T
-            assert np.abs(guess).min() > 1e-4, "the case hangs on a rounding"
+            assert np.abs(guess).min() > 1e-4, "the case depends on a rounding"
             h = np.where(guess >= 0, h, 0)
         down = np.abs(w["down"].T)
         return h @ w["down"].T, off @ down + (D_FF + 8) * EPS * (np.abs(h) @ down + np.abs(w["x"]))
@@ -125,6 +125,6 @@ def test_shapes_that_do_not_go_together() -> None:
     layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
     for neurons, rows in ((64, 32), (32, 64)):
         about = Predictor(RANK, 0.0, 0), half(case.w["inner"]), half(np.zeros((rows, RANK), np.float32))
-        with pytest.raises(ValueError, match=r"another shape|so many rows"):
+        with pytest.raises(ValueError, match=r"another shape|number of rows"):
             executor.sparsify(1, np.zeros((n_groups(neurons), layout.group_bytes), np.uint8), layout, predictor=about)
     executor.close()

@@ -73,7 +73,7 @@ def dense_on_gpu(request: PlanRequest, head: bool) -> int:
 
 
 def with_groups(request: PlanRequest, groups: int, **more: Any) -> PlanRequest:
-    """The request with room for so many groups on the GPU."""
+    """The request with room for that number of groups on the GPU."""
     card = replace(request.hardware.gpu, memory_bytes=request.vram_for(groups))
     return replace(request, hardware=replace(request.hardware, gpu=card), **more)
 
@@ -302,7 +302,7 @@ def test_the_order_of_claim() -> None:
             cpu = request.hardware.cpu
             other = made.choice.layer_seconds[-1]["other"]
             attention = cost.attention_seconds(cpu, model, layers - 1, "f16", request.past, 1, True)
-            assert other == pytest.approx(attention + cost.predictor_seconds(cpu, model, layers - 1, True))
+            assert other == pytest.approx(attention + cost.matrix_seconds(cpu, model.predictors[layers - 1], True))
         check(made)
     nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1)))
     assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)
@@ -371,7 +371,7 @@ def test_neurons_do_not_wait_for_attention_beside_them() -> None:
 
 
 def test_whole_layers() -> None:
-    """Attention, FFN and cache of so many layers, to the byte; the head once all of them are there."""
+    """Attention, FFN and cache of the layers on the GPU, to the byte; the head once all of them are there."""
     model, hardware = small_model(predictors=False), machine(4 * GIB, reserved=MIB)
     work = budget.Workload("f16", context=64, chunk=32, requests=4)
     layer = (
@@ -414,7 +414,7 @@ def test_ram_beside_whole_layers() -> None:
 
 
 def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
-    """Every budget that a plan names does what it says, and one byte less does not."""
+    """Every budget that a plan suggests does what it says, and one byte less does not."""
     request = request_of(
         small_model(d_ff=256), hardware=machine(4 * GIB, ram=100 * MIB, sync_us=3), vram=0, policy="greedy"
     )
@@ -701,7 +701,7 @@ def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "layers", "share"), [("opt", 48, 0.17), ("reglu-70b", 80, 0.26)])
 def test_assumed_profiles_have_the_papers_share_of_the_model(name: str, layers: int, share: float) -> None:
-    assert assumed_profile(FAMILIES[name], (8192,) * layers).model_hot_share() == pytest.approx(share, abs=0.005)
+    assert assumed_profile(FAMILIES[name], (8192,) * layers).hot_share() == pytest.approx(share, abs=0.005)
 
 
 @pytest.mark.parametrize("law", [Law(0.5, 0.1), Law(0.1, 0.9), Law(0.9, 0.5)])

@@ -115,7 +115,7 @@ def test_what_hangs_on_a_change_is_done_again(model: Path, capsys: pytest.Captur
 
     assert done() == {"profile", "train", "pack", "plan", "report"}
     model.with_name("text.txt").write_text(("dead cab beef face " + TEXT) * 6)
-    assert done() == {"profile", "train", "plan", "report"}, "bundles do not hang on the corpus"
+    assert done() == {"profile", "train", "plan", "report"}, "bundles do not depend on the corpus"
     assert done("--vram", "1GiB") == {"plan", "report"}
     assert done() == {"report"}, "the first plan is still there"
     assert done("--recall", "0.9") >= {"train", "plan", "report"}

@@ -26,7 +26,7 @@ from powerinfer.formats.profile_file import open_profile, open_profile_file
 from powerinfer.formats.samples_file import open_samples
 from powerinfer.models import load
 from powerinfer.prepare import counting, profiling
-from powerinfer.prepare.calibrate import HALVINGS, MOST, calibrate, held_out, thresholds_at
+from powerinfer.prepare.calibrate import HALVINGS, MAX_SHARE, calibrate, held_out, thresholds_at
 from powerinfer.prepare.corpus import open_corpora, read_windows
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -431,7 +431,7 @@ def test_bisection_finds_the_largest_quantile(best: float) -> None:
         return 10.0 if quantile == 0 else 10.1 if quantile <= best else 10.2
 
     found = calibrate(measure, 0.011)
-    assert found <= best and (best - found < MOST / 2**HALVINGS or best > found == MOST)
+    assert found <= best and (best - found < MAX_SHARE / 2**HALVINGS or best > found == MAX_SHARE)
     assert len(asked) <= HALVINGS + 2 and set(asked) >= {0.0, found}
 
 

@@ -53,7 +53,7 @@ def test_what_ram_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", (True, False))
 def test_bundles_are_copied_where_there_is_room(room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What becomes of their file later does not matter to a copy, and is seen by who reads them where they lie."""
+    """A later change of their file does not affect a copy, and does affect views of the mapped file."""
     path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
     if not room:
         monkeypatch.setattr("powerinfer.system.available_memory", lambda: 0)

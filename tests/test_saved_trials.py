@@ -22,7 +22,7 @@ from powerinfer.formats.prepared import write_small
 from powerinfer.kernels import cpu
 from powerinfer.runtime.engine import LLM
 from powerinfer.sparsity import saved_trials, trial
-from powerinfer.sparsity.saved_trials import LIMIT, MOST, Key, SavedTrials, trial_key
+from powerinfer.sparsity.saved_trials import LIMIT, MAX_TRIALS, Key, SavedTrials, trial_key
 from powerinfer.sparsity.selection import Selection
 from powerinfer.sparsity.trial import Verdict
 
@@ -71,7 +71,7 @@ def test_a_new_trial_takes_the_place_of_the_old(tmp_path: Path) -> None:
 
 
 def test_the_number_of_trials_is_bounded(tmp_path: Path) -> None:
-    keys = [{**KEY, "cpu": str(number)} for number in range(MOST + 3)]
+    keys = [{**KEY, "cpu": str(number)} for number in range(MAX_TRIALS + 3)]
     for key in keys:
         assert saved(tmp_path, key).keep(VERDICTS) is None
     assert [key for key in keys if found(tmp_path, key) is not None] == keys[3:]

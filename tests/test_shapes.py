@@ -162,18 +162,18 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
 
 
 def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> None:
-    """What is most of the FFNs is told by what the file has, whatever it becomes on a GPU."""
+    """The type of most FFN weights is that of the file, whatever type they get on a GPU."""
     config = SHAPES["llama-7b"].config
     small, large = shapes._matrix(64, 512, "Q4_K"), shapes._matrix(64, 512, "Q6_K")
     model = replace(described_model(config, "f16"), ffn=((small, small, large),))
     assert small.stored == large.stored and model.weight_type == "Q6_K"
 
 
-def test_what_training_says_of_named_neurons() -> None:
+def test_what_training_says_of_selected_neurons() -> None:
     layers = [(0.3, 0.1), (0.05, 0.1), (0.2, 0)]
     training = {"layers": [{"candidate_fraction": named, "active_fraction": fire} for named, fire in layers]}
-    assert shapes._named(training, (2.0, 2.0, 2.0)) == pytest.approx((3.0, 1.0, 2.0))
-    assert shapes._named(None, (2.0, 2.0)) == (2.0, 2.0)
+    assert shapes._selected(training) == pytest.approx((3.0, 1.0, shapes.SELECTED_PER_FIRING))
+    assert shapes._selected(None) == ()
 
 
 def test_scratch_is_what_the_engine_takes_or_more(tmp_path: Path) -> None:

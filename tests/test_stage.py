@@ -42,7 +42,7 @@ TOKENS = 37  # more than those whose products read a weight once
 
 
 def of_groups(bundles: Bundles, groups: int) -> int:
-    """Bytes of a buffer that holds so many whole groups."""
+    """Bytes of a buffer for that number of whole groups."""
     return groups * (bundles.layout.group_bytes + BUNDLE_GROUP * BESIDE) + staging._PADDING
 
 
@@ -86,7 +86,7 @@ def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("types", PART_TYPES)
 def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the same neurons give that rest there: the operands are the same, and the sums are of float32."""
+    """What the same neurons give if they are on the GPU: the operands are the same, and the sums are of float32."""
     monkeypatch.setattr(gpu, "_NARROW", ["cpu"])
     bundles, x = make_bundles(96, 200, types), floats(44, TOKENS, 96)
     want = gpu.neuron_sum(all_of(bundles, SOME), torch.from_numpy(x))[0].double().numpy()

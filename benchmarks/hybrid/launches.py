@@ -6,8 +6,8 @@ MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--
 go to the GPU, and of their neurons a share chosen at random (--split). A step is run replayed, as the engine does it,
 and launched one by one. Of each way:
 
-- `operators` of a step: replays, and by kind those that are launched anew in every step; counted on any machine
-- `calls` of a step: what the driver is told, by name, as torch's profiler has it; on a GPU alone
+- `operators` of a step: replays, and by kind those that are launched in every step; counted on any machine
+- `calls` of a step: calls of the driver, by name, as torch's profiler has it; on a GPU only
 - `step_us`, and of it `host_us`: what remains without waiting for the GPU and without the CPU's neurons; per layer too.
   On a GPU alone: elsewhere the host computes what it launches
 - `python_us` of a step: the same while replays do nothing, which is the engine's own part of it
@@ -131,7 +131,7 @@ def timed_steps(executor: SplitExecutor, requests: int, steps: int, clock: Clock
 
 
 def driver_calls(executor: SplitExecutor, requests: int, steps: int) -> dict[str, float]:
-    """What the CUDA driver and its runtime are told in a step, by name."""
+    """Calls of the CUDA driver and its runtime in a step, by name."""
     import torch
 
     told = torch.profiler.ProfilerActivity
@@ -157,8 +157,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             whole, own = timed_steps(executor, requests, steps, clock)
             ways.replays = 0
             executor.forward(batch_at(executor, requests, steps - 1))
-            anew = Counter(one.kind for one in executor.gpu.operators if recorder is None or not one.static)
-            way: dict[str, Any] = {"operators": {"replays": ways.replays, **anew}}
+            launched = Counter(one.kind for one in executor.gpu.operators if recorder is None or not one.static)
+            way: dict[str, Any] = {"operators": {"replays": ways.replays, **launched}}
             if on_gpu:
                 way["calls"] = driver_calls(executor, requests, steps)
                 times = {"step_us": 1e6 * whole, "host_us": 1e6 * own, "host_us_per_layer": 1e6 * own / layers}

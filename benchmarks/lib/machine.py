@@ -55,7 +55,7 @@ def cpu() -> dict[str, Any]:
 
 
 def without_folders(part: str) -> str:
-    """A part of a command line with its paths cut to their last two names: where they lay is nobody's business."""
+    """A part of a command line with its paths cut to their last two names: their location is private."""
     label, found, path = part.rpartition("=")
     return shlex.quote(label + found + "/".join(Path(path).parts[-2:])) if os.sep in path else shlex.quote(part)
 

@@ -117,7 +117,7 @@ class Engines:
 
 
 def output(command: list[str], timeout: float | None = None) -> str:
-    """What a program prints; RuntimeError with its last line when it fails, or has not ended after so many seconds."""
+    """What a program prints; RuntimeError with its last line if it fails or has not ended after `timeout` seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -234,6 +234,6 @@ def add_arguments(parser: argparse.ArgumentParser, retries: int) -> None:
 
 
 def peers(arguments: argparse.Namespace) -> dict[str, Path]:
-    """The peers by label, of `add_arguments`; one of them is built first where that is asked for."""
+    """The peers by label, of `add_arguments`; one of them is built first if requested."""
     built = {"llama.cpp": llama_cpp.build(arguments.build_peer)} if arguments.build_peer else {}
     return dict(arguments.peer) | built

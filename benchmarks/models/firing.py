@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Float64 = NDArray[np.float64]
 
 _KNOWN = np.linspace(-8, 8, 1601)
 _DENSITY = np.exp(-_KNOWN * _KNOWN / 2) / math.sqrt(2 * math.pi) * (_KNOWN[1] - _KNOWN[0])  # sums to 1
@@ -23,7 +23,7 @@ _TABLE_X = np.linspace(-9, 9, 36001)
 _TABLE_CDF = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in _TABLE_X])
 
 
-def normal_cdf(x: Floats) -> Floats:
+def normal_cdf(x: Float64) -> Float64:
     """The standard normal's distribution function, by table, to 1e-9."""
     return np.interp(x, _TABLE_X, _TABLE_CDF)
 
@@ -49,36 +49,36 @@ class Firing:
         return math.sqrt(1 - self.rest)
 
     @cached_property
-    def _given_known(self) -> Floats:
+    def _given_known(self) -> Float64:
         """P(fires | y), [thresholds, y]."""
         distance = self.known_part * _KNOWN - _THRESHOLDS[:, None]
         one = normal_cdf(distance / math.sqrt(self.rest))
         return one * one if self.activation == "drelu" else one
 
     @cached_property
-    def _probabilities(self) -> Floats:
+    def _probabilities(self) -> Float64:
         """P(fires) of each of _THRESHOLDS, falling."""
         return self._given_known @ _DENSITY
 
-    def threshold(self, p: Floats) -> Floats:
+    def threshold(self, p: Float64) -> Float64:
         """What the noise must exceed for the neuron to fire with probability p."""
         # log p is nearly a parabola in t, so a straight line between table points is close; p near 1 is linear in 1-p
         logs = np.log(self._probabilities) - np.log1p(-np.minimum(self._probabilities, 1 - 1e-12))
         wanted = np.log(p) - np.log1p(-np.asarray(p))
         return np.interp(wanted, logs[::-1], _THRESHOLDS[::-1])
 
-    def cut(self, p: Floats) -> Floats:
+    def cut(self, p: Float64) -> Float64:
         """What the known noise y must exceed to be a candidate, so that `recall` of the firings are candidates."""
         from_top = np.cumsum((self._given_known * _DENSITY)[:, ::-1], axis=1)
         wanted = self.recall * self._probabilities
         cuts = [np.interp(w, row, _KNOWN[::-1]) for w, row in zip(wanted, from_top, strict=True)]
         return np.interp(self.threshold(p), _THRESHOLDS, cuts)
 
-    def candidates(self, p: Floats) -> Floats:
+    def candidates(self, p: Float64) -> Float64:
         """Probability that a neuron is a candidate."""
         return 1 - normal_cdf(self.cut(p))
 
-    def moments(self, p: Floats, scale: float) -> tuple[Floats, Floats]:
+    def moments(self, p: Float64, scale: float) -> tuple[Float64, Float64]:
         """(E h, E h^2) of neurons that fire with probability p; scale: standard deviation of a row times the norm."""
         if self.activation == "drelu":
             first, second = _relu_moments(self.known_part * _KNOWN - _THRESHOLDS[:, None], math.sqrt(self.rest))
@@ -94,7 +94,7 @@ class Firing:
         return np.interp(at, _THRESHOLDS, mean), np.interp(at, _THRESHOLDS, square)
 
 
-def _relu_moments(mean: Floats, deviation: float) -> tuple[Floats, Floats]:
+def _relu_moments(mean: Float64, deviation: float) -> tuple[Float64, Float64]:
     """E relu(g) and E relu(g)^2 of a Gaussian g."""
     a = mean / deviation
     density = np.exp(-a * a / 2) / math.sqrt(2 * math.pi)

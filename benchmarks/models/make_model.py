@@ -10,9 +10,9 @@ Face folder, OUT.powerinfer the folder of its predictor. A model that exists alr
 
 How often a neuron fires. Neuron i of a layer fires with probability p_i for a token, p_i from a power law over the
 neurons' ranks: p(q) = min(0.9999, a * q ** -skew), q from 0 to 1, with `a` such that the mean is --active. Which
-neuron has which rank is drawn anew in every layer. With --layer-ratio R the mean grows geometrically from the first
-layer to the last, R-fold. Whether a neuron fires depends on the token; the busy neurons are the same ones for all. How
-that is built into the weights: see weights.py.
+neuron has which rank is drawn for every layer separately. With --layer-ratio R the mean grows geometrically, R-fold,
+from the first layer to the last. Whether a neuron fires depends on the token; the busy neurons are the same ones for
+all. How that is built into the weights: see weights.py.
 
 Profiles, and what they are to look like (the shares of neurons that carry 80 % of all activations):
 
@@ -26,8 +26,8 @@ mean over the layers; both come out at an exponent of about 1, Zipf's law, which
 the paper gives no share. --active alone, without a profile, makes all layers alike.
 
 The predictor. The noise that makes a neuron fire lies in --noise-rank directions, known to the predictor, but for a
-share --rest of its variance, which is not. So the predictor must miss some: it is set to name --recall of the firings
-and names more neurons than fire. dReLU: gate and up share the known noise, and p_i is the probability that both fire.
+share --rest of its variance, which is not. So the predictor must miss some: it is set to select --recall of the firings
+and selects more neurons than fire. dReLU: gate and up share the known noise, and p_i is the probability that both fire.
 
 --measure runs a plain forward pass over random tokens and prints what really fires. It works for all models of this
 script in any type, so also for what llama-quantize makes of them. Needs the `bench` extra.
@@ -176,7 +176,7 @@ def _known_reach(plan: Plan, rank: int) -> dict[str, Any]:
 
 
 def known_profile(plan: Plan, tokens: int = 1_000_000) -> Profile:
-    """What a profile of so many tokens would count on average: nothing is run, the plan says how often neurons fire.
+    """What a profile of `tokens` tokens would count on average: nothing is run, the plan says how often neurons fire.
 
     Tokens are taken as independent of each other, and of each the mean fraction of a layer's neurons fires.
     """

@@ -1,4 +1,4 @@
-"""Random weights of a model whose neurons fire as often as they are told to, one tensor in memory at a time.
+"""Random weights of a model whose neurons fire with given probabilities, one tensor in memory at a time.
 
 The residual stream of every token has one constant component: CARRIED in the direction u of a vector of balanced
 signs, written by the embedding and by nothing else. The rest of the stream is Gaussian with a known variance. A gate
@@ -30,7 +30,7 @@ from benchmarks.models.firing import Firing
 from powerinfer.placement.power_law import layer_means, power_law
 
 Float32 = NDArray[np.float32]
-Floats = NDArray[np.float64]
+Float64 = NDArray[np.float64]
 
 CARRIED = 0.5  # the constant component, relative to the rest of the embedding
 POSITIONS = 0.1  # share of the embedding's variance that learned positions give
@@ -155,18 +155,18 @@ class Layer:
     """What a layer's tensors are made from. Arrays are float64 [d_ff] but the basis."""
 
     number: int
-    probabilities: Floats
-    thresholds: Floats  # what a neuron's noise must exceed, in its standard deviations
-    cuts: Floats  # what the known noise must exceed for a candidate
-    mean: Floats  # of h
-    square: Floats  # mean of h^2
+    probabilities: Float64
+    thresholds: Float64  # what a neuron's noise must exceed, in its standard deviations
+    cuts: Float64  # what the known noise must exceed for a candidate
+    mean: Float64  # of h
+    square: Float64  # mean of h^2
     spread: float  # standard deviation, per dimension, of the varying part of the stream that the FFN reads
     after_norm: float  # the same after the norm
     basis: Float32  # directions of the known noise, B [noise_rank, d_model], orthonormal
 
 
 def ahead(work: Callable[[int], Any], count: int, threads: int) -> Iterator[Any]:
-    """work(0), work(1), ... in their order, begun by so many threads a little before they are asked for."""
+    """work(0), work(1), ... in their order, computed ahead by `threads` threads."""
     if threads == 1:
         yield from map(work, range(count))
         return

@@ -5,8 +5,8 @@
 Three parts, all of described models with assumed power laws, so nothing but this machine's solving times is measured:
 
   solve     the paper's integer program on the shape of OPT-175B (96 layers of 49152 neurons in groups of 64), for
-            several budgets and least numbers C_l of groups; --plain also gives HiGHS the program as it stands, a binary
-            for each group, and so many seconds
+            several budgets and least numbers C_l of groups; --plain also gives HiGHS the program as it stands, with a
+            binary for each group, under a time limit
   policies  ilp, time, greedy and random with room on the GPU for 25, 50 and 75 % of the neurons beside all that is
             dense; most of that is more than the real cards hold, whose speed is kept
   paper     the machines of the paper with their real memory, beside the paper's own figures

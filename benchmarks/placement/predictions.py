@@ -13,7 +13,7 @@ decode steps; the GPU's half, and what both wait for, is taken as the plan has i
 the plan puts on the GPU: here it is timed alone and taken off. Gates of `exact` are computed from matrices here.
 
 What the profile and the predictor promise is measured before, over random tokens, as `profile` and `train` would.
-The file of bundles is read anew, past what the system has cached of it: pages that came one by one are slower to use.
+The file of bundles is read again, bypassing the page cache: pages that were cached one at a time are slower to use.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def heading(document: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{document['date'][:10]}, commit {commits}, {document['rounds'][0]['threads']} threads on "
         f"{cpu['cores']} cores of {cpu['name']} ({', '.join(cpu['units'])}). Milliseconds a token, medians of the "
-        "rounds; in each round the machine was measured anew, and off is the median of predicted by measured. "
+        "rounds; in each round the machine was measured again, and off is the median of predicted by measured. "
         "* other programs ran meanwhile; + measured before the code had landed."
     )
 

@@ -15,6 +15,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.runtime.engine import LLM
 
 
@@ -67,12 +68,14 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------- flags from dataclasses
 
 
-def _whole(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+def _or_none(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    """A converter that also takes "none". argparse shows its name in messages: "invalid whole number value: 'x'"."""
 
+    def convert(text: str) -> Any:
+        return None if text.lower() == "none" else read(text)
 
-def _number(text: str) -> float | None:
-    return None if text.lower() == "none" else float(text)
+    convert.__name__ = name
+    return convert
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -89,10 +92,6 @@ def read_size(text: str) -> int:
     return int(Fraction(found[1]) * units[found[2].lower()])
 
 
-def _size(text: str) -> int | None:
-    return None if text.lower() == "none" else read_size(text)
-
-
 def _bias(text: str) -> tuple[int, float]:
     token, separator, bias = text.partition("=")
     if not separator:
@@ -100,19 +99,17 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token), float(bias)
 
 
-# argparse names the converter in its messages: "invalid whole number value: 'x'"
-_whole.__name__ = "whole number"
-_number.__name__ = "number"
 _bias.__name__ = "ID=BIAS"
-_size.__name__ = "size (such as 8GiB, 500MB)"
+_WHOLE = {"type": _or_none(int, "whole number")}
+_NUMBER = {"type": _or_none(float, "number")}
 
 # The annotation of a field decides how its flag reads.
 _READERS: dict[str, dict[str, Any]] = {
-    "int": {"type": _whole},
-    "int | None": {"type": _whole},
-    "size": {"type": _size, "metavar": "SIZE"},
-    "float": {"type": _number},
-    "float | None": {"type": _number},
+    "int": _WHOLE,
+    "int | None": _WHOLE,
+    "size": {"type": _or_none(read_size, "size (such as 8GiB, 500MB)"), "metavar": "SIZE"},
+    "float": _NUMBER,
+    "float | None": _NUMBER,
     "str": {},
     "str | None": {},
     "Sequence[str]": {"action": "append"},
@@ -227,6 +224,14 @@ def printable(text: str) -> str:
 
 
 # ---------------------------------------------------------------- the engine
+
+
+def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress | None = None) -> Checkpoint:
+    """The files of a model (-m), opened with --quantize."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hub import resolve_model
+
+    return open_checkpoint(resolve_model(model, say=out.note), quantize=engine.quantize, progress=progress)
 
 
 def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:

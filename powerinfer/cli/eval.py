@@ -28,6 +28,7 @@ from powerinfer.cli.common import (
     config_from,
     model_flag,
     open_llm,
+    open_model,
     sparsity_summary,
     sparsity_text,
 )
@@ -58,8 +59,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     engine = replace(config_from(args, EngineConfig, recall_every=1), trial=False)
     _check(args, engine)
     text = _read(args.file)
-    if not engine.context:
-        engine = replace(engine, context=_usual_context(args.model, out))
+    if not engine.context:  # 512 tokens, or the model's context if that is shorter
+        engine = replace(engine, context=min(512, open_model(args.model, engine, out).config.context_length))
     measure = _perplexity if args.measure == "perplexity" else _agreement
     out.document(measure(args, engine, text, out))
     return 0
@@ -73,17 +74,9 @@ def _check(args: argparse.Namespace, engine: EngineConfig) -> None:
     if args.step is not None:
         from powerinfer.kernels.cpu import NEURON_TOKENS
 
-        most = min(NEURON_TOKENS, engine.max_batch)
-        if not 1 <= args.step <= most:
-            raise RequestError(f"--step must be between 1 and {most}, the most tokens that run sparsely")
-
-
-def _usual_context(model: str | None, out: Output) -> int:
-    """512 tokens, or the model's context if that is shorter."""
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
-
-    return min(512, open_checkpoint(resolve_model(model, say=out.note)).config.context_length)
+        limit = min(NEURON_TOKENS, engine.max_batch)
+        if not 1 <= args.step <= limit:
+            raise RequestError(f"--step must be between 1 and {limit}: larger steps do not run sparsely")
 
 
 def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
@@ -103,13 +96,11 @@ def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: 
 
 def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
     from powerinfer.sparsity.selection import select
 
     against, step = args.against or "all", args.step or 1
     one, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
-    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    checkpoint = open_model(args.model, engine, out)
     for each in (one, another):
         select(checkpoint, each)  # refused now, and not once the other is loaded
     with open_llm(args.model, one, out) as llm, ExitStack() as stack:

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -38,13 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
 
     engine = config_from(args, EngineConfig)
-    path = resolve_model(args.model, say=out.note)
     with Bar() as bar:
-        checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=bar)
+        checkpoint = open_model(args.model, engine, out, bar)
         document = describe(checkpoint)
     document["choices"] = _choices(checkpoint, engine)
     document["prepared"] = prepared(checkpoint, engine.prepared)
@@ -111,7 +108,7 @@ def _profile(profile: Profile) -> dict[str, Any]:
         "tokens": profile.tokens,
         "corpora": list(profile.corpora),
         "active_fraction": profile.active_fraction(),
-        "hot_share": profile.model_hot_share(MASS),
+        "hot_share": profile.hot_share(mass=MASS),
         "thresholds": None if profile.thresholds is None else list(profile.thresholds),
     }
 

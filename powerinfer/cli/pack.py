@@ -16,7 +16,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig, ModelConfig
 
 CONTEXT = 128  # tokens of the check's windows
@@ -45,12 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.bundle_types import choose_types
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
     from powerinfer.prepare.packing import current, describe, pack
 
     engine = config_from(args, EngineConfig)
-    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    checkpoint = open_model(args.model, engine, out)
     types = choose_types(checkpoint, _asked(args.type), _asked(args.down_type))
     bundles = None if args.force else current(checkpoint, engine.prepared, types)
     packed = None

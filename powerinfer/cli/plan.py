@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
 
@@ -67,12 +67,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     check_options(wanted, engine)
     place: Path | None = None
     if args.shape is None:
-        from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.hub import resolve_model
-
-        path = resolve_model(args.model, say=out.note)
-        place = None if args.dry_run else prepared_folder(path, engine.prepared)
-        checkpoint = open_checkpoint(path, quantize=engine.quantize)
+        checkpoint = open_model(args.model, engine, out)
+        place = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
     else:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)

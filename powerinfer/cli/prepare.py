@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig, ProfileConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def opened(args: argparse.Namespace, out: Output) -> Work:
     """Open the model and read the corpus."""
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
     from powerinfer.placement.request import check_options
     from powerinfer.prepare import profiling
     from powerinfer.prepare.pipeline import Work
@@ -100,7 +98,7 @@ def opened(args: argparse.Namespace, out: Output) -> Work:
     training = TrainConfig(**{name: value for name, value in vars(args).items() if name in TRAINING})
     profiling.check(profiled)
     check_options(planning, engine)
-    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    checkpoint = open_model(args.model, engine, out)
     for note in checkpoint.notes:
         out.note(note)
     with Bar() as bar:

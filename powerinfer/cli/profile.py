@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig, ProfileConfig
 
 ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
@@ -35,13 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
     from powerinfer.prepare import profiling
 
     options, engine = config_from(args, ProfileConfig), config_from(args, EngineConfig)
     profiling.check(options)
-    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    checkpoint = open_model(args.model, engine, out)
     with Bar() as bar:
         task = profiling.read(checkpoint, options, out.note, bar)
         made = profiling.profile(checkpoint, engine, task, out.note, bar, args.force)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -43,11 +43,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         found = of_plan(plan, Path(args.plan))
         folder = Path(args.out or f"{args.plan}.report")
     else:
-        from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.hub import resolve_model
-
         engine = config_from(args, EngineConfig)
-        checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+        checkpoint = open_model(args.model, engine, out)
         found = findings(checkpoint, engine.prepared)
         if plan is not None:
             found = with_plan(found, plan, Path(args.plan), checkpoint)

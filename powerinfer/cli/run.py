@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -105,7 +106,7 @@ def describe(completion: Completion) -> dict[str, Any]:
         "completion_tokens": completion.completion_tokens,
         "cached_tokens": completion.cached_tokens,
         "finish_reason": completion.finish_reason,
-        "timings": completion.timings.as_dict(),
+        "timings": asdict(completion.timings),
     }
     if completion.logprobs is not None:
         document["logprobs"] = [

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag
+from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.formats.predictor_file import FIGURES
 
@@ -31,12 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
     from powerinfer.prepare.training import current, describe, train
 
     engine, config = config_from(args, EngineConfig), config_from(args, TrainConfig)
-    checkpoint = open_checkpoint(resolve_model(args.model, say=out.note), quantize=engine.quantize)
+    checkpoint = open_model(args.model, engine, out)
     file = None if args.force else current(checkpoint, engine.prepared, config)
     trained = None
     if file is None:

@@ -88,7 +88,7 @@ std::shared_ptr<Matrix> pack(Pool& pool, std::shared_ptr<Arena> arena, const std
   return m;
 }
 
-// Rows of activations in the forms asked for.
+// Rows of activations in the requested forms.
 struct Acts {
   ActMemory memory;
   PiActs acts;
@@ -144,7 +144,8 @@ PiPart part_of(const std::string& type_name, int kind, int64_t k, int64_t rows, 
   const int type = part_type(type_name);
   const int64_t stride = (int64_t)bytes;
   check_part(type, kind, k);
-  require(rows > 0 && (rows + PI_GROUP - 1) / PI_GROUP == (int64_t)groups, "the bundles are not those of so many rows");
+  require(rows > 0 && (rows + PI_GROUP - 1) / PI_GROUP == (int64_t)groups,
+          "the number of bundles does not match the number of rows");
   require(pitch > 0 && pitch % 64 == 0 && pitch <= stride / PI_GROUP && stride % 64 == 0 &&
               pi_shared_bytes(type, k) <= stride - PI_GROUP * pitch && at >= 0 && at % 64 == 0 && at <= pitch &&
               pi_part_bytes(type, k) <= pitch - at,
@@ -197,7 +198,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   int64_t group_bytes = (int64_t)data.shape(1);
   if (counts) {
     const int64_t shared = pi_shared_bytes(part_type(down_type), d_model);
-    require(data.shape(0) == 1 && pitch > 0 && groups > 0, "bundles of groups that differ come one behind the other");
+    require(data.shape(0) == 1 && pitch > 0 && groups > 0, "groups of different sizes must be contiguous");
     b->offsets.push_back(0);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t n = counts->data()[g];
@@ -205,8 +206,8 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
       for (int64_t i = 0; i < n; i++) b->members.push_back((int32_t)(g * PI_GROUP + i));
       b->offsets.push_back(b->offsets.back() + (n ? n * pitch + shared : 0));
     }
-    require(b->offsets.back() == (int64_t)data.shape(1), "the bundles are not those of so many rows");
-    require((int64_t)b->members.size() == neurons, "the groups do not hold so many neurons");
+    require(b->offsets.back() == (int64_t)data.shape(1), "the number of bundles does not match the number of rows");
+    require((int64_t)b->members.size() == neurons, "the groups do not hold the stated number of neurons");
     neurons = groups * PI_GROUP;
     group_bytes = PI_GROUP * pitch + shared;
   } else {
@@ -290,7 +291,7 @@ bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2>
 void fired(const NeuronSum& sum, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
   const std::vector<int32_t>& members = sum.bundles->members;
   require(!sum.fired.empty() && out.shape(0) == members.size(),
-          "what fires is not counted, or of another number of neurons");
+          "firings are not counted, or out has another number of neurons");
   for (size_t j = 0; j < out.shape(0); j++) out.data()[j] = sum.fired[(size_t)members[j]];
 }
 
@@ -339,7 +340,7 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   require((int64_t)positions.shape(0) == step.tokens && (int64_t)rows.shape(0) == step.tokens,
           "tokens, positions and rows differ in length");
   require(step.logit_rows <= (int64_t)logits.shape(0) && step.logit_rows <= step.tokens,
-          "more logits are asked for than there is room for");
+          "more logits are requested than there is room for");
   require(vocab > 0 && (p.table_rows == 0 || vocab <= p.table_rows), "the vocabulary is larger than the embedding");
   require(p.head_panels == 0 || p.head_panels == pi_round_up(vocab, PI_LANES) / PI_LANES,
           "the vocabulary has another size than the output head");
@@ -391,7 +392,7 @@ NB_MODULE(_native, m) {
       "Instruction-set levels that this build has and this CPU runs, best first.");
   m.def(
       "find_level", [](const std::string& name) { return std::string(find_level(name)->name); }, "name"_a,
-      "The level of that name, the best for an empty one; ValueError when it cannot run here.");
+      "The level of that name, the best for an empty one; ValueError if it cannot run here.");
   m.def(
       "panel_bytes", [](const std::string& type, int64_t k) { return pi_panel_bytes(type_of(type), k); }, "type"_a,
       "k"_a, "Bytes of 16 packed rows of k columns.");
@@ -472,7 +473,7 @@ NB_MODULE(_native, m) {
            "up_bias"_a = nb::none(), "counts"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
       .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
-           "Add to out what the listed neurons make of x, both [tokens, d_model], by one thread.");
+           "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
 
   nb::class_<Table>(m, "Table")
       .def(
@@ -535,7 +536,7 @@ NB_MODULE(_native, m) {
       .def("counts", &counts_of,
            "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.")
       .def("fired", &fired, "out"_a.noconvert(), "out = tokens that each neuron fired for, [neurons].")
-      .def("clear", &clear, "Begin to count anew.");
+      .def("clear", &clear, "Reset the counters.");
 
   nb::class_<Op>(m, "Operator", "An operator of a program, the number-th that it runs.").def_ro("number", &Op::number);
   nb::class_<Ffn, Op>(m, "Ffn", "An FFN that has its matrices; it may also have its neurons as bundles.")
@@ -559,20 +560,20 @@ NB_MODULE(_native, m) {
             require(share >= 0 && share <= 1, "a share lies between 0 and 1");
             ffn.dense_above = share;
           },
-          "The share of neurons that may fire until an exact step computes the rest from the matrices.")
+          "The share of firing neurons above which an exact step reads up and down from the matrices.")
       .def("set_ways", &set_ways, "ways"_a,
            "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\", \"exact\" or \"predicted\".")
       .def("counts", &ffn_counts, "As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found.")
-      .def("clear", &Ffn::clear_stats, "Begin to count anew.");
-  nb::class_<BundledFfn, Op>(m, "BundledFfn", "An FFN that has its neurons as bundles alone.")
+      .def("clear", &Ffn::clear_stats, "Reset the counters.");
+  nb::class_<BundledFfn, Op>(m, "BundledFfn", "An FFN that has its neurons only as bundles.")
       .def_prop_ro("neurons", [](const BundledFfn& ffn) { return ffn.neurons; })
       .def_prop_rw(
           "predicts", [](const BundledFfn& ffn) { return ffn.predicts; },
-          [](BundledFfn& ffn, bool on) { ffn.predicts = on; }, "Whether its predictor is asked, if it has one.");
+          [](BundledFfn& ffn, bool on) { ffn.predicts = on; }, "Whether its predictor is used, if it has one.");
 
   auto watch =
       nb::class_<Watch>(m, "Watch",
-                        "What is seen at a program's FFNs: views of its own memory, in which the next FFN's run shows.")
+                        "Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs.")
           .def(
               "__init__",
               [](Watch* watch, const Program& p) {
@@ -585,7 +586,7 @@ NB_MODULE(_native, m) {
           .def_prop_rw(
               "threshold", [](const Watch& w) { return w.threshold; },
               [](Watch& w, float threshold) {
-                require(threshold >= 0, "a threshold is negative or no number");
+                require(threshold >= 0, "a threshold is negative or NaN");
                 w.threshold = threshold;
               })
           .def("clear", &Watch::clear)
@@ -640,7 +641,7 @@ NB_MODULE(_native, m) {
              float scale) { p.embed({std::move(table), std::move(positions), offset, std::move(project), scale}); },
           "table"_a, "positions"_a = nb::none(), "offset"_a = 0, "project"_a = nb::none(), "scale"_a = 1.0f,
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-          "x = project . scale * row of the token + row of the position, which are `offset` rows behind.")
+          "x = project . scale * row of the token + row of the position; that of position 0 is row `offset`.")
       .def(
           "attention_input",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k,
@@ -709,8 +710,7 @@ NB_MODULE(_native, m) {
             return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.x, {(size_t)tokens, (size_t)p.sizes.d_model},
                                                               nb::find(p), {p.ldx, 1});
           },
-          "tokens"_a,
-          "x as the operators so far left it, [tokens, d_model]: the program's own memory, which may be written.")
+          "tokens"_a, "The residual stream x, [tokens, d_model]: the program's own memory, which may be written.")
       .def_prop_ro("size", &Program::size)
       .def_rw("timed", &Program::timed)
       .def("take_times", &Program::take_times, "Seconds spent in each operator since the last call, while `timed`.")

@@ -9,7 +9,7 @@
 
 namespace {
 
-// Where the code of element i of a part of k lies (table.h): the byte, and whether in its high nibble.
+// Position of the code of element i in a part of k elements (table.h): the byte, and whether its high nibble.
 int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
   *high = false;
   if (type == PI_Q8_0 && kind == PI_ADD) return i;
@@ -30,7 +30,7 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
 
 bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0; }
 
-// One block on its way: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
+// A block in progress: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
 // `count` pairs.
 struct Work {
   const PiKernels* kernels;
@@ -77,7 +77,7 @@ struct Work {
     }
   }
 
-  // Neurons that are zero for every token leave; returns how many of all tokens' are not zero.
+  // Drops neurons that are zero for every token; returns the number of nonzero (neuron, token) cells.
   int64_t drop_zeros() {
     int64_t counts[PI_NEURON_TOKENS] = {0}, sum = 0;
     n = kernels->neurons->keep(block.h, NeuronBlock::NEURONS, tokens, n, 1, 0.0f, 0, block.position, counts);
@@ -90,7 +90,7 @@ struct Work {
     return sum;
   }
 
-  // Whether so many cells of the table are better multiplied one by one.
+  // Whether this number of cells is faster as pairs than as a table.
   bool few(int64_t cells) const { return tokens > 1 && 3 * cells <= n * tokens; }
 
   // Makes pairs of the cells in `meet`, those of a neuron together.
@@ -101,7 +101,7 @@ struct Work {
         block.pairs[count++] = {block.index[j], __builtin_ctz(left)};
   }
 
-  // Pairs of what is wanted, if that is few.
+  // Makes pairs of the wanted cells, if they are few.
   bool take_wanted(const Firing& f) {
     int64_t cells = 0;
     for (int64_t j = 0; j < n; j++) cells += __builtin_popcount(block.meet[j] = f.wanted[block.index[j]]);
@@ -110,7 +110,7 @@ struct Work {
     return true;
   }
 
-  // Pairs of what is not zero, from the table.
+  // Makes pairs of the nonzero cells of the table.
   void take_active() {
     std::fill(block.meet, block.meet + n, 0u);
     for (int64_t t = 0; t < tokens; t++) {
@@ -149,7 +149,7 @@ struct Work {
     for (int64_t i = 0; i < count; i++) block.h[i] *= block.more[i];
   }
 
-  // Pairs that are zero leave; returns how many are not.
+  // Drops pairs that are zero; returns the number of the others.
   int64_t drop_zero_pairs() {
     int64_t left = 0;
     n = 0;
@@ -162,7 +162,7 @@ struct Work {
     return count = left;
   }
 
-  // Adds the neurons of each group at once, h in 8 bits as the dense path has it. Returns the number of groups.
+  // Adds the neurons of each group at once, with h in 8 bits as on the dense path. Returns the number of groups.
   int64_t add_groups(float* out, int64_t ldo) const {
     int64_t groups = 0;
     for (int64_t j = 0, end; j < n; j = end, groups++) {
@@ -186,7 +186,7 @@ struct Work {
     return groups;
   }
 
-  // The same of pairs: group by group, of each token its neurons.
+  // The same for pairs: group by group, for each token its neurons.
   int64_t add_groups_of_pairs(float* out, int64_t ldo) const {
     float* const all = block.more;
     memcpy(all, block.h, (size_t)count * sizeof(float));

@@ -149,8 +149,8 @@ void Ffn::fire(Thread& t, const Step& step, const PiActs* acts) {
                                    (int32_t)mine.c0, own.listed.data(), own.counts);
 }
 
-// Whether so many neurons fire that reading a matrix from end to end is faster than their rows. Of many tokens each
-// must have some share in it: what fires for few of them is quick to multiply, though it be read.
+// Whether so many neurons fire that reading a whole matrix is faster than reading their rows. With many tokens, each
+// must contribute its share: a neuron that fires for few tokens is read, but quick to multiply.
 bool Ffn::many(const NeuronLists& lists, int64_t tokens) const {
   int64_t listed = 0, cells = 0;
   for (const NeuronLists::Share& share : lists.shares) {
@@ -161,7 +161,7 @@ bool Ffn::many(const NeuronLists& lists, int64_t tokens) const {
   return (double)listed > least && 4.0 * (double)cells > least * (double)tokens;
 }
 
-// The activations are known: up and down from the dense matrices.
+// The first product is computed: up and down from the dense matrices.
 void Ffn::finish_densely(Thread& t, const Step& step, const PiActs* acts) {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
@@ -202,7 +202,7 @@ void Ffn::predicted(Thread& t, const Step& step) {
   if (in_.out_norm) p.add_normalised(t, in_.out_norm, p.up, 0, step.tokens);
 }
 
-// How many neurons that fire the predictor named: all gates, densely.
+// How many of the neurons that fire the predictor selected: computes all gates densely.
 void Ffn::sample(Thread& t, const Step& step, const PiActs* acts) {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
@@ -223,7 +223,7 @@ void Ffn::sample(Thread& t, const Step& step, const PiActs* acts) {
   }
 }
 
-// ---- From bundles alone ---------------------------------------------------------------------------------------------
+// ---- From bundles only ----------------------------------------------------------------------------------------------
 
 BundledFfn::BundledFfn(Norm norm, Norm out_norm, Vector down_bias, std::shared_ptr<NeuronSum> of,
                        std::unique_ptr<Predictor> asked)

@@ -1,5 +1,5 @@
 // The FFN of a layer, as a choice over its neurons: all of them from matrices (dense), those whose gates fire (exact)
-// or those that a predictor names (predicted); and FFNs that have their neurons as bundles alone.
+// or those that a predictor selects (predicted); and FFNs that have their neurons only as bundles.
 #pragma once
 #include "activation.h"
 #include "neuron_sum.h"
@@ -20,8 +20,9 @@ struct FfnInput {
 class Ffn : public Op {
  public:
   explicit Ffn(FfnInput in) : in_(std::move(in)) {}
-  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` say else. threshold: activations
-  // up to this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0: none.
+  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` are set. threshold:
+  // activations up to this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0:
+  // none.
   void sparsify(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
                 std::unique_ptr<Predictor> predictor, float threshold, int64_t recall_every);
 
@@ -30,8 +31,8 @@ class Ffn : public Op {
 
   // Of a sparsified one.
   Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
-  double dense_above = 1;  // `exact`: of the neurons, the share that may fire until the rest of the step goes densely
-  std::unique_ptr<NeuronSum> neurons;  // null: it is dense
+  double dense_above = 1;               // `exact`: of the neurons, the share above which the step continues densely
+  std::unique_ptr<NeuronSum> neurons;   // null: it is dense
   std::unique_ptr<Predictor> predictor;
   int64_t exact_steps = 0;
   // How many active neurons of sampled tokens were candidates.
@@ -65,8 +66,8 @@ class BundledFfn : public Op {
   void run(Thread& t, const Step& step) override;
 
   const std::shared_ptr<NeuronSum> neurons;
-  const std::unique_ptr<Predictor> predictor;  // names the neurons of small steps; null: every gate is computed
-  bool predicts = true;                        // whether it is asked
+  const std::unique_ptr<Predictor> predictor;  // selects the neurons of small steps; null: every gate is computed
+  bool predicts = true;                        // whether it is used
 
  private:
   const Norm norm_, out_norm_;

@@ -487,8 +487,8 @@ void forms(const float* x, int64_t n, int forms, const PiActs* to) {
   int16_t* const s = to->s;
   for (int64_t i = 0; i < n / 32; i++) {
     f32x16 lo = f_load(x + 32 * i), hi = f_load(x + 32 * i + 16);
-    float most = f_hmax(f_max(f_abs(lo), f_abs(hi)));
-    f32x16 by = f_set(most >= 0x1p-120f ? 127.0f / most : 0.0f);  // below, the quotient would overflow: zeros
+    float peak = f_hmax(f_max(f_abs(lo), f_abs(hi)));
+    f32x16 by = f_set(peak >= 0x1p-120f ? 127.0f / peak : 0.0f);  // below, the quotient would overflow: zeros
     // Clamped to 127 only for NaN and infinity, so that the sums are those of the bytes.
     const f32x16 top = f_set(127.0f), bottom = f_set(-127.0f);
     i32x16 a = i_round(f_min(f_max(f_mul(lo, by), bottom), top)), c = i_round(f_min(f_max(f_mul(hi, by), bottom), top));
@@ -496,7 +496,7 @@ void forms(const float* x, int64_t n, int forms, const PiActs* to) {
     i_store_s8(q + 32 * i + 16, c);
     s[2 * i] = (int16_t)i_sum(a);
     s[2 * i + 1] = (int16_t)i_sum(c);
-    d[i] = most / 127.0f;
+    d[i] = peak / 127.0f;
     sd[i] = d[i] * (float)(s[2 * i] + s[2 * i + 1]);
   }
 }

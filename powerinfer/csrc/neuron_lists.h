@@ -1,5 +1,5 @@
-// Lists of neurons on their way: each thread lists those of its share of a layer that are wanted, then takes an even
-// part of all that are listed and sums it. One set serves all layers.
+// Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer, then sums an
+// even part of all that are listed. One set of buffers serves all layers.
 #pragma once
 #include <vector>
 
@@ -8,13 +8,13 @@
 
 class NeuronLists {
  public:
-  // For so many neurons and a predictor of that rank (0: none); what `smaller` holds fits too, which may be null.
+  // Room for `neurons` neurons and a predictor of that rank (0: none), and for the contents of `smaller`, if not null.
   NeuronLists(int threads, int64_t neurons, int64_t d_model, int64_t rank, const NeuronLists* smaller);
   bool holds(int64_t neurons, int64_t d_model, int64_t rank) const;
 
   struct Share {  // of a thread
     std::vector<int32_t> listed;
-    int64_t n;                         // how many are listed
+    int64_t n;                         // number listed
     int64_t counts[PI_NEURON_TOKENS];  // and for each token
     NeuronCounts done;
     NeuronBlock block;
@@ -22,10 +22,11 @@ class NeuronLists {
     Vector sums;                // what its neurons add, [tokens][lds]
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
-  std::vector<uint32_t> wanted;  // by place, of what is listed: the tokens that want it, a bit each
+  std::vector<uint32_t> wanted;  // by place of a listed neuron: the tokens that select it, a bit each
   Vector z, hidden;              // of a predictor, [tokens][ldz] and [tokens][ldr]
   std::vector<Share> shares;
 
-  // Makes the thread's part, in the order of the lists; cut between groups of neurons if `whole_groups`. Its length.
+  // Makes the thread's part, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns its
+  // length.
   int64_t take_part(int thread, bool whole_groups);
 };

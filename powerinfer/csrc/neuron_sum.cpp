@@ -49,7 +49,7 @@ void NeuronSum::sum_selected(int thread, const Piece& piece) {
   sum_listed(thread, piece, acts, nullptr, 0, nullptr);
 }
 
-// Of this thread's share of all neurons, those that some token selects, and which tokens do.
+// Lists the neurons of this thread's share that any token selects, and the tokens that do.
 void NeuronSum::list_selected(int thread, const Piece& piece) {
   enum { SOME = 256 };
   NeuronLists& lists = workspace->lists();
@@ -86,7 +86,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   const int64_t tokens = piece.x.tokens, n = lists.take_part(thread, bundles->down.type == PI_Q4_0X32);
-  // Of one token, all that are listed are wanted.
+  // With one token, every listed neuron is selected by it.
   const bool some = tokens > 1 && (predictor || piece.selected || piece.weight);
   if (some && predictor) predictor->mark(lists, own.part.data(), n, tokens);
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
@@ -100,7 +100,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   workspace->pool->barrier();
 }
 
-// To the output, what the neurons of all threads add, in the order of the threads.
+// Adds the sums of all threads to the output, in the order of the threads.
 void NeuronSum::add_sums(int thread, const Piece& piece) {
   NeuronLists& lists = workspace->lists();
   int64_t c0, c1;

@@ -7,15 +7,15 @@
 #include "predictor.h"
 #include "workspace.h"
 
-// What was done, summed over the tokens of all steps that count; rows are counted once for the tokens of a step.
+// Work done, summed over the tokens of all counted steps; a row read for several tokens of a step counts once.
 struct NeuronStats {
   int64_t steps, tokens, active, candidates, first_rows, up_rows, down_rows, shared_scales;
 };
 
 class NeuronSum {
  public:
-  // threshold: activations up to this magnitude count as zero; count_fired: for each neuron, too, the tokens that it fires
-  // for.
+  // threshold: activations up to this magnitude count as zero; count_fired: also count, for each neuron, the tokens
+  // that it fires for.
   NeuronSum(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles, float threshold, bool count_fired);
 
   // out[t] = weight[t] * sum of the neurons that token t selects; x and out [tokens, d_model] without gaps.
@@ -25,7 +25,7 @@ class NeuronSum {
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
 
   // ---- For the threads of a job
-  // Up to PI_NEURON_TOKENS tokens, what they read and where their sums go.
+  // The input of up to PI_NEURON_TOKENS tokens, and the destination of their sums.
   struct Piece {
     Rows x;            // before the norm
     const Norm& norm;  // may be absent
@@ -37,14 +37,14 @@ class NeuronSum {
     const uint8_t* selected = nullptr;  // [tokens][members]
     const float* weight = nullptr;      // [tokens]
   };
-  // Sums what is selected; every gate of it is computed.
+  // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
-  // Sums what all threads have listed, the last thing before being a barrier. acts: x normalised, in the forms that the
-  // bundles want. known: the activations of the first product, [tokens][ldk], null: to be computed. predictor: that
-  // made the lists, or null.
+  // Sums the neurons that all threads have listed; called right after a barrier. acts: x normalised, in the forms that
+  // the bundles require. known: the activations of the first product, [tokens][ldk], null: to be computed. predictor:
+  // the one that made the lists, or null.
   void sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
                   const Predictor* predictor);
-  // Adds up what the threads have done in a step: `done`, and what they listed.
+  // Adds up the threads' work in a step: `done`, and the numbers that they listed.
   void count(int64_t tokens);
 
   const std::shared_ptr<Workspace> workspace;

@@ -538,17 +538,17 @@ PI_INLINE void append(uint32_t mask, int32_t first, int32_t* out) {
 #endif
 }
 
-int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first,
+int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float limit, int32_t first,
              int32_t* out, int64_t* counts) {
   int64_t kept = 0;
-  const f32x16 limit = f_set(most);
+  const f32x16 above = f_set(limit);
   for (int64_t j = 0; j < n; j += 16) {
     const uint32_t whole = n - j >= 16 ? 0xffffu : (1u << (n - j)) - 1;
     uint32_t any = 0;
     for (int64_t t = 0; t < tokens; t++) {
       const float* p = x + t * ldx + j;
       const f32x16 v = whole == 0xffffu ? f_load(p) : f_load_n(p, (int)(n - j));
-      const uint32_t mask = f_not_le(absolute ? f_abs(v) : v, limit) & whole;
+      const uint32_t mask = f_not_le(absolute ? f_abs(v) : v, above) & whole;
       counts[t] += __builtin_popcount(mask);
       any |= mask;
     }
@@ -558,11 +558,11 @@ int64_t keep(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolut
   return kept;
 }
 
-int fires(const float* x, int64_t n, float most, uint16_t* bits) {
-  const f32x16 limit = f_set(most);
+int fires(const float* x, int64_t n, float limit, uint16_t* bits) {
+  const f32x16 above = f_set(limit);
   uint32_t any = 0;
   for (int64_t j = 0; j < n; j += 16) {
-    const uint32_t mask = f_not_le(f_abs(f_load(x + j)), limit);
+    const uint32_t mask = f_not_le(f_abs(f_load(x + j)), above);
     if (bits) bits[j / 16] = (uint16_t)mask;
     any |= mask;
   }

@@ -1,4 +1,4 @@
-// The operators of a program but its FFNs, each followed by the method that adds it.
+// The operators of a program except its FFNs, each followed by the method that adds it.
 #include <string.h>
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Where operator code runs: a thread, its program, and what they use all the time.
+// Context of operator code: a thread, its program, and what both use throughout.
 struct Here {
   Thread& t;
   Program& p;
@@ -123,8 +123,8 @@ class AttentionIn : public Op {
                     e * panels);
   }
 
-  // Heads [first, first + count) of a token, of which each fills whole lanes, normalised as one row. The threads share
-  // the tokens.
+  // Normalises heads [first, first + count) of each token as one row; each fills whole lanes. Tokens are divided among
+  // the threads.
   static void normalise_heads(const Here& here, const Norm& norm, int64_t tokens, int64_t first, int64_t count) {
     const Program& p = here.p;
     const int64_t dim = p.sizes.head_dim, pad = p.head_pad;
@@ -189,7 +189,7 @@ class Attention : public Op {
         attend(here, step.runs[(size_t)token], (int)g, r, r + rows);
         begin += rows;
       }
-    } else {  // later rows of a prompt see more: deal the tiles out in turn
+    } else {  // later rows of a prompt attend to more: tiles are dealt out in turn
       int64_t item = 0;
       for (const Run& run : step.runs) {
         for (int64_t r = 0; r < run.count * group; r += PI_ATTENTION_ROWS) {
@@ -312,8 +312,8 @@ void Program::normalise(Norm norm) {
 
 namespace {
 
-// Logits decide, and few of them are wanted: for quantised weights the activations come in two planes of 8 bits, the
-// second holding what the first left, and both meet a weight in one pass.
+// Logits decide the answer and few rows of them are computed, so precision is cheap: for quantised weights the
+// activations are two planes of 8 bits, the second the remainder of the first, multiplied in one pass over a weight.
 class Head : public Op {
  public:
   Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, int threads)
@@ -350,7 +350,7 @@ class Head : public Op {
  private:
   static constexpr int64_t ROWS = 8;  // of logits, computed together
 
-  // Every thread splits the few rows for itself; its own columns of the sums are nobody else's.
+  // Every thread splits the few rows for itself, and writes only its own columns of the sums.
   void both_planes(const Here& here, const float* x, int64_t ldx, int64_t rows, float* out, int64_t ldo) const {
     const int64_t k = w_->k, nb = k / 32;
     const ActMemory& memory = forms_[(size_t)here.t.id];

@@ -55,7 +55,7 @@ void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t token
   }
 }
 
-// Where a token has fewer candidates than the floor, its largest are made candidates. All threads decide the same.
+// If a token has fewer candidates than the floor, its largest become candidates. All threads reach the same result.
 void Predictor::reach_floor(int thread, Workspace& w, int64_t tokens) const {
   NeuronLists& s = w.lists();
   const int64_t neurons = out->rows, least = std::min(floor, neurons);

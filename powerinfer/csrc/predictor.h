@@ -1,4 +1,4 @@
-// Guesses which neurons of a layer fire.
+// Predicts which neurons of a layer fire.
 #pragma once
 #include <memory>
 
@@ -10,14 +10,14 @@
 class Predictor {
  public:
   Predictor(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor);
-  // std::invalid_argument for a layer of other sizes.
+  // std::invalid_argument if the sizes are not those of the layer.
   void check_sizes(int64_t d_model, int64_t neurons) const;
   int64_t rank() const { return in->rows; }
 
   // For the threads of a job, and up to PI_NEURON_TOKENS tokens.
-  // Each lists the candidates among its neurons; all have met at the end.
+  // Each thread lists the candidates among its neurons; ends with a barrier.
   void select(int thread, Workspace& w, const Rows& x) const;
-  // Sets `wanted` of n neurons to the tokens that each is a candidate of.
+  // Sets `wanted` of n neurons to the tokens for which each is a candidate.
   void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;
   bool candidate(float z) const { return !(z <= above_); }
 

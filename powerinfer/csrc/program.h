@@ -1,5 +1,5 @@
 // A model as a list of fused operators over shared buffers. Python wires the list once; a step runs it, or a part of
-// it, with all threads inside one job, meeting at barriers. Operators hold no state of a step.
+// it, with all threads inside one job, synchronised by barriers. Operators hold no state of a step.
 #pragma once
 #include <memory>
 #include <string>
@@ -87,7 +87,7 @@ class Program {
   int add_rope(Vector frequencies, float factor);
 
   // Operators, in the order they run. x is the residual stream [tokens, d_model].
-  // Attention and the FFN touch nothing of each other's but x: attention_input, attention, ffn, project is a layer
+  // Attention and the FFN share only x: attention_input, attention, ffn, project is a layer
   // whose FFN reads what its attention reads.
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
@@ -107,9 +107,9 @@ class Program {
   // Seconds spent in each operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
-  std::shared_ptr<Watch> watch;  // null: nobody looks
-  // What a step must agree with: rows of the embedding, positions that have a row, panels of the head. 0: there is
-  // none.
+  std::shared_ptr<Watch> watch;  // null: none
+  // Limits that a step is checked against: rows of the embedding, positions that have a row, panels of the head. 0: no
+  // limit.
   int64_t table_rows = 0, positions = 0, head_panels = 0;
 
   const Sizes sizes;

@@ -221,13 +221,13 @@ struct PiNeuronKernels {
   // groups that the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
   void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                      int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
-  // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `most` or is NaN for some token t, ascending, as
-  // first + j; how many these are for each token is added to counts. Returns their number; up to 16 more are written.
-  int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float most, int32_t first,
+  // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `limit` or is NaN for any token t, ascending,
+  // as first + j; the number for each token is added to counts. Returns their number; up to 16 more are written.
+  int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float limit, int32_t first,
                   int32_t* out, int64_t* counts);
-  // Whether |x[j]| exceeds `most` or is NaN, for any j in [0, n), n a multiple of 16; for each of them in bit j % 16 of
+  // Whether |x[j]| exceeds `limit` or is NaN, for any j in [0, n), n a multiple of 16; for each j in bit j % 16 of
   // bits[j / 16], which may be null.
-  int (*fires)(const float* x, int64_t n, float most, uint16_t* bits);
+  int (*fires)(const float* x, int64_t n, float limit, uint16_t* bits);
 };
 
 struct PiKernels {

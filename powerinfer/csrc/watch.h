@@ -1,5 +1,4 @@
-// What is seen at the FFNs of a program while a text is run densely: which neurons fire, those whose product is not
-// zero.
+// Records, while a program runs densely, which neurons of its FFNs fire: those whose product is not zero.
 #pragma once
 #include <vector>
 
@@ -7,7 +6,7 @@
 #include "weights.h"
 
 // By `gate`: a neuron fires when its activation (of the gate; plain: of up), before it is multiplied with up, exceeds
-// `threshold` in magnitude. It keeps what it saw until it is cleared, as it must be before each FFN.
+// `threshold` in magnitude. Its records are kept until cleared, which must happen before each FFN.
 class Watch {
  public:
   Watch(const PiKernels* kernels, int64_t d_ff, int64_t max_tokens, int threads);
@@ -15,7 +14,7 @@ class Watch {
   bool suits(int64_t d_ff, int64_t max_tokens, int threads) const;
 
   bool gate = false;
-  bool silence = false;  // leave out of the sum what does not fire
+  bool silence = false;  // leave neurons that do not fire out of the sum
   bool measure = false;  // count magnitudes of activations
   float threshold = 0;
   const int64_t d_ff, max_tokens, words;  // words of 16 bits for a token
@@ -26,7 +25,7 @@ class Watch {
   // Bins of equal width within an octave: those from 2^LOW on, the outermost take what lies beyond.
   static constexpr int PER_OCTAVE = 16, LOW = -30, BINS = 48 * PER_OCTAVE;
 
-  // Each thread looks at columns of its own of token i, `lanes` from c0 on: whole words, of which `n` are neurons.
+  // Each thread records its own columns of token i, `lanes` from c0 on: whole words, of which `n` are neurons.
   struct Look {
     int thread;
     int64_t c0, n, lanes;
@@ -35,7 +34,7 @@ class Watch {
   void before(const Look& look, int64_t i, const Activation& activation, const float* first, const float* up);
   // After it.
   void after(const Look& look, int64_t i, float* h);
-  // Counts what fired, of all tokens.
+  // Counts the neurons that fired, of all tokens.
   void count(const Look& look, int64_t tokens);
 
  private:

@@ -1,4 +1,4 @@
-// What products read: packed matrices, tables of rows, norms.
+// Weights: packed matrices, tables of rows, norms.
 #pragma once
 #include <memory>
 #include <string>
@@ -39,7 +39,7 @@ struct Norm {
   void apply(const PiKernels* kernels, const float* x, float* out) const;
 };
 
-// std::invalid_argument, `what` its message, unless `good`; the length of a norm; that of a bias.
+// Checks: std::invalid_argument with message `what` unless `good`; of the length of a norm; of the length of a bias.
 void check(bool good, const std::string& what);
 void check_norm(const Norm& norm, int64_t n, const std::string& what);
 void check_bias(const Vector& bias, int64_t n, const std::string& of);

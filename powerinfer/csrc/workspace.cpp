@@ -8,7 +8,7 @@
 
 namespace {
 
-// Rows of up to this many elements in all are prepared by every thread for itself: cheaper than a meeting.
+// Rows of up to this many elements in all are prepared by every thread for itself: cheaper than a barrier.
 constexpr int64_t ALONE = 4096;
 
 }  // namespace

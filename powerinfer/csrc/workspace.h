@@ -1,5 +1,5 @@
-// What threads need for products beside the weights: activation rows in the forms that weights take, and scratch
-// memory. Everything that runs on one pool shares one workspace, since a pool runs one job at a time.
+// Memory that threads need for products: activation rows in the forms that weights take, and scratch. Everything that
+// runs on one pool shares one workspace, since a pool runs one job at a time.
 #pragma once
 #include <memory>
 #include <vector>
@@ -27,7 +27,7 @@ struct Rows {
   const int32_t* index = nullptr;
 };
 
-// The panels of a product that one thread makes, in units of so many, and the rows that they are.
+// The panels of a product that one thread computes, in whole units, and their rows.
 struct Columns {
   int64_t p0, p1, c0, c1;
   Columns(const Matrix& w, const Pool& pool, int thread, int64_t unit = 1) {
@@ -48,14 +48,14 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  // Makes room, waiting until no job runs: for products of so many rows of k; for lists of so many neurons of a model
-  // of d_model, named by a predictor of that rank or by none (0).
+  // Makes room, waiting until no job runs: for products of `rows` rows of k; for lists of `neurons` neurons of a model
+  // of width d_model, selected by a predictor of that rank or by none (0).
   void reserve(int64_t tokens, int64_t k);
   void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
 
-  // The rest is for the threads of a job.
-  // Brings rows into the forms asked for, normalised first. Few elements: every thread makes its own copy. Many: the
-  // threads share the work and meet.
+  // The following are called by the threads of a job.
+  // Normalises rows and converts them to the requested forms. Few elements: every thread makes its own copy. Many: the
+  // threads divide the work and end with a barrier.
   const PiActs* prepare(int thread, const Rows& rows, const Norm& norm, int forms);
   // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1).
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 
-Rotation = tuple[Floats, float]
+Rotation = tuple[Float32, float]
 """Of a rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
 multiplied by."""
 
@@ -182,7 +182,7 @@ class CpuExecutor:
         rows = np.arange(heads)[:, None] * dim + within
         return np.where(within < 0, -1, rows).reshape(-1).astype(np.int32)
 
-    def norm(self, weight: Floats, bias: Floats | None = None) -> _native.Norm:
+    def norm(self, weight: Float32, bias: Float32 | None = None) -> _native.Norm:
         """A norm of the model's kind over rows of d_model."""
         return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
 
@@ -213,9 +213,9 @@ class CpuExecutor:
         norm: _native.Norm | None,
         qkv: Sequence[_native.Matrix],
         *,
-        biases: Sequence[Floats | None] = (None, None, None),
-        q_norm: Floats | None = None,
-        k_norm: Floats | None = None,
+        biases: Sequence[Float32 | None] = (None, None, None),
+        q_norm: Float32 | None = None,
+        k_norm: Float32 | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
@@ -230,7 +230,7 @@ class CpuExecutor:
         self._program.attention(own, about.window or 0)
 
     def project(
-        self, layer: int, matrix: _native.Matrix, bias: Floats | None = None, norm: _native.Norm | None = None
+        self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
     ) -> None:
         """x += norm(matrix . attended)."""
         self._program.project(matrix, bias, norm)
@@ -242,7 +242,7 @@ class CpuExecutor:
         gate: _native.Matrix | None,
         up: _native.Matrix,
         down: _native.Matrix,
-        biases: Sequence[Floats | None] = (None, None, None),
+        biases: Sequence[Float32 | None] = (None, None, None),
         out_norm: _native.Norm | None = None,
     ) -> None:
         """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate.
@@ -272,7 +272,7 @@ class CpuExecutor:
         *,
         norm: _native.Norm | None = None,
         out_norm: _native.Norm | None = None,
-        biases: Sequence[Floats | None] = (None, None, None),
+        biases: Sequence[Float32 | None] = (None, None, None),
         threshold: float = 0.0,
         predictor: Weights | None = None,
     ) -> None:
@@ -315,7 +315,7 @@ class CpuExecutor:
         layer: int,
         layout: BundleLayout,
         bundles: NDArray[np.uint8] | SomeBundles,
-        biases: Sequence[Floats | None] = (None, None),
+        biases: Sequence[Float32 | None] = (None, None),
         *,
         threshold: float = 0.0,
         count_fired: bool = False,
@@ -340,8 +340,8 @@ class CpuExecutor:
         layout: BundleLayout,
         rows: NDArray[np.uint8],
         neurons: int,
-        gate_bias: Floats | None = None,
-        up_bias: Floats | None = None,
+        gate_bias: Float32 | None = None,
+        up_bias: Float32 | None = None,
         counts: NDArray[np.int32] | None = None,
     ) -> _native.Bundles:
         return _native.Bundles(
@@ -445,7 +445,7 @@ class CpuExecutor:
 
     # ---------------------------------------------------------------- running
 
-    def forward(self, batch: Batch) -> Floats:
+    def forward(self, batch: Batch) -> Float32:
         self._make_room(batch)
         if self._observed is None:
             self._run(batch, 0, self._program.size)
@@ -453,13 +453,13 @@ class CpuExecutor:
             self._run_observed(batch, self._observed)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
-    def embedded(self, batch: Batch) -> Floats:
+    def embedded(self, batch: Batch) -> Float32:
         """Check the batch and embed its tokens: the residual stream, float32 [T, d_model], where `finish` reads it."""
         self._make_room(batch)
         self._run(batch, 0, self._embedded)
         return self._program.residual(len(batch.tokens))
 
-    def finish(self, batch: Batch) -> Floats:
+    def finish(self, batch: Batch) -> Float32:
         """Run everything after the embedding on the current residual stream; logits as from `forward`."""
         self._make_room(batch)
         self._run(batch, self._embedded, self._program.size)
@@ -552,7 +552,7 @@ class CpuExecutor:
             self.__dict__.pop(name, None)
 
 
-def _placed(bundles: SomeBundles, bias: Floats | None) -> Floats | None:
+def _placed(bundles: SomeBundles, bias: Float32 | None) -> Float32 | None:
     if bias is None:
         return None
     placed = np.zeros(len(bundles.counts) * BUNDLE_GROUP, np.float32)
@@ -577,9 +577,9 @@ def choose_pages(
             "free: lower --context or choose --kv-type q8_0"
         )
     wanted = one * max(1, engine.max_batch)
-    most = max(one, memory // 4 // page) if page else wanted
-    if room is not None and page and room // page < min(wanted, most):
+    limit = max(one, memory // 4 // page) if page else wanted
+    if room is not None and page and room // page < min(wanted, limit):
         return max(one, room // page), "what --ram leaves"
-    if wanted <= most:
+    if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
-    return most, "a quarter of the free memory" if most > one else "one context"
+    return limit, "a quarter of the free memory" if limit > one else "one context"

@@ -350,7 +350,7 @@ class GpuLayers:
         return parts
 
     def rehearse(self, logit_rows: int) -> int:
-        """Run steps that launch every kernel: the largest, with so many rows of logits, those that are recorded,
+        """Run steps that launch every kernel: the largest, with that number of rows of logits, those that are recorded,
         and single tokens early and late in a context. The cache must be empty.
 
         This compiles kernels and allocates memory, so that PowerInferError is raised now if there is too little.
@@ -412,7 +412,7 @@ class GpuLayers:
 
 
 def _normalised_heads(norm: GpuNorm | None, heads: Tensor, width: bool) -> Tensor:
-    """heads float32 [T, n, head_dim], normalised one by one, or, with `width`, all of a token together."""
+    """heads float32 [T, n, head_dim], each normalised by itself or, with `width`, all heads of a token together."""
     if norm is None:
         return heads
     return norm(heads.reshape(len(heads) if width else -1, norm.weight.shape[0])).view(heads.shape)

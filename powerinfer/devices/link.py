@@ -22,7 +22,7 @@ def link_bytes(max_tokens: int, d_model: int, neurons: int) -> int:
 
 
 def _selection_bytes(max_tokens: int, neurons: int) -> int:
-    """Neurons are selected one by one in steps of up to NEURON_TOKENS: of more tokens, some select nearly every one."""
+    """Single neurons are selected in steps of up to NEURON_TOKENS tokens: more tokens together select nearly all."""
     return min(max_tokens, NEURON_TOKENS) * neurons
 
 
@@ -68,13 +68,13 @@ class Link:
         return self._there[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
 
     def selected(self, tokens: int, hot: int, cold: int) -> tuple[Tensor, Tensor]:
-        """Buffers for the selection of so many neurons, uint8 [tokens, hot] and [tokens, cold]."""
+        """Buffers for the selection of neurons, uint8 [tokens, hot] and [tokens, cold]."""
         begin = 4 * tokens * self._d_model
         out = self._there[begin : begin + tokens * cold]
         return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
 
     def send(self, tokens: int, cold: int) -> None:
-        """Send the input, and the selection of so many cold neurons (0: there is none), to the CPU."""
+        """Send the input, and the selection of `cold` cold neurons (0: none), to the CPU."""
         nbytes = tokens * (4 * self._d_model + cold)
         self._here[:nbytes].copy_(self._there[:nbytes], non_blocking=True)
 

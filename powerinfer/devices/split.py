@@ -61,7 +61,7 @@ class SplitExecutor:
     def traced(self) -> Iterator[Trace]:
         """Trace the steps within this context; operators that sum neurons elsewhere add their own spans.
 
-        Operators are launched one by one instead of being replayed, so steps take longer.
+        Operators are launched individually instead of being replayed, so steps take longer.
         """
         self.trace = Trace(self.gpu.device)
         try:

@@ -53,7 +53,7 @@ _LEAST_SHARE = 1 << 20  # minimum bytes per thread
 
 
 def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
-    """Bytes of a buffer for pieces of layers of so many neurons, `limit` at most; 0 where that holds no group of them.
+    """Bytes of a buffer for pieces of layers of `neurons` neurons, at most `limit`; 0 if that is less than a group.
 
     A piece is half a layer at most, so that there are two of them.
     """
@@ -95,7 +95,7 @@ class Stage:
         return BUFFERS * self._size
 
     def takes(self, tokens: int) -> bool:
-        """Whether a step of so many tokens is long enough."""
+        """Whether a step of that number of tokens is long enough."""
         return self.least is not None and tokens >= self.least
 
     def add_sum(

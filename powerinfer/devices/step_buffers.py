@@ -70,7 +70,7 @@ class StepBuffers:
         return Step(on_device, positions, rows, slots, page_table, logit_rows, total=total)
 
     def logits(self, rows: int) -> Tensor:
-        """Where so many rows of logits go, float32 [rows, vocab_size]."""
+        """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
         if rows > len(self._host_logits):
             self._host_logits = self._new_logits(1 << (rows - 1).bit_length())
         return self._host_logits[:rows]

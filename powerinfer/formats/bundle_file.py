@@ -93,7 +93,7 @@ def can_hold(config: ModelConfig, part: str, type_name: str) -> bool:
 
 
 def n_groups(neurons: int) -> int:
-    """Number of groups for so many neurons; the last need not be full."""
+    """Number of groups of that number of neurons; the last may be partly filled."""
     return -(-neurons // BUNDLE_GROUP)
 
 

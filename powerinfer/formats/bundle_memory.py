@@ -95,8 +95,8 @@ class Piece:
     shared: Indices
 
 
-def cuts(layout: BundleLayout, counts: NDArray[np.int32], most: int, beside: int = 0) -> Iterator[tuple[int, int]]:
-    """Groups that lie together, from .. up to, so that none exceeds `most` bytes, but at least one at a time.
+def cuts(layout: BundleLayout, counts: NDArray[np.int32], limit: int, beside: int = 0) -> Iterator[tuple[int, int]]:
+    """Groups that lie together, from .. up to, so that none exceeds `limit` bytes, but at least one at a time.
 
     counts: int32 [groups], neurons of each that are there; beside: bytes of each neuron beside its bundle's.
     """
@@ -104,7 +104,7 @@ def cuts(layout: BundleLayout, counts: NDArray[np.int32], most: int, beside: int
     begin, groups = 0, len(counts)
     while begin < groups:
         before = int(ends[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
+        end = max(begin + 1, int(np.searchsorted(ends, before + limit, side="right")))
         yield begin, end
         begin = end
 
@@ -115,10 +115,10 @@ def whole(layout: BundleLayout, some: SomeBundles) -> Piece:
     return piece
 
 
-def pieces(layout: BundleLayout, some: SomeBundles, most: int, beside: int = 0) -> Iterator[Piece]:
-    """Its groups, in pieces of at most so many bytes where a group has no more; see `cuts`."""
+def pieces(layout: BundleLayout, some: SomeBundles, limit: int, beside: int = 0) -> Iterator[Piece]:
+    """Its groups, in pieces of at most `limit` bytes unless a single group is larger; see `cuts`."""
     rows, at, first = some.rows[0], 0, 0
-    for begin, end in cuts(layout, some.counts, most, beside):
+    for begin, end in cuts(layout, some.counts, limit, beside):
         counts = some.counts[begin:end]
         counts = counts[counts > 0]
         if not len(counts):

@@ -22,55 +22,37 @@ if TYPE_CHECKING:
 MAX_DEPTH = 64
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of a rendered prompt. special: special tokens in it count; False: it is plain text."""
-
-    text: str
-    special: bool
-
-
 class ChatTemplate:
-    """A model's chat template, in Jinja. `bos`, `eos`: what it knows as bos_token and eos_token.
+    """A model's chat template, in Jinja. `bos`, `eos`: what it knows as bos_token and eos_token."""
 
-    special_tokens: texts of the special tokens, for `render`; `encode_chat` uses those of the tokenizer.
-    """
-
-    def __init__(self, source: str, bos: str = "", eos: str = "", special_tokens: Sequence[str] = ()) -> None:
+    def __init__(self, source: str, bos: str = "", eos: str = "") -> None:
         self.source, self.bos, self.eos = source, bos, eos
-        self.special_tokens = tuple(special_tokens) or tuple(token for token in (bos, eos) if token)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
-    ) -> list[Segment]:
-        """The prompt for `messages`, [{"role": ..., "content": ...}, ...], cut where special tokens are plain text.
-
-        add_generation_prompt: end with the start of the assistant's answer. options: other variables of the template,
-        such as `tools`. RequestError: the template rejects these messages. ModelError: it is broken or takes too much
-        time or memory.
-        """
-        text, plain = self._marked(messages, self.special_tokens, add_generation_prompt, options)
-        segments, done = [], 0
-        for begin, end in plain:
-            segments += [Segment(text[done:begin], True), Segment(text[begin:end], False)]
-            done = end
-        return [segment for segment in [*segments, Segment(text[done:], True)] if segment.text]
-
-    def _marked(
-        self, messages: Sequence[Mapping[str, Any]], special: Sequence[str], add_prompt: bool, options: dict[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special_tokens: Sequence[str] = (),
+        add_generation_prompt: bool = True,
+        **options: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the spans of it, in order, in which no special token may be seen."""
+        """The prompt for `messages`, [{"role": ..., "content": ...}, ...], and its spans that are plain text.
+
+        special_tokens: their texts. A span is [start, end) in characters: no special token may be seen in it; spans are
+        in order. add_generation_prompt: end with the start of the assistant's answer. options: other variables of the
+        template, such as `tools`. RequestError: the template rejects these messages. ModelError: it is broken or takes
+        too much time or memory.
+        """
         if not messages:
             raise RequestError("a chat needs at least one message")
         given = _plain_data({**options, "messages": list(messages)})
-        marks = _Marks.choose(given, self.source, special)
+        marks = _Marks.choose(given, self.source, special_tokens)
         if marks is not None:
             given = marks.put(given)
         tokens = {name: text for name, text in (("bos_token", self.bos), ("eos_token", self.eos)) if text}
         names = {**tokens, "tools": None, "documents": None}
-        text = _written_out(self.source, given["messages"], add_prompt)
+        text = _written_out(self.source, given["messages"], add_generation_prompt)
         if text is None:
-            text = self._run({**names, **given, "add_generation_prompt": add_prompt})
+            text = self._run({**names, **given, "add_generation_prompt": add_generation_prompt})
         return (text, []) if marks is None else marks.take(text)
 
     def prepare(self) -> None:
@@ -79,7 +61,7 @@ class ChatTemplate:
             from powerinfer.formats import sandbox
 
             with contextlib.suppress(sandbox.Failed, sandbox.Limit):  # the rendering says it
-                sandbox.prepare(self.source)
+                sandbox.render(self.source, None)
 
     def _run(self, variables: dict[str, Any]) -> str:
         from powerinfer.formats import sandbox
@@ -135,7 +117,7 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     if tokenizer.chat_template is None:
         return None
     bos, eos = (tokenizer.token_text(at) if at is not None else "" for at in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatTemplate(tokenizer.chat_template, bos, eos, tokenizer.special_tokens)
+    return ChatTemplate(tokenizer.chat_template, bos, eos)
 
 
 def encode_chat(
@@ -149,7 +131,7 @@ def encode_chat(
 
     The template writes the beginning-of-sequence token if the model needs one; none is added.
     """
-    text, plain = template._marked(messages, tokenizer.special_tokens, add_generation_prompt, options)
+    text, plain = template.render(messages, tokenizer.special_tokens, add_generation_prompt, **options)
     return tokenizer.encode_masked(text, plain, add_bos=False)
 
 

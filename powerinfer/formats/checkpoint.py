@@ -236,13 +236,9 @@ class Checkpoint:
 
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, None if it has none."""
-        from powerinfer.formats.chat import ChatTemplate
+        from powerinfer.formats.chat import chat_template
 
-        tokenizer = self._tokenizer
-        if tokenizer.chat_template is None:
-            return None
-        bos, eos = (tokenizer.token_text(id) if id is not None else "" for id in (tokenizer.bos_id, tokenizer.eos_id))
-        return ChatTemplate(tokenizer.chat_template, bos, eos)
+        return chat_template(self._tokenizer)
 
 
 def _is_predictor(name: str) -> bool:
@@ -312,5 +308,5 @@ def _only_gguf(folder: Path) -> Path:
         raise ModelError(f"{folder} holds no model: neither config.json with safetensors files nor a GGUF file")
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4])
-        raise ModelError(f"{folder} holds {len(found)} GGUF models; name one of them: {names}")
+        raise ModelError(f"{folder} holds {len(found)} GGUF models; choose one of them: {names}")
     return found[0]

@@ -149,7 +149,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]
     """All tensors of the folder, from one file or from the shards that the index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
-        tensors, file = read_safetensors(single)
+        tensors, _, file = read_safetensors(single)
         return tensors, [file]
     if not index.exists():
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
@@ -159,7 +159,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]
     tensors = {}
     files = []
     for name in sorted(set(places.values())):
-        shard, file = read_safetensors(folder / name)
+        shard, _, file = read_safetensors(folder / name)
         files.append(file)
         strange = [tensor for tensor in shard if places.get(tensor) != name]
         if strange:

@@ -321,7 +321,7 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
 def _layer_types(fields: Fields, layers: int, every: int = 1) -> list[str]:
-    """The kind of each layer's attention; every: without `layer_types` the last of so many layers is global."""
+    """The kind of each layer's attention; every: without `layer_types`, every `every`-th layer is global."""
     kinds = fields.get("layer_types", None)
     if kinds is None:
         return [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]

@@ -67,11 +67,6 @@ class GGUFFile:
     files: list[MappedFile] = field(repr=False)
     magic: str = "GGUF"
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all parts on disk."""
-        return sum(file.size for file in self.files)
-
     def check(self) -> None:
         """ModelError if a part changed its size since it was opened."""
         for file in self.files:

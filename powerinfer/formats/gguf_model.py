@@ -24,13 +24,13 @@ from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
 
 @dataclass(frozen=True)
 class _Family:
-    """What the name of an architecture says; the rest is in the metadata and in which tensors there are.
+    """What an architecture implies; the rest follows from the metadata and from which tensors exist.
 
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
-    qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: of
-    so many layers the last has no window, where the file states a window and no pattern, 0: all have it; local_theta:
-    base of the frequencies of the layers with a window, None: as the others, always without scaling where full_every
-    is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
+    the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
+    local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
+    full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     """
 
     activation: str

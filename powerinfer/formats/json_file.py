@@ -60,15 +60,15 @@ def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
     return value, file
 
 
-def read_limited(path: Path, most: int) -> bytes:
-    """The bytes of a file; RequestError if it cannot be read, ModelError if there are more than `most`."""
+def read_limited(path: Path, limit: int) -> bytes:
+    """The bytes of a file; RequestError if it cannot be read, ModelError if there are more than `limit`."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(most + 1)
+            raw = file.read(limit + 1)
     except OSError as error:
         raise RequestError(f"cannot read {path} ({error.strerror or error})") from None
-    if len(raw) > most:
-        raise ModelError(f"{path} is too large: more than {most} bytes")
+    if len(raw) > limit:
+        raise ModelError(f"{path} is too large: more than {limit} bytes")
     return raw
 
 
@@ -97,8 +97,8 @@ class Between:
 class Length:
     """Limits of a text in characters, of a list or table in entries. printable: a text without control characters."""
 
-    most: int
-    least: int = 0
+    largest: int
+    smallest: int = 0
     printable: bool = False
 
 
@@ -171,8 +171,8 @@ def _range(limit: Between) -> str:
 
 
 def _sized(value: Any, name: str, length: Length) -> Any:
-    if not length.least <= len(value) <= length.most:
-        raise _Wrong(name, f"has a length of {len(value)}, not {length.least} to {length.most}")
+    if not length.smallest <= len(value) <= length.largest:
+        raise _Wrong(name, f"has a length of {len(value)}, not {length.smallest} to {length.largest}")
     return value
 
 

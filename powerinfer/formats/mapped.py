@@ -16,10 +16,10 @@ from powerinfer.errors import ModelError
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, missing in the mmap module
 
 
-def shown(text: object, limit: int = 80) -> str:
+def shown(text: object) -> str:
     """A name out of a file, fit for a one-line message: quoted, control characters escaped, not too long."""
     text = str(text)
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+    return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 class MappedFile:

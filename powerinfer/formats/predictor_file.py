@@ -28,7 +28,7 @@ PREDICTOR_TYPES = ("F16", "BF16", "F32", "Q8_0")
 """The types that a predictor's weights can have."""
 
 FIGURES = ("recall", "precision", "candidate_fraction", "active_fraction", "svd_recall", "svd_candidate_fraction")
-"""What is told of each layer that was trained, shares from 0 to 1, on samples that were held out."""
+"""Figures of each trained layer, shares from 0 to 1, on held-out samples."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import checked, parse_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import Bytes
-from powerinfer.formats.safetensors_file import read_with_metadata
+from powerinfer.formats.safetensors_file import read_safetensors
 from powerinfer.formats.tensors import RawTensor
 
 PAGE = 4096  # alignment of the first tensor
@@ -99,7 +99,7 @@ class PreparedFile:
 
     def bad(self, why: str) -> ModelError:
         """The error for a file that cannot be used."""
-        return ModelError(f"{self.path} {why}; `{self.command}` makes it anew")
+        return ModelError(f"{self.path} {why}; `{self.command}` recreates it")
 
     def read(self) -> tuple[dict[str, Any], dict[str, RawTensor], MappedFile]:
         """The description, the tensors by name (views of the mapped file) and the file.
@@ -110,11 +110,11 @@ class PreparedFile:
         if not self.exists():
             raise ModelError(f"there is no {self.path}; `{self.command}` makes it")
         try:
-            tensors, metadata, file = read_with_metadata(self.path)
+            tensors, metadata, file = read_safetensors(self.path)
             text = metadata.get(_METADATA)
             description = parse_json(text.encode(errors="surrogatepass"), str(self.path)) if type(text) is str else None
         except ModelError as error:
-            raise ModelError(f"{error}; `{self.command}` makes it anew") from None
+            raise ModelError(f"{error}; `{self.command}` recreates it") from None
         if type(description) is not dict:
             raise self.bad("was not written by powerinfer")
         self._check(description)
@@ -127,7 +127,7 @@ class PreparedFile:
         try:
             return checked(kind, own, str(self.path))
         except ModelError as error:
-            raise ModelError(f"{error}; `{self.command}` makes it anew") from None
+            raise ModelError(f"{error}; `{self.command}` recreates it") from None
 
     def holds(self, tensors: dict[str, RawTensor], name: str, dtype: str, shape: tuple[int, ...]) -> RawTensor:
         """Takes a tensor out of those that `read` gave; ModelError where there is none of this type and shape."""

@@ -37,7 +37,7 @@ class _Corpus:
 class _Description:
     n_layers: int
     neurons: list[int]
-    corpora: Annotated[list[_Corpus], Length(1 << 12, least=1)]
+    corpora: Annotated[list[_Corpus], Length(1 << 12, smallest=1)]
     reuse: list[Share]
     thresholds: list[Annotated[float, Between(0, 1e30)]] | None
     about: dict[str, Any]

@@ -21,7 +21,7 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BlockType:
-    """A storage type: `block` elements of a row take `nbytes` bytes; `id` is ggml's number for it."""
+    """A storage type: a block of `block` elements takes `nbytes` bytes; `id` is ggml's number for it."""
 
     name: str
     id: int
@@ -73,7 +73,7 @@ _SIZES = {
 }
 
 BLOCK_TYPES: dict[int, BlockType] = {id: BlockType(name, id, *sizes) for name, (id, *sizes) in _SIZES.items()}
-"""Every type a GGUF tensor may have, by ggml id. Not all of them can be read: see `can_dequantize`."""
+"""Every type of GGUF tensors, by ggml id. Not all can be read: see `can_dequantize`."""
 
 _BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
@@ -320,7 +320,7 @@ def _signed_peak(values: Float32) -> Float32:
     highest, lowest = values.max(axis=1, keepdims=True), values.min(axis=1, keepdims=True)
     peak: Float32 = np.where(highest > -lowest, highest, lowest)
     ties = (highest == -lowest) & (highest != 0)
-    if ties.any():  # rare: the slow exact rule is applied to these rows only
+    if ties.any():  # rare: the slow exact rule, for these rows only
         rows = np.flatnonzero(ties[:, 0])
         first = np.abs(values[rows]).argmax(axis=1)
         peak[rows, 0] = values[rows, first]

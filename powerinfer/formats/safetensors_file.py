@@ -24,17 +24,12 @@ _BYTES = {
 }
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], MappedFile]:
-    """All tensors of a file under their own names, views of the mapped file. ModelError if it is malformed.
+def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], dict[str, Any], MappedFile]:
+    """All tensors of a file under their own names, what stands under `__metadata__`, and the mapped file.
 
-    A tensor of an integer or 8-bit type is listed with that type; reading it fails later, by name.
+    Tensors are views; one of an integer or 8-bit type is listed with that type, and reading it fails later, by name.
+    ModelError if the file is malformed.
     """
-    tensors, _, file = read_with_metadata(path)
-    return tensors, file
-
-
-def read_with_metadata(path: Path) -> tuple[dict[str, RawTensor], dict[str, Any], MappedFile]:
-    """The same with what stands under `__metadata__`, by key; empty where nothing does."""
     file = MappedFile(path)
     if file.size < 8:
         raise ModelError(f"{path}: not a safetensors file, or truncated")

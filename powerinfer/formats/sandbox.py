@@ -36,21 +36,15 @@ class Limit(Exception):
     """The template went beyond its time or memory."""
 
 
-def render(source: str, variables: dict[str, Any]) -> str:
-    """The text of template `source` with `variables` (strings, numbers, lists, dicts). Refused, Failed or Limit."""
-    return _ask(source, variables)
-
-
-def prepare(source: str) -> None:
-    """Starts the process and compiles `source`, ahead of its first rendering."""
-    _ask(source, None)
-
-
 _lock = threading.Lock()
 _worker: subprocess.Popen[bytes] | None = None
 
 
-def _ask(source: str, variables: dict[str, Any] | None) -> str:
+def render(source: str, variables: dict[str, Any] | None) -> str:
+    """The text of template `source` with `variables` (strings, numbers, lists, dicts). Refused, Failed or Limit.
+
+    variables None: only starts the process and compiles `source`, ahead of its first rendering; the text is empty.
+    """
     if len(source) > MAX_SOURCE:
         raise Limit(f"it is longer than {MAX_SOURCE} characters")
     question = {"source": source, "variables": variables, "seconds": SECONDS, "memory": MEMORY}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 MAX_OUTPUT = 1 << 22  # characters, plus a multiple of the request
@@ -72,20 +74,15 @@ def _text(template: Any, variables: dict[str, Any], limit: int) -> str:
     return "".join(parts)
 
 
-def answer(
-    env: Any, templates: dict[str, Any], source: str, variables: dict[str, Any] | None, size: int
-) -> tuple[str, str]:
+def answer(compiled: Callable[[str], Any], source: str, variables: dict[str, Any] | None, size: int) -> tuple[str, str]:
     """(kind, text) for a question of `size` bytes; kind: text, refused, failed or limit.
 
-    variables: None: only compile.
+    compiled: the template of a source. variables: None: only compile.
     """
     try:
-        if source not in templates:
-            while len(templates) >= MAX_TEMPLATES:
-                templates.pop(next(iter(templates)))
-            templates[source] = env.from_string(source)
+        template = compiled(source)
         limit = MAX_OUTPUT + MAX_GROWTH * size
-        return "text", "" if variables is None else _text(templates[source], variables, limit)
+        return "text", "" if variables is None else _text(template, variables, limit)
     except Refused as error:
         return "refused", str(error)[:1000]
     except Limit as error:
@@ -97,7 +94,7 @@ def answer(
 
 
 def _limit(seconds: float, memory: int | None) -> None:
-    """The system ends the process after so many seconds of processor time (0: never), and gives it no more memory."""
+    """Limits of this process: seconds of processor time (0: unlimited), after which the system ends it, and memory."""
     try:
         import resource
         import signal
@@ -113,11 +110,11 @@ def _limit(seconds: float, memory: int | None) -> None:
 
 def main() -> None:
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
-    env, templates = environment(), dict[str, Any]()
+    compiled = lru_cache(MAX_TEMPLATES)(environment().from_string)
     for line in sys.stdin.buffer:
         question = json.loads(line)
         _limit(question["seconds"], question["memory"] + MAX_GROWTH * len(line))
-        found = answer(env, templates, question["source"], question["variables"], len(line))
+        found = answer(compiled, question["source"], question["variables"], len(line))
         _limit(0, None)
         sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import bpe
@@ -23,32 +23,18 @@ if TYPE_CHECKING:
 
 # A model may end its answer with any of these; not every file lists them all (llama.cpp's list, without those that have
 # another meaning in some family).
-END_OF_GENERATION = frozenset(
-    [
-        *(
-            "<|eot_id|>",
-            "<|eom_id|>",
-            "<|im_end|>",
-            "<|end|>",
-            "<|return|>",
-            "<|endoftext|>",
-            "<|end_of_text|>",
-            "</s>",
-        ),
-        *("<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    ]
-)
+END_OF_GENERATION = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|endoftext|>", "<|end_of_text|>", "</s>",
+    "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+))  # fmt: skip
 
-
-class SmallEncoder(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """Ids of ASCII text in which nothing is special."""
-        ...
+Encode = Callable[[str], list[int]]
+"""Ids of ASCII text in which nothing is special."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """A token that is cut out of the text before the vocabulary sees it."""
+    """A token that is matched in the text before the vocabulary is applied."""
 
     text: str
     id: int
@@ -140,7 +126,7 @@ class Tokenizer:
         self,
         vocabulary: Vocabulary,
         build: Callable[[], Engine],
-        small: Callable[[], SmallEncoder] | None = None,
+        small: Callable[[], Encode] | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._build, self._build_small = build, small
@@ -159,7 +145,7 @@ class Tokenizer:
             return self._build()
 
     @cached_property
-    def _small(self) -> SmallEncoder | None:
+    def _small(self) -> Encode | None:
         return None if self._build_small is None else self._build_small()
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
@@ -193,7 +179,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, special: bool, first: bool = True) -> list[int]:
-        """`first`: nothing stands before this text."""
+        """first: whether the text is at the beginning."""
         if len(text) <= bpe.MAX_CHARS and text.isascii() and "_engine" not in self.__dict__ and self._small is not None:
             ids = self._encode_small(text, special, self._small)
         else:
@@ -202,14 +188,14 @@ class Tokenizer:
         forbidden = frozenset() if special else self._special_ids.intersection(ids) - {self._vocabulary.unk_id}
         return self._without(ids, text, forbidden, first) if forbidden else ids
 
-    def _encode_small(self, text: str, special: bool, small: SmallEncoder) -> list[int]:
+    def _encode_small(self, text: str, special: bool, small: Encode) -> list[int]:
         ids: list[int] = []
         for run, token in self._cut(text, [token for token in self._added.values() if special or not token.special]):
-            ids += [token.id] if token else small.encode(run)
+            ids += [token.id] if token else small(run)
         return ids
 
     def _without(self, ids: list[int], text: str, forbidden: frozenset[int], first: bool) -> list[int]:
-        """Plain text whose pieces came out as the special tokens `forbidden`: cut apart so that they cannot."""
+        """Ids of plain text that would contain the special tokens `forbidden`: it is split so that it cannot."""
         name = max((self._added[at].text for at in forbidden), key=len)
         parts = re.split(f"(?<={re.escape(name[:1])})(?={re.escape(name[1:])})", text) if len(name) > 1 else [text]
         if len(parts) == 1:
@@ -219,7 +205,7 @@ class Tokenizer:
     def _cut(
         self, text: str, tokens: list[Added], spans: Sequence[tuple[int, int]] = ()
     ) -> Iterator[tuple[str, Added | None]]:
-        """The text as runs and the `tokens` between them, leftmost and longest first, none touching a span."""
+        """The text, split at `tokens`, leftmost and longest first, none touching a span."""
         present = {token.text: token for token in tokens if token.text and token.text in text}
         if not present:
             yield text, None
@@ -248,7 +234,7 @@ class Tokenizer:
             yield text[done:], None
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; ids outside the vocabulary say nothing. Bytes that are not UTF-8 become U+FFFD."""
+        """Text of `ids`; ids outside the vocabulary are skipped. Bytes that are not UTF-8 become U+FFFD."""
         data = b"".join(self._token_bytes(at) for at in ids if not (skip_special and at in self._special_ids))
         text = data.decode("utf-8", "replace")
         return text[1:] if self._vocabulary.strip_space and text[:1] == " " else text
@@ -284,7 +270,7 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes a growing sequence of ids: what `push` and `flush` return adds up to `decode` of all ids pushed.
 
-    Bytes of a character whose end has not come yet are held back, at most three of them.
+    The bytes of an incomplete character, at most three, are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -299,7 +285,7 @@ class StreamDecoder:
         return self._first(self._decoder.decode(self._tokenizer._token_bytes(token)))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was cut off, else nothing. Starts afresh after it."""
+        """The rest of the text: U+FFFD for an incomplete character, otherwise empty. Resets the decoder."""
         text = self._first(self._decoder.decode(b"", final=True))
         self._decoder.reset()
         self._strip = self._tokenizer._vocabulary.strip_space

@@ -20,7 +20,7 @@ MAX_SIDE_FILE_BYTES = 1 << 24
 def tokenizer_from_folder(path: str | PathLike[str]) -> Tokenizer:
     """The tokenizer of a Hugging Face folder (tokenizer.json and the files beside it).
 
-    ModelError when the files are malformed or ask for what this engine does not know.
+    ModelError if the files are malformed or require something unsupported.
     """
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
@@ -46,7 +46,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def _side_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -86,14 +86,14 @@ def _vocabulary(engine: tokenizers.Tokenizer, folder: Path) -> Vocabulary:
 
 
 def _token_fields(value: Any) -> dict[str, Any] | None:
-    """A token as the side files write it, a string or an object with its `content`, as an object."""
+    """A token of the side files, which is a string or an object with `content`, as an object."""
     if isinstance(value, str):
         return {"content": value}
     return value if isinstance(value, dict) and isinstance(value.get("content"), str) else None
 
 
 def _add_configured(engine: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Adds the tokens that tokenizer_config.json lists and tokenizer.json lacks, and marks the named ones special."""
+    """Adds the tokens that only tokenizer_config.json lists, and marks those of `bos_token` and the like as special."""
     from tokenizers import AddedToken
 
     listed = config.get("added_tokens_decoder") or {}
@@ -123,7 +123,7 @@ def _named(engine: tokenizers.Tokenizer, config: dict[str, Any], name: str) -> i
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """The end tokens that generation_config.json, or config.json in its absence, names: an id or a list of them."""
+    """The end tokens in generation_config.json or, in its absence, config.json: an id or a list of them."""
     for name in ("generation_config.json", "config.json"):
         value = _side_file(folder / name).get("eos_token_id")
         if value is not None:
@@ -169,7 +169,7 @@ def _spelling(engine: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The chat template: a file of its own goes before the entry in tokenizer_config.json."""
+    """The chat template: a separate file takes precedence over the entry in tokenizer_config.json."""
     if (folder / "chat_template.jinja").is_file():
         try:
             return _read(folder / "chat_template.jinja", MAX_SIDE_FILE_BYTES).decode()

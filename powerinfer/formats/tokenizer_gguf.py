@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats import bpe
-from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Engine, SmallEncoder, Tokenizer, Vocabulary
+from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Encode, Engine, Tokenizer, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,10 +20,10 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a byte-level vocabulary cuts text into words before it merges: the meaning of `tokenizer.ggml.pre`.
+    """How text is split into words before byte-level merges: the meaning of `tokenizer.ggml.pre`.
 
     pattern: Unicode regular expression of a word (classes inside brackets, for `bpe.ascii_words`).
-    before, after: what is cut out of the text before words are, and out of the words then; None: nothing.
+    before, after: patterns split off before the words are, and from the words afterwards; None: nothing.
     """
 
     pattern: str
@@ -31,8 +31,8 @@ class PreTokenizer:
     after: str | None = None
     digits_alone: bool = False
     nfc: bool = False
-    ignore_merges: bool = False  # a word that is a piece is taken whole
-    add_bos: bool = False  # what a file that does not say means
+    ignore_merges: bool = False  # a word that is a piece is not split
+    add_bos: bool = False  # the default of files that do not state it
 
 
 _GPT2 = PreTokenizer(r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|[\s]+(?![^\s])|[\s]+")
@@ -71,7 +71,7 @@ PRE_TOKENIZERS = {
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's `tokenizer.*` keys describe; ModelError when they are malformed or unknown."""
+    """The tokenizer that a GGUF file's `tokenizer.*` keys describe; ModelError if they are malformed or unknown."""
     model = metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _gguf_byte_level, "llama": _gguf_scored, "t5": _gguf_unigram, "unigram": _gguf_unigram}
     if not isinstance(model, str):
@@ -165,7 +165,7 @@ class _GGUF:
         return data
 
     def vocabulary(self, **fields: Any) -> Vocabulary:
-        """The part of a Vocabulary that is read the same way for every model. `fields` complete it."""
+        """A Vocabulary with what is read the same way for every model, completed by `fields`."""
         ends = {at for at in map(self.token, ("eos", "eot", "eom")) if at is not None}
         special = {at for at, kind in self.types.items() if kind in (CONTROL, UNKNOWN)} | ends
         special |= {at for at in (self.token("bos"),) if at is not None}
@@ -217,10 +217,10 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
             engine.normalizer = normalizers.NFC()
         return _with_added(engine, vocabulary)
 
-    def small() -> SmallEncoder:
+    def small() -> Encode:
         before = "[0-9]" if pre.digits_alone else pre.before
         words = bpe.ascii_words(pre.pattern, before, pre.after)
-        return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges)
+        return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges).encode
 
     return Tokenizer(_with_bos(vocabulary), build, small)
 
@@ -248,8 +248,8 @@ def _gguf_scored(gguf: _GGUF) -> Tokenizer:
         engine.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
         return _with_added(engine, vocabulary)
 
-    def small() -> SmallEncoder:
-        return bpe.SmallScoredBPE(gguf.vocab, scores, atoms, vocabulary.unk_id, prefix)
+    def small() -> Encode:
+        return bpe.SmallScoredBPE(gguf.vocab, scores, atoms, vocabulary.unk_id, prefix).encode
 
     return Tokenizer(_with_bos(vocabulary), build, small)
 
@@ -278,7 +278,7 @@ def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
         if steps:
             engine.normalizer = normalizers.Sequence(steps)
         engine.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always" if prefix else "never")
-        # The model would find its special tokens in plain text too, so it gets them under names that no text has.
+        # The model would find its special tokens in plain text too, so it gets them under names that occur in no text.
         named = {at: f"\ufffe{at}" for at, kind in gguf.types.items() if kind in (CONTROL, UNKNOWN)}
         plain = [(named.get(at, piece), score) for at, (piece, score) in enumerate(pairs)]
         return _with_added(engine, vocabulary, models.Unigram(plain, *options))
@@ -295,7 +295,7 @@ def _with_added(engine: tokenizers.Tokenizer, vocabulary: Vocabulary, plain_mode
 
 def _with_bos(vocabulary: Vocabulary) -> Vocabulary:
     if vocabulary.add_bos and vocabulary.bos_id is None:
-        raise ModelError("tokenizer.ggml.add_bos_token is true but no tokenizer.ggml.bos_token_id names that token")
+        raise ModelError("tokenizer.ggml.add_bos_token is true but tokenizer.ggml.bos_token_id is missing")
     return vocabulary
 
 

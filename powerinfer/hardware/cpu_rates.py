@@ -27,7 +27,7 @@ from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.hardware.description import OTHER
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, Group, Samples, figure, fit_rows
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 from powerinfer.system import available_memory
@@ -132,8 +132,8 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
         told = [1 / (cold + (1 - cold) / gain) for cold in colds]
         return sum(math.log(own / one) ** 2 for own, one in zip(gains, told, strict=True))
 
-    least, most = min(sizes), max(sizes)
-    tried: list[float] = [least / 2 * (most / least) ** (step / 100) for step in range(101)]
+    low, high = min(sizes), max(sizes)
+    tried: list[float] = [low / 2 * (high / low) ** (step / 100) for step in range(101)]
     best = min(tried, key=miss)
     return round(best), gain
 
@@ -230,12 +230,12 @@ class _CpuSamples(Samples):
             positions = np.tile(np.arange(cpu.PAGE, dtype=np.int32), len(pages))
             executor.forward(Batch(rows % executor.vocab_size, positions, rows, pages, nothing))
 
-    def sparse_times(self, type_name: str) -> list[tuple[Group, float, float, float]]:
+    def sparse_times(self, type_name: str) -> list[tuple[FitGroup, float, float, float]]:
         """(group, rows, bytes, seconds) of sparse FFNs, both ways, every fraction, both widths."""
         self.tick()
         return [entry for shape in self._effort.rows for entry in self._sparse(type_name, shape)]
 
-    def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[Group, float, float, float]]:
+    def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[FitGroup, float, float, float]]:
         d_model, d_ff = shape
         layout, bundles = self.bundles(type_name, shape, cpu.choose_threads(self._engine.threads)[0])
         layers = -(-round(self._nbytes / (d_ff * layout.stride)) // len(FRACTIONS)) * len(FRACTIONS) or len(FRACTIONS)
@@ -254,8 +254,8 @@ class _CpuSamples(Samples):
                 predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
                 executor.sparsify(layer, owned(bundles), layout, threshold=quantile, predictor=predictor)
             ways = {
-                "exact": Group(d_model, "exact", type_name, gate.data.nbytes),
-                "predicted": Group(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
+                "exact": FitGroup(d_model, "exact", type_name, gate.data.nbytes),
+                "predicted": FitGroup(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
             }
             for way, group in ways.items():
                 for layer in range(layers):
@@ -263,8 +263,8 @@ class _CpuSamples(Samples):
                 yield from self._fractions(executor, layers, group)
 
     def _fractions(
-        self, executor: CpuExecutor, layers: int, group: Group
-    ) -> Iterator[tuple[Group, float, float, float]]:
+        self, executor: CpuExecutor, layers: int, group: FitGroup
+    ) -> Iterator[tuple[FitGroup, float, float, float]]:
         """(group, rows, bytes, seconds) of each fraction: means over its layers of medians over the steps."""
         table: list[list[tuple[float, float, float]]] = []
         with executor.timed():

@@ -30,7 +30,7 @@ from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.checkpoint import Progress
 from powerinfer.hardware.description import NO_GPU, OTHER, Device
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, Group, Samples, figure, fit_rows
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.system import available_memory, cpu_name, resident_memory
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.gpu_weights import GpuNorm
 
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class _GpuSamples(Samples):
 
     # ------------------------------------------------------------ neurons
 
-    def rows(self, kind: str) -> Iterator[tuple[Group, float, float, float]]:
+    def rows(self, kind: str) -> Iterator[tuple[FitGroup, float, float, float]]:
         """(group, rows, bytes, seconds) of the neurons of an FFN, both ways, every fraction, both widths."""
         self.tick()
         for shape in self._effort.rows:
@@ -293,7 +293,7 @@ class _GpuSamples(Samples):
                 copies.append(_copy(neurons))
             x = self._input(1, shape[0])
             for way in ("exact", "predicted"):
-                group = Group(shape[0], way, kind, 0)
+                group = FitGroup(shape[0], way, kind, 0)
                 for fraction in FRACTIONS:
                     yield group, *self._firing(copies, layout, x, way, fraction)
 
@@ -303,17 +303,17 @@ class _GpuSamples(Samples):
         """(rows, bytes, seconds) of a call in which about that fraction of the neurons fires."""
         import torch
 
-        n, named, most = copies[0].n, None, 0.0
+        n, selected, threshold = copies[0].n, None, 0.0
         if way == "exact":  # gates are normal, of variance 1: the quantile lets the fraction pass
-            most = NormalDist().inv_cdf(1 - fraction)
+            threshold = NormalDist().inv_cdf(1 - fraction)
         else:
-            named = torch.from_numpy((self._random.random((1, n)) < fraction).astype(np.uint8)).to(self._device)
-        fired = gpu.neuron_sum(copies[0], x, named, most)[1].cpu().numpy() > 0
-        first, active = n if named is None else int(named.sum()), int(fired.sum())
+            selected = torch.from_numpy((self._random.random((1, n)) < fraction).astype(np.uint8)).to(self._device)
+        fired = gpu.neuron_sum(copies[0], x, selected, threshold)[1].cpu().numpy() > 0
+        first, active = n if selected is None else int(selected.sum()), int(fired.sum())
         groups = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP))
         nbytes = first * layout.gate_bytes + active * (layout.gate_bytes + layout.down_bytes)
         nbytes += groups * layout.shared_bytes
-        calls = [_sum_of(neurons, x, named, most) for neurons in copies]
+        calls = [_sum_of(neurons, x, selected, threshold) for neurons in copies]
         return first + 2.0 * active, float(nbytes), self._seconds(calls)
 
     def _neurons(self, kind: str, shape: tuple[int, int]) -> tuple[BundleLayout, gpu.Neurons]:
@@ -328,7 +328,7 @@ class _GpuSamples(Samples):
         self.tick()
         shape, layers = self._effort.narrow, self._effort.layers[1]
         _, neurons = self._neurons("F16", shape)
-        most = NormalDist().inv_cdf(1 - _FEW_FIRE)
+        threshold = NormalDist().inv_cdf(1 - _FEW_FIRE)
         square = self.normal("F16", shape[0], shape[0])
         times = []
         for exchange in (False, True):
@@ -336,7 +336,7 @@ class _GpuSamples(Samples):
             for layer in range(layers):
                 made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
                 made.project(layer, made.matrix(square))
-                made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, most, exchange))
+                made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, threshold, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and the firing rows of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -450,8 +450,8 @@ def _all(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
     return run
 
 
-def _sum_of(neurons: gpu.Neurons, x: Tensor, named: Tensor | None, most: float) -> Callable[[], Any]:
-    return lambda: gpu.neuron_sum(neurons, x, named, most)
+def _sum_of(neurons: gpu.Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> Callable[[], Any]:
+    return lambda: gpu.neuron_sum(neurons, x, selected, threshold)
 
 
 def _copy(neurons: gpu.Neurons) -> gpu.Neurons:

@@ -93,7 +93,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Group:
+class FitGroup:
     """Layers that differ only in how many neurons fire: one width, one way."""
 
     d_model: int
@@ -108,10 +108,10 @@ class RowFit:
 
     gb_s: float
     row_ns: float
-    fixed: dict[Group, float]
+    fixed: dict[FitGroup, float]
 
 
-def fit_rows(times: Sequence[tuple[Group, float, float, float]], peak_gb_s: float) -> RowFit:
+def fit_rows(times: Sequence[tuple[FitGroup, float, float, float]], peak_gb_s: float) -> RowFit:
     """The least squares of (group, rows, bytes, seconds): a rate within (0, peak_gb_s], a row's time from 0 on.
 
     Residuals count relative to the seconds. At least two rows of one group are needed.

@@ -53,7 +53,7 @@ class _Kept:
 
 
 Seconds = Callable[[int, bool], float]
-"""Time of a layer for a step of so many tokens; streamed, or not."""
+"""Time of a layer for a step of a number of tokens; streamed or not."""
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class HybridFfn:
         return Operator(kind, self.layer, run, static)
 
     def _selects(self, tokens: int) -> bool:
-        """Whether the predictor runs in a step of so many tokens."""
+        """Whether the predictor runs in a step of that number of tokens."""
         return self._predictor is not None and self._predicts and tokens <= NEURON_TOKENS
 
     def _streams(self, step: Step) -> bool:

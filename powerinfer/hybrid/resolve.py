@@ -32,7 +32,7 @@ class Resolved:
 
     selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
-    head are on the GPU. plan: places neurons one by one; None: layers on the GPU are dense. pages: of the KV cache on
+    head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. pages: of the KV cache on
     every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
     limit in bytes on the GPU without the driver, None: the device's memory.
     """
@@ -205,7 +205,7 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
 
 
 def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_in: bool) -> Resolved | str:
-    """Neurons placed one by one. stand_in: torch's CPU emulates the GPU: time does not matter."""
+    """A plan that places single neurons. stand_in: torch's CPU emulates the GPU, so time does not matter."""
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.budget import gib
     from powerinfer.placement.plan import make_plan
@@ -214,8 +214,8 @@ def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_i
 
     engine = resolved.engine
     if engine.ram is None:
-        most = hardware.cpu.memory_bytes
-        engine = replace(engine, ram=min(available_memory() or most, most))
+        described = hardware.cpu.memory_bytes
+        engine = replace(engine, ram=min(available_memory() or described, described))
     profile = open_profile(resolved.checkpoint, engine.prepared)
     planning = PlanConfig(policy="greedy" if stand_in else "time")
     subject = Subject(model, profile, resolved.selection.selector)

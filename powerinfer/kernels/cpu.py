@@ -72,7 +72,7 @@ def matrix_bytes(type_name: str, rows: int, k: int) -> int:
 
 
 def kv_page_bytes(kv_type: str, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one page of the KV cache, `PAGE` tokens of so many layers; kv_type: "f16", "q8_0" or "f32"."""
+    """Bytes of one page of the KV cache, `PAGE` tokens of `layers` layers; kv_type: "f16", "q8_0" or "f32"."""
     return _native.kv_page_bytes(kv_type, layers, kv_heads, head_dim)
 
 

@@ -93,7 +93,7 @@ def weight_bytes(type_name: str, rows: int, k: int) -> int:
 
 
 def upload(tensor: RawTensor, device: Any, row_map: NDArray[np.int32] | None = None) -> Weight:
-    """A stored matrix [rows, k] on a torch device, in the type that `gpu_type` names; Q5_0 keeps its values.
+    """A stored matrix [rows, k] on a torch device, in the type that `gpu_type` gives; Q5_0 keeps its values.
 
     row_map: int32 [n], row r of the result is row row_map[r] of the tensor, zeros where it is -1. ModelError for values
     that the type cannot hold; what torch raises when the device has no room.
@@ -487,7 +487,7 @@ def empty_neurons(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
 ) -> Neurons:
-    """Room for n neurons of so many groups, for `unpack`; the others: as `Neurons` has them."""
+    """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`."""
     import torch
 
     gate = _empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None

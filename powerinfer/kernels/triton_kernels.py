@@ -245,7 +245,7 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
 
 
 def columns(tokens: int) -> int:
-    """Columns of a product with so many tokens: 0 for one, otherwise a size for tensor cores."""
+    """Columns of a product with that number of tokens: 0 for one, otherwise a size for tensor cores."""
     return 0 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
 
 

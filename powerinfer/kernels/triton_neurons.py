@@ -32,7 +32,7 @@ ADD_ONE = {
 }
 ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
 ADD_PROGRAMS = 1056  # lists are split until there are this many programs, eight per multiprocessor of the largest GPUs,
-ADD_ROUNDS = 2  # but into pieces of at least so many tiles, if all neurons are listed
+ADD_ROUNDS = 2  # but in pieces of at least this many tiles, if all neurons are listed
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles

@@ -34,7 +34,7 @@ the layer."""
 
 
 class Neurons(Protocol):
-    """Bundles of a model's neurons, None: there are none; predictors: gives that of a layer, None: there are none."""
+    """A model's neurons as bundles, None: there are none; predictors: layer -> its predictor, None: there are none."""
 
     @property
     def bundles(self) -> BundleFile | None: ...
@@ -46,7 +46,7 @@ class Neurons(Protocol):
 
 
 class Builder(Protocol[Matrix, Norm]):
-    """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which say what the methods do."""
+    """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which document the methods."""
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> Matrix: ...
     def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None: ...
@@ -114,7 +114,7 @@ def wire(
 
 
 def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
-    """Attention, then the FFN, with their norms where `LayerConfig.norms` has them."""
+    """Attention, then the FFN, with norms placed as `LayerConfig.norms` states."""
     config = checkpoint.config.layers[layer]
     attn_norm, attn_out_norm, ffn_norm, ffn_out_norm = (
         _norm(builder, checkpoint, f"layers.{layer}.{name}") for name in layout.NORMS
@@ -215,7 +215,7 @@ def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: Raw
 
 
 def _norm(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Norm | None:
-    """None where the model has none of that name."""
+    """None if the model has no tensor of that name."""
     if not checkpoint.has(name):
         return None
     return builder.norm(checkpoint.take(name).float32(), _vector(checkpoint, name + "_bias"))

@@ -61,7 +61,7 @@ def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]
 def _yarn(rope: RopeConfig, plain: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
     """YaRN (arXiv 2309.00071, section 3.2): interpolate what turns slowly, keep what turns fast, ramp between."""
 
-    def pair(turns: float) -> float:  # the pair that makes so many turns over the original context
+    def pair(turns: float) -> float:  # the pair with that number of turns over the original context
         return rope.dim * math.log(rope.original_context_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low = max(math.floor(pair(rope.beta_fast)), 0)

@@ -77,7 +77,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Help:
-    """A budget at which more fits: what, the flag that gives it, its bytes, and whether the machine has so many."""
+    """A budget at which more fits: what, the flag that gives it, its bytes, and whether the machine has them."""
 
     what: Text
     flag: Text
@@ -114,7 +114,7 @@ class PlanDocument:
     bytes: dict[str, dict[str, Count]]
     activations: dict[str, Share]
     gpu_layers: Count
-    layers: Annotated[list[LayerPlan], Length(1 << 12, least=1)]
+    layers: Annotated[list[LayerPlan], Length(1 << 12, smallest=1)]
     predicted: Predicted
     reasons: list[Text]
     helps: list[Help]

@@ -95,14 +95,14 @@ class Infeasible(Exception):
     """No answer fits the capacities, or none was found in time."""
 
 
-def least_groups(gpu_s: float, cpu_s: float, sync_s: float, group: int = GROUP) -> int | None:
+def least_groups(gpu_s: float, cpu_s: float, sync_s: float) -> int | None:
     """C_l in groups, at least one: the smallest n with n T_gpu + T_sync <= n T_cpu (Ineq. 4); None: there is none.
 
     Times are in seconds per neuron.
     """
     if gpu_s >= cpu_s:
         return None
-    return max(1, math.ceil(sync_s / (cpu_s - gpu_s) / group - 1e-9))
+    return max(1, math.ceil(sync_s / (cpu_s - gpu_s) / GROUP - 1e-9))
 
 
 def mass_costs(impact: Float64, least: Sequence[int | None]) -> Float64:
@@ -217,7 +217,7 @@ class _Program:
     def priced(self, starts: Sequence[tuple[Numbers, Numbers]]) -> _Priced:
         """Prices by cutting planes (Kelley): every answer found bounds the dual function for all prices."""
         scale = self.ranges / self.a.size or 1.0  # approximate cost of a group
-        master = _Master(most=1e3 * self.ranges / scale)
+        master = _Master(max_price=1e3 * self.ranges / scale)
         best, found, beyond = (-np.inf, 0.0, 0.0), self.nothing_on_the_gpu(), None
         x = y = 0.0
         for _ in range(_ROUNDS):
@@ -230,8 +230,8 @@ class _Program:
             elif found is None or one.cost < found.cost:
                 found = one
             over = (int(gpu.sum()) - self.capacity[0], int((kept - gpu).sum()) - self.capacity[1])
-            most, x, y = master.add(one.cost / scale, over)
-            if most * scale - best[0] <= max(self.rounding, 1e-9 * scale):
+            upper, x, y = master.add(one.cost / scale, over)
+            if upper * scale - best[0] <= max(self.rounding, 1e-9 * scale):
                 break
         known = [self.answer(gpu, kept) for gpu, kept in starts] + ([] if found is None else [found])
         if found is not None and beyond is not None:
@@ -349,14 +349,14 @@ class _Program:
 
 
 class _Master:
-    """max t, t <= cost + x over_gpu + y over_ram for every answer met, 0 <= x, y <= most."""
+    """max t, t <= cost + x over_gpu + y over_ram for every answer met, 0 <= x, y <= max_price."""
 
-    def __init__(self, most: float) -> None:
+    def __init__(self, max_price: float) -> None:
         import highspy
 
         self._infinity = highspy.kHighsInf
         self._highs = _highs()
-        for cost, low, high in ((-1.0, -self._infinity, self._infinity), (0.0, 0.0, most), (0.0, 0.0, most)):
+        for cost, low, high in ((-1.0, -self._infinity, self._infinity), (0.0, 0.0, max_price), (0.0, 0.0, max_price)):
             self._highs.addCol(cost, low, high, 0, np.array([], np.int32), np.array([]))
 
     def add(self, cost: float, over: tuple[int, int]) -> tuple[float, float, float]:
@@ -452,8 +452,8 @@ def fill(gpu: Numbers, disk_costs: Float64 | None, ram_groups: int | None, group
     gain = np.where(np.arange(groups) < gpu[:, None], np.inf, gain)
     gain = np.minimum.accumulate(gain, axis=1)  # a group is placed only after those before it
     gain = np.where(np.arange(groups) < gpu[:, None], -np.inf, gain)
-    most = min(ram_groups, groups * len(gpu) - int(gpu.sum()))
-    order = np.argsort(-gain, axis=None, kind="stable")[:most]
+    count = min(ram_groups, groups * len(gpu) - int(gpu.sum()))
+    order = np.argsort(-gain, axis=None, kind="stable")[:count]
     return np.asarray(gpu + np.bincount(order // groups, minlength=len(gpu)), np.int64)
 
 

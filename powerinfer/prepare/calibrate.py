@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from powerinfer.neurons import Counts
     from powerinfer.prepare.corpus import Windows
 
-MOST = 0.98
+MAX_SHARE = 0.98
 """The largest quantile tried."""
 
 HALVINGS = 7
@@ -57,7 +57,7 @@ class Silenced:
 
 
 def held_out(number: int) -> tuple[list[int], list[int]]:
-    """(windows for perplexity, windows for magnitudes), of so many.
+    """(windows for perplexity, windows for magnitudes), of `number` windows.
 
     Evenly spaced, and disjoint if there is more than one.
     """
@@ -115,9 +115,9 @@ def calibrate(measure: Callable[[float], float], cost: float) -> float:
     measure: the perplexity at a quantile; at 0 the dense one. Returns 0 if none is good enough.
     """
     limit = (1 + cost) * measure(0.0)
-    if measure(MOST) <= limit:
-        return MOST
-    low, high = 0.0, MOST
+    if measure(MAX_SHARE) <= limit:
+        return MAX_SHARE
+    low, high = 0.0, MAX_SHARE
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         if measure(middle) <= limit:

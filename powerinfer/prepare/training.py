@@ -31,8 +31,7 @@ from powerinfer.formats.predictor_file import PredictorFile, open_predictor, wri
 from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
-from powerinfer.neurons import Predictor
-from powerinfer.prepare.fitting import Figures, Fitted, LayerFit, split_rows
+from powerinfer.prepare.fitting import Fitted, LayerFit, Stored, split_rows
 
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
@@ -58,7 +57,7 @@ class Trained:
 
 
 def describe(file: PredictorFile) -> dict[str, Any]:
-    """Trained predictors as a JSON document: path, bytes, type, and what is told of their training."""
+    """Trained predictors as a JSON document: path, bytes, type, and the figures of their training."""
     told = file.training or {}
     layers = told.get("layers", [])
     shown = ("recall", "candidate_fraction", "active_fraction")
@@ -143,22 +142,9 @@ def model_bytes(checkpoint: Checkpoint) -> int:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A fitted size of a layer, without its weights, which are on disk."""
-
-    predictor: Predictor
-    method: str
-    chosen: Figures
-    figures: Figures
-    svd: Figures
-    svd_form: str
-    steps: int
-
-
-@dataclass(frozen=True)
 class _KeptPoint:
     key: str
-    point: Point
+    point: Fitted
 
 
 class _Work:
@@ -180,7 +166,7 @@ class _Work:
         self._type = _type(checkpoint, config)
         self._key = _key(samples, config, self._type)
         self._rows = split_rows(samples.rows, samples.windows)
-        self._points: list[dict[int, Point]] = [{} for _ in range(checkpoint.config.n_layers)]
+        self._points: list[dict[int, Fitted]] = [{} for _ in range(checkpoint.config.n_layers)]
         self._layer: tuple[int, LayerFit] | None = None
         self._whole = model_bytes(checkpoint)
         self._budget = int(config.share * self._whole)
@@ -244,7 +230,7 @@ class _Work:
             step *= 2
         return ladder[min(high, len(ladder) - 1)]
 
-    def _met(self, point: Point) -> bool:
+    def _met(self, point: Fitted) -> bool:
         return point.chosen.lost <= self._config.lost
 
     def _worth(self, layer: int, before: int, after: int) -> bool:
@@ -288,14 +274,15 @@ class _Work:
             self._layer = (layer, fit)
         return self._layer[1]
 
-    def _point(self, layer: int, rank: int) -> Point:
+    def _point(self, layer: int, rank: int) -> Fitted:
         """The point, fitted or from an earlier run."""
         known = self._points[layer]
         if rank not in known:
             found = self._kept(layer, rank)
             if found is None:
                 fit = self._fit(layer)
-                found = self._keep(layer, fit.fit(rank, lambda share: self._tell(layer, len(known) + share)))
+                found, weights = fit.fit(rank, lambda share: self._tell(layer, len(known) + share))
+                self._keep(layer, found, weights)
             else:
                 self.resumed += 1
             known[rank] = found
@@ -303,7 +290,7 @@ class _Work:
         return known[rank]
 
     def _tell(self, layer: int, points: float) -> None:
-        """Progress after so many sizes of a layer, estimated: four are usual."""
+        """Estimated progress after that number of ranks of a layer: four are usual."""
         self._done = max(self._done, layer + 1 - 0.6**points)
         if self._progress is not None:
             total = 1000 * len(self._points)
@@ -313,17 +300,15 @@ class _Work:
         kind = Kind(f"predictor.{layer}.{rank}", "part of a predictor", "train")
         return PreparedFile(kind, self._checkpoint, self._prepared)
 
-    def _keep(self, layer: int, fitted: Fitted) -> Point:
-        point = Point(**{name: getattr(fitted, name) for name in Point.__dataclass_fields__})
+    def _keep(self, layer: int, point: Fitted, weights: Stored) -> None:
         description = {"key": self._key, "point": asdict(point)}
-        tensors = {"in": fitted.inner, "out": fitted.outer}
-        place = self._place(layer, fitted.predictor.rank)
+        tensors = dict(zip(("in", "out"), weights, strict=True))
+        place = self._place(layer, point.predictor.rank)
         with place.write(description, [(name, "U8", (data.size,)) for name, data in tensors.items()]) as write:
             for name, data in tensors.items():
                 write(name, data.reshape(-1))
-        return point
 
-    def _kept(self, layer: int, rank: int) -> Point | None:
+    def _kept(self, layer: int, rank: int) -> Fitted | None:
         """The point saved by an earlier run with the same key."""
         try:
             place = self._place(layer, rank)
@@ -377,7 +362,7 @@ class _Work:
                     path.unlink()
 
 
-def _told(point: Point) -> dict[str, Any]:
+def _told(point: Fitted) -> dict[str, Any]:
     return {
         "rank": point.predictor.rank,
         "recall": point.figures.recall,
@@ -472,7 +457,7 @@ def _device(config: TrainConfig) -> str:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """A context in which torch uses so many CPU threads; 0: all that the process may use."""
+    """A context in which torch uses that number of CPU threads; 0: all that the process may use."""
     from powerinfer.kernels import cpu
 
     torch = _import_torch()

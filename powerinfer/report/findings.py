@@ -32,14 +32,14 @@ class Found(Generic[T]):
     """
 
     noun: str
-    value: T | None
-    path: Path | None
-    stale: str | None
-    command: str
+    value: T | None = None
+    path: Path | None = None
+    stale: str | None = None
+    command: str = ""
     wanted: bool = True
 
 
-_NONE: Found[Any] = Found("", None, None, None, "", wanted=False)
+_NONE: Found[Any] = Found("", wanted=False)
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Check
         raise RequestError(
             f"{path} is a plan for {_layers(plan.sizes)}, but {found.model} has {_layers(config.ffn_sizes)}"
         )
-    return replace(found, plan=Found("plan", plan, path, None, ""))
+    return replace(found, plan=Found("plan", plan, path))
 
 
 def of_plan(plan: PlanDocument, path: Path) -> Findings:
     """A plan alone, for a model that is not available."""
-    return Findings((plan.model or path.name)[:200], _layers(plan.sizes), Found("plan", plan, path, None, ""))
+    return Findings((plan.model or path.name)[:200], _layers(plan.sizes), Found("plan", plan, path))
 
 
 def _layers(sizes: Sequence[int]) -> str:
@@ -116,11 +116,13 @@ def _found(
 ) -> Found[T]:
     place = PreparedFile(kind, checkpoint, prepared)
     if not place.exists():
-        return Found(kind.noun, None, None, None, place.command, wanted)
+        return Found(kind.noun, command=place.command, wanted=wanted)
+    value, stale = None, None
     try:
-        return Found(kind.noun, read(), place.path, None, place.command, wanted)
+        value = read()
     except ModelError as error:
-        return Found(kind.noun, None, place.path, str(error), place.command, wanted)
+        stale = str(error)
+    return Found(kind.noun, value, place.path, stale, place.command, wanted)
 
 
 def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanDocument]:
@@ -144,7 +146,7 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
             command = place.command + _options(plan)
             stale = stale and f"{stale}; `{command}` makes it again"
             return Found("plan", None if stale else plan, path, stale, command)
-    return Found("plan", None, None, None, place.command)
+    return Found("plan", command=place.command)
 
 
 def _options(plan: PlanDocument) -> str:

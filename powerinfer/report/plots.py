@@ -56,14 +56,14 @@ def need_matplotlib() -> None:
         raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` installs it") from None
 
 
-def png(draw: Draw, look: Look = LIGHT, size: tuple[float, float] = _SIZE) -> bytes:
+def png(draw: Draw, look: Look = LIGHT) -> bytes:
     """The image that `draw` makes on a figure, in the colours of `look`. Global settings are restored."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MplFigure
     from PIL import Image
 
     with _style(look):
-        figure = MplFigure(figsize=size, dpi=_DPI, layout="constrained")
+        figure = MplFigure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure)
         drawn = BytesIO()
@@ -120,10 +120,8 @@ def _percent(axis: Any) -> None:
 
 def _layer_axis(axes: Any, layers: int) -> None:
     """An x axis of layer numbers, with integer ticks."""
-    from matplotlib.ticker import MaxNLocator
-
     axes.set_xlim(-0.6, layers - 0.4)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(_whole_numbers(12))
     axes.set_xlabel("layer")
     axes.grid(False, axis="x")
 
@@ -143,7 +141,7 @@ def cumulative(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def draw_cumulative(figure: Figure, profile: Profile) -> None:
-    """Activations against neurons, the most frequent first: a line a layer, coloured by depth, and the whole model."""
+    """Activations against neurons, most frequent first: a line per layer, coloured by depth, and one for the model."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -159,7 +157,7 @@ def draw_cumulative(figure: Figure, profile: Profile) -> None:
         axes.plot(at, 100 * _sampled(share), color=colours(depth(layer)), linewidth=0.9, alpha=0.8)
         if share[-1]:
             axes.plot(100 * profile.hot_share(layer, MASS), 100 * MASS, ".", color=colours(depth(layer)), markersize=4)
-    whole = profile.model_hot_share(MASS)
+    whole = profile.hot_share(mass=MASS)
     share = cumulative(np.concatenate(profile.counts))
     axes.plot(at, 100 * _sampled(share), color=ink, linewidth=2.2, label="whole model")
     if share[-1]:
@@ -179,10 +177,10 @@ def draw_cumulative(figure: Figure, profile: Profile) -> None:
         bar.outline.set_visible(False)
 
 
-def _whole_numbers() -> Any:
+def _whole_numbers(nbins: int = 8) -> Any:
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(nbins=8, integer=True, min_n_ticks=1)
+    return MaxNLocator(nbins=nbins, integer=True, min_n_ticks=1)
 
 
 def _sampled(share: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -269,27 +267,28 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
 
 # ---------------------------------------------------------------- placements
 
-# Categories of the bytes that a plan counts; the rest is "other".
-PARTS = {
-    "neurons": ("neurons", _GREEN),
-    "dense": ("dense FFNs, for prompts", "#8fd9c4"),
+# What a plan counts bytes of -> (name, colour) of its category.
+_PARTS = {
+    "ffn": ("neurons", _GREEN),
+    "panels": ("dense FFNs, for prompts", "#8fd9c4"),
     "attention": ("attention", _PURPLE),
-    "ends": ("embedding, output head", _ORANGE),
+    **dict.fromkeys(("embedding", "head"), ("embedding, output head", _ORANGE)),
     "kv": ("keys and values", _SKY),
     "predictor": ("predictor", "#f0e442"),
-    "other": ("norms, scratch, runtime", _GREY),
 }
-"""Key -> (name, colour) of a category of bytes."""
+_OTHERS = ("norms, scratch, runtime", _GREY)
 
 
 def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> None:
-    """Bytes of each tier by category (keys of `PARTS`), as stacked bars; budgets as marks."""
+    """Bytes of each tier by category, as stacked bars; budgets as marks. tiers: tier -> part -> bytes."""
     axes, ink = figure.add_subplot(), _ink()
     at = np.arange(len(tiers))
     left = np.zeros(len(tiers))
-    for part, (label, colour) in PARTS.items():
-        values = np.array([one.get(part, 0) / 2**30 for one in tiers.values()])
+    for category in dict.fromkeys((*_PARTS.values(), _OTHERS)):
+        mine = [[n for part, n in one.items() if _PARTS.get(part, _OTHERS) == category] for one in tiers.values()]
+        values = np.array([sum(each) / 2**30 for each in mine])
         if values.any():
+            label, colour = category
             axes.barh(at, values, left=left, color=colour, label=label, height=0.6)
             left += values
     for row, tier in enumerate(tiers):

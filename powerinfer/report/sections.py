@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
         f"Counted over {profile.tokens:,} tokens" + (f" of {corpora} texts" if corpora > 1 else "")
         + f". A token needs {percent(profile.active_fraction())} of the neurons on average"
         + (", those whose activation exceeds its layer's threshold" if profile.thresholds else "")
-        + f"; {percent(profile.model_hot_share(plots.MASS))} of them carry {percent(plots.MASS)} of all activations."
+        + f"; {percent(profile.hot_share(mass=plots.MASS))} of them carry {percent(plots.MASS)} of all activations."
     )  # fmt: skip
     drawn.add(
         section,
@@ -100,7 +100,7 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
         rows["threshold"] = [f"{threshold:.3g}" for threshold in profile.thresholds]
     tiles = [
         (percent(profile.active_fraction()), "of the neurons active for a token"),
-        (percent(profile.model_hot_share(plots.MASS)), f"of the neurons carry {percent(plots.MASS)} of activations"),
+        (percent(profile.hot_share(mass=plots.MASS)), f"of the neurons carry {percent(plots.MASS)} of activations"),
     ]
     return section, tiles, rows
 
@@ -174,11 +174,6 @@ def _sizes(predictor: PredictorFile) -> list[int]:
 
 # ---------------------------------------------------------------- placements
 
-_PARTS = {
-    "ffn": "neurons", "panels": "dense", "attention": "attention", "embedding": "ends", "head": "ends", "kv": "kv",
-    "predictor": "predictor",
-}  # fmt: skip
-
 
 def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """The section on a plan."""
@@ -193,18 +188,11 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
     section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
     section.paragraphs += [f"{line[:1].upper()}{line[1:]}." for line in plan.reasons]
     budgets = {"gpu": plan.budgets.vram, "cpu": plan.budgets.ram}
-    tiers: dict[str, dict[str, int]] = {}
-    for tier, parts in plan.bytes.items():
-        known: dict[str, int] = {}
-        for name, nbytes in parts.items():
-            part = _PARTS.get(name, "other")
-            known[part] = known.get(part, 0) + nbytes
-        tiers[tier] = known
     drawn.add(
         section,
         "bytes",
         "Bytes in each memory, by purpose.",
-        lambda figure: plots.draw_bytes(figure, tiers, budgets),
+        lambda figure: plots.draw_bytes(figure, plan.bytes, budgets),
     )
     drawn.add(
         section,
@@ -219,21 +207,7 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
             "Predicted time of each layer for one token; GPU and CPU work at the same time.",
             lambda figure: plots.draw_time(figure, plan.layers),
         )
-    names = list(dict.fromkeys(name for parts in plan.bytes.values() for name in parts))
-    rows = [
-        [plots.TIER_NAMES[tier], *(size(parts.get(name, 0)) for name in names), size(sum(parts.values()))]
-        for tier, parts in plan.bytes.items()
-    ]
-    section.tables.append(Table(["memory", *names, "together"], rows, "Bytes by memory and purpose", True))
-    if plan.helps:
-        beyond = {True: "", False: "more than the machine has"}
-        helps = [[one.what, one.flag, flag_size(one.bytes), beyond[one.within_machine]] for one in plan.helps]
-        section.tables.append(Table(["what would fit", "from", "", ""], helps, "Larger budgets"))
-    if plan.predicted.policies:
-        policies = [
-            [name, f"{one.decode_tok_s:.3g}", percent(one.mass_on_gpu)] for name, one in plan.predicted.policies.items()
-        ]
-        section.tables.append(Table(["policy", "tokens a second", "activations on GPU"], policies, "Policies compared"))
+    section.tables += _plan_tables(plan)
     columns: Rows = {
         f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
         for tier, name in plots.TIER_NAMES.items()
@@ -244,6 +218,25 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
         (percent(plan.mass_on_gpu), "of the activations on the GPU"),
     ]
     return section, tiles, columns
+
+
+def _plan_tables(plan: PlanDocument) -> Iterator[Table]:
+    """Bytes; what larger budgets would help; the other policies."""
+    names = list(dict.fromkeys(name for parts in plan.bytes.values() for name in parts))
+    rows = [
+        [plots.TIER_NAMES[tier], *(size(parts.get(name, 0)) for name in names), size(sum(parts.values()))]
+        for tier, parts in plan.bytes.items()
+    ]
+    yield Table(["memory", *names, "together"], rows, "Bytes by memory and purpose", True)
+    if plan.helps:
+        beyond = {True: "", False: "more than the machine has"}
+        helps = [[one.what, one.flag, flag_size(one.bytes), beyond[one.within_machine]] for one in plan.helps]
+        yield Table(["what would fit", "from", "", ""], helps, "Larger budgets")
+    if plan.predicted.policies:
+        policies = [
+            [name, f"{one.decode_tok_s:.3g}", percent(one.mass_on_gpu)] for name, one in plan.predicted.policies.items()
+        ]
+        yield Table(["policy", "tokens a second", "activations on GPU"], policies, "Policies compared")
 
 
 # ---------------------------------------------------------------- layer by layer

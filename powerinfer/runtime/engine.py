@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from powerinfer.config import EngineConfig, ModelConfig
@@ -20,13 +19,11 @@ from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.runner import UseLogits
 
 Prompt = str | Sequence[int]
 
@@ -75,8 +72,9 @@ class LLM:
         resolved = resolve(checkpoint, engine, progress)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress)
         template = checkpoint.chat_template()
-        self._set_up(executor, tokenizer, checkpoint.config, engine, template, time.perf_counter() - begin, sparsity)
+        self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
         self.checkpoint = checkpoint
+        self.template = template
         if engine.adjust:
             self._runner.when_idle(sparsity.adjust)
 
@@ -87,12 +85,14 @@ class LLM:
         tokenizer: Tokenizer,
         config: ModelConfig,
         engine: EngineConfig | None = None,
-        template: ChatTemplate | None = None,
         sparsity: Sparsity | None = None,
     ) -> LLM:
-        """An LLM on an executor that is there already. sparsity: how its layers decode; None: densely."""
+        """An LLM on an executor that is there already, without a chat template.
+
+        sparsity: how its layers decode; None: densely.
+        """
         llm = cls.__new__(cls)
-        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), template, 0.0, sparsity or Sparsity())
+        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), sparsity or Sparsity(), 0.0)
         return llm
 
     def _set_up(
@@ -101,14 +101,13 @@ class LLM:
         tokenizer: Tokenizer,
         config: ModelConfig,
         engine: EngineConfig,
-        template: ChatTemplate | None,
-        load_s: float,
         sparsity: Sparsity,
+        load_s: float,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.engine = engine
-        self.template = template
+        self.template = None
         self.load_s = load_s
         self.checkpoint = None
         self._sparsity = sparsity
@@ -215,13 +214,7 @@ class LLM:
 
         return encode_chat(self.tokenizer, self.template, messages, **template_options)
 
-    def score(
-        self,
-        tokens: Sequence[int],
-        first: int,
-        use: Callable[[int, NDArray[np.float32]], None],
-        step: int = SCORE_ROWS,
-    ) -> None:
+    def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
         """Compute a text and pass its logits to `use(position, float32 [n, vocab])`, from position `first` on.
 
         From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode.
@@ -235,9 +228,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -248,11 +239,7 @@ class LLM:
     ) -> list[Completion]:
         """Run prompts together until all have ended. An error or Ctrl-C ends the others."""
         runner = self._runner
-        ended: list[None] = []
-        requests = [
-            runner.request(self._encode(prompt), one, lambda: ended.append(None))
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
+        requests = [runner.request(self._encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
         told = 0
         try:
             for request in requests:
@@ -260,13 +247,17 @@ class LLM:
             for request in requests:
                 while not request.ended:
                     runner.advance(request)
-                    if progress is not None and len(ended) > told:
-                        told = len(ended)
+                    ended = sum(one.ended for one in requests) if progress is not None else 0
+                    if progress is not None and ended > told:
+                        told = ended
                         progress("answers", told, len(requests))
         finally:
             for request in requests:
                 runner.abort(request)
-        return [_answer(request) for request in requests]
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [request.completion for request in requests if request.completion is not None]
 
     def _follow(self, request: Request) -> Stream:
         runner = self._runner
@@ -285,13 +276,6 @@ class LLM:
                     runner.advance(request)
         finally:
             runner.abort(request)
-
-
-def _answer(request: Request) -> Completion:
-    if request.error is not None:
-        raise request.error
-    assert request.completion is not None
-    return request.completion
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:

@@ -72,9 +72,9 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
 def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < low or value > high or (open_low and value == low):
-        least = f"above {low:g}" if open_low else f"at least {low:g}"
-        most = "" if high == math.inf else f" and at most {high:g}"
-        raise RequestError(f"{name} must be a number {least}{most}, not {value!r}")
+        lower = f"above {low:g}" if open_low else f"at least {low:g}"
+        upper = "" if high == math.inf else f" and at most {high:g}"
+        raise RequestError(f"{name} must be a number {lower}{upper}, not {value!r}")
 
 
 def _checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from powerinfer.errors import PowerInferError
@@ -24,9 +24,6 @@ class Timings:
     ttft_s: float | None  # from submission to the first token
     prefill_tok_s: float | None  # prompt tokens computed per second, without cached ones
     decode_tok_s: float | None  # tokens after the first per second
-
-    def as_dict(self) -> dict[str, float | None]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -56,32 +53,6 @@ class StreamEvent(NamedTuple):
 class Request:
     """The state of a request. The scheduler owns the second group of fields, the runner the third."""
 
-    __slots__ = (
-        "cached",
-        "completion",
-        "computed",
-        "error",
-        "events",
-        "first_token_time",
-        "keys",
-        "last_token_time",
-        "logprobs",
-        "max_new",
-        "n_prompt",
-        "on_end",
-        "pages",
-        "params",
-        "pieces",
-        "published",
-        "row",
-        "sampler",
-        "start_time",
-        "stop_ids",
-        "submit_time",
-        "text",
-        "tokens",
-    )
-
     def __init__(
         self,
         prompt: Sequence[int],
@@ -91,7 +62,6 @@ class Request:
         sampler: Sampler,
         text: TextStream,
         stop_ids: frozenset[int],
-        on_end: Callable[[], None] | None = None,
     ) -> None:
         self.params = params
         self.tokens = list(prompt)  # the prompt, then what was generated
@@ -109,7 +79,6 @@ class Request:
         self.row = -1  # row of the page table while it runs
 
         self.events: deque[StreamEvent] | None = None  # not yet read by a stream; None: not a stream
-        self.on_end = on_end
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
         self.completion: Completion | None = None  # set when it has ended, unless it failed:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from powerinfer.formats.tokenizer import Tokenizer
 
+    UseLogits = Callable[[int, NDArray[np.float32]], None]
+    """use(position of the first row, float32 [n, vocab]); the rows are valid during the call."""
+
 SCORE_ROWS = 64  # logits rows of one call when text is scored: 12 MB for a vocabulary of 49152
 
 
@@ -68,9 +71,7 @@ class Runner:
         """Pages that no request uses."""
         return self._scheduler.cache.available
 
-    def request(
-        self, prompt: Sequence[int], params: SamplingParams, on_end: Callable[[], None] | None = None
-    ) -> Request:
+    def request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """A checked request, to be submitted. RequestError if it is invalid."""
         self._check_prompt(prompt)
         room = self.context - len(prompt)
@@ -89,7 +90,6 @@ class Runner:
             sampler=Sampler(params, self._executor.vocab_size, prompt, self._scratch),
             text=TextStream(self._tokenizer.stream(), params.stop),
             stop_ids=eos.union(params.stop_token_ids),
-            on_end=on_end,
         )
 
     def submit(self, request: Request) -> None:
@@ -119,12 +119,6 @@ class Runner:
         """
         self._idle = work
 
-    def _rest(self) -> None:
-        """Start the idle work: no request is left."""
-        if self._idle is not None and not self._idling:
-            self._idling = True
-            threading.Thread(target=self._idle_work, args=(self._idle,), daemon=True).start()
-
     def _idle_work(self, work: Callable[[], bool]) -> None:
         more = True
         while more:
@@ -146,18 +140,12 @@ class Runner:
                 self._end(request, "abort", StreamEvent(text, None))
                 self._torn = False
 
-    def score(
-        self,
-        tokens: Sequence[int],
-        first: int,
-        use: Callable[[int, NDArray[np.float32]], None],
-        step: int = SCORE_ROWS,
-    ) -> None:
+    def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
         """Compute a text and hand the logits at its positions from `first` on to `use`.
 
-        `use` gets the position of the first row and float32 [n, vocab], valid during the call. The text is computed
-        from its beginning, without the prefix cache; other requests wait meanwhile. What comes before `first` is
-        computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is what decode does.
+        The text is computed from its beginning, without the prefix cache; other requests wait meanwhile. What comes
+        before `first` is computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is what
+        decode does.
         """
         assert step > 0
         self._check_prompt(tokens)
@@ -178,20 +166,13 @@ class Runner:
                 cache.release(pages)
                 self._torn = False
 
-    def _score(
-        self,
-        tokens: Sequence[int],
-        first: int,
-        use: Callable[[int, NDArray[np.float32]], None],
-        step: int,
-        pages: list[int],
-    ) -> None:
+    def _score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int, pages: list[int]) -> None:
         page_table = np.asarray([pages], np.int32)
-        most = self._executor.max_tokens
+        limit = self._executor.max_tokens
         start = 0
         while start < len(tokens):
             wanted = start >= first
-            end = min(start + min(most, step), len(tokens)) if wanted else min(start + most, first, len(tokens))
+            end = min(start + min(limit, step), len(tokens)) if wanted else min(start + limit, first, len(tokens))
             batch = Batch(
                 np.asarray(tokens[start:end], np.int32),
                 np.arange(start, end, dtype=np.int32),
@@ -279,10 +260,9 @@ class Runner:
     def _leave(self, request: Request) -> None:
         self._scheduler.finish(request)
         del self._live[request]
-        if request.on_end is not None:
-            request.on_end()
-        if not self._live:
-            self._rest()
+        if not self._live and self._idle is not None and not self._idling:
+            self._idling = True
+            threading.Thread(target=self._idle_work, args=(self._idle,), daemon=True).start()
 
     def _mend(self) -> None:
         """Reset the bookkeeping if something interrupted it: all pages free, all requests ended."""

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class StreamDecoder(Protocol):
-    """Turns token ids into text, whole characters only."""
-
-    def push(self, token: int, /) -> str: ...
-
-    def flush(self) -> str: ...
+if TYPE_CHECKING:
+    from powerinfer.formats.tokenizer import StreamDecoder
 
 
 class TextStream:

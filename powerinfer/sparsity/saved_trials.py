@@ -28,7 +28,7 @@ from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import cpu_name
 
 FORMAT = 1
-MOST = 16  # trials kept
+MAX_TRIALS = 16  # trials kept
 LIMIT = 1 << 20  # bytes of the file
 KIND = "trials"
 
@@ -93,7 +93,7 @@ class SavedTrials:
         return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
 
     def keep(self, verdicts: Sequence[Verdict]) -> str | None:
-        """Save results, replacing those with the same key. Returns the reason if that fails, otherwise None."""
+        """Save results, replacing those with the same key. Returns why that failed, or None."""
         layers = [{"ways": one.ways, "seconds": one.seconds} for one in verdicts]
         return keep_entry(self.path, KIND, _Trial, self._key, {"layers": layers})
 
@@ -107,12 +107,12 @@ def find_entry(path: Path, kind: str, schema: type[T], key: Key) -> T | None:
 
 
 def keep_entry(path: Path, kind: str, schema: type[T], key: Key, result: Mapping[str, Any]) -> str | None:
-    """Write a result first, replacing one with the same key; older ones stay, up to `MOST` and as `LIMIT` allows.
+    """Write a result first, replacing one with the same key; older ones stay, up to `MAX_TRIALS` and as `LIMIT` allows.
 
-    Returns the reason if that fails, otherwise None.
+    Returns why that failed, or None.
     """
     others = [raw for raw, entry in _read(path, kind, schema) if entry.key != key]
-    kept = [{"key": key, **result}, *others][:MOST]
+    kept = [{"key": key, **result}, *others][:MAX_TRIALS]
     while len(text := json.dumps({"format": FORMAT, "kind": kind, kind: kept}).encode()) > LIMIT and kept:
         kept.pop()
     try:
@@ -136,4 +136,4 @@ def _read(path: Path, kind: str, schema: type[T]) -> list[tuple[dict[str, Any], 
     for one in entries if type(entries) is list else []:
         with suppress(ModelError):
             found.append((one, checked(schema, one, str(path))))
-    return found[:MOST]
+    return found[:MAX_TRIALS]
