@@ -138,7 +138,7 @@ class Chosen:
 
 
 def test_layers_in_turns_have_the_room_of_the_plan() -> None:
-    profile = SimpleNamespace(d_ff=GROUP * 10 - 1)
+    profile = SimpleNamespace(sizes=(GROUP * 10 - 1,) * 4)
     plan: Any = Chosen(request=SimpleNamespace(profile=profile), choice=Chosen((4, 9, 6, 8), (10,) * 4))
     assert worker.whole_layers(plan).choice.gpu == (10, 10, 0, 0)
 
