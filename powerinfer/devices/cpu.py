@@ -37,7 +37,7 @@ Weights = tuple["Predictor", RawTensor, RawTensor]
 @dataclass
 class _Ffn:
     """op: the operator; neurons: of it; biases: of gate and up; bytes of the dense weights, of the product that selects
-    the active ones, and, once there are bundles, of the predictor and of what is read of a neuron, gate (plain FFN: up),
+    the active ones, and, once there are bundles, of the predictor and of what is read of a neuron, gate (plain: up),
     up and down, and of a group's scales."""
 
     op: _native.Ffn
