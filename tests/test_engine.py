@@ -412,7 +412,10 @@ def test_damaged_weights_are_named() -> None:
 
 def test_a_process_that_closes_nothing_ends_silently(tmp_path: Path) -> None:
     """No native object outlives the interpreter: nanobind would report it."""
-    code = "import sys\nfrom powerinfer import LLM\nllm = LLM(sys.argv[1], threads=2)\nllm.generate(['a'])"
+    code = (
+        "import sys\nfrom powerinfer import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], threads=2)\nllm.generate(['a'], SamplingParams(max_tokens=4))"
+    )
     run = [sys.executable, "-c", code, str(tiny_llama(tmp_path / "m.gguf"))]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
