@@ -29,7 +29,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
 from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
-from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize
+from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.prepare.fitting import Fitted, LayerFit, Stored, split_rows
 
@@ -329,7 +329,10 @@ class _Work:
         file.check()
         config = self._checkpoint.config
         shapes = {"in": (rank, config.d_model), "out": (config.ffn_sizes[layer], rank)}
-        inner, outer = (_floats(tensors[name].data, self._type, shape) for name, shape in shapes.items())
+        inner, outer = (
+            dequantize(tensors[name].data.reshape(shape[0], -1), self._type).reshape(shape)
+            for name, shape in shapes.items()
+        )
         return inner, outer
 
     # ------------------------------------------------------------ the file
@@ -375,10 +378,6 @@ def _told(point: Fitted) -> dict[str, Any]:
         "svd_form": point.svd_form,
         "steps": point.steps,
     }
-
-
-def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Float32:
-    return dequantize(data.reshape(shape[0], -1), type_name).reshape(shape)
 
 
 def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
