@@ -109,7 +109,7 @@ def uniform(n_layers: int, layer: LayerConfig) -> tuple[LayerConfig, ...]:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and layers of a decoder-only transformer, the same whatever file it came from."""
+    """Sizes and layers of a decoder-only transformer, independent of the file format."""
 
     architecture: str  # "llama", "mistral", "qwen2", ...: the family, for people; the other fields decide
     d_model: int

@@ -99,7 +99,8 @@ class Predictor:
     floor: int
 
     def __post_init__(self) -> None:
-        assert self.rank > 0 and self.floor >= 0 and math.isfinite(self.threshold)
+        if self.rank < 1 or self.floor < 0 or not math.isfinite(self.threshold):  # it may come from a damaged file
+            raise ValueError("is not of a predictor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -157,7 +157,7 @@ def make(rng: random.Random) -> bytes:
 
 
 def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
-    """Load, and run a prompt and two more tokens of some sequences, sparsely where a selector is named."""
+    """Load, and run a prompt and two more tokens of some sequences, sparsely if a selector is given."""
     from powerinfer.devices.batch import Batch
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach

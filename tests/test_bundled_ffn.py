@@ -144,7 +144,7 @@ def test_what_fires_is_counted() -> None:
 @pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("share", [0.05, 0.9])
 def test_a_token_beside_others_has_the_bits_that_it_has_alone(types: tuple[str, str], share: float) -> None:
-    """With one thread, whose list is not cut; `share` of the neurons are named, by few tokens each or by most."""
+    """With one thread, whose list is not cut; `share` of the neurons are selected, by few tokens each or by most."""
     layer, index, x = make_layer(K, NEURONS, types), some(0.8, 9), tokens(TOKENS)
     names = (np.random.default_rng(10).random((TOKENS, len(index))) < share).astype(np.uint8)
     for wanted in (names, None):

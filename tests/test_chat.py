@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import sandbox
+from powerinfer.formats import sandbox, template_worker
 from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, chat_template, encode_chat
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
@@ -552,6 +553,103 @@ def test_the_process_ends_with_its_parent() -> None:
     while worker.exists() and b"template_worker" in worker.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("length", [10, 500_000])
+def test_a_process_that_stands_still_is_ended(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the question is larger than what its pipe holds."""
+    sandbox.render("x", {})
+    worker = sandbox._worker
+    assert worker is not None
+    monkeypatch.setattr(sandbox, "WAIT", 0.5)
+    os.kill(worker.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(sandbox.Limit, match=r"longer than 0.5 s"):
+        sandbox.render("x", {"text": "a" * length})
+    assert 0.4 < time.monotonic() - begin < 5 and worker.returncode is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV])
+def test_a_signal_is_not_called_a_lack_of_memory(number: int) -> None:
+    sandbox.render("x", {})
+    worker = sandbox._worker
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.2, lambda: (os.kill(worker.pid, number), os.kill(worker.pid, signal.SIGCONT)))
+    timer.start()
+    with pytest.raises(sandbox.Failed, match=f"signal {int(number)} "):
+        sandbox.render("x", {})
+    timer.join()
+    assert sandbox.render("x", {}) == "x"
+
+
+WORKERS = {
+    "status 7": "raise SystemExit(7)",
+    "status 1": "raise KeyError('unexplained')",
+    "gives no answer in JSON": "print('hello', flush=True)",
+    "closed its output": "import os, time; os.close(1); time.sleep(30)",
+}
+
+
+@pytest.mark.parametrize("message", WORKERS)
+def test_a_process_that_gives_no_answer_says_why(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox.stop()
+    program = tmp_path / "template_worker.py"
+    program.write_text(WORKERS[message])
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    with pytest.raises(sandbox.Failed, match=message):
+        sandbox.render("x", {})
+    program.write_text(f"import os; os._exit({template_worker.OUT_OF_MEMORY})")
+    with pytest.raises(sandbox.Limit, match="too much memory"):
+        sandbox.render("x", {})
+
+
+def test_a_process_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox.stop()
+    (tmp_path / "jinja2.py").write_text("raise ImportError('not that one')")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        with pytest.raises(ModelError, match=r"template fails: .*\(ImportError: not that one\); --raw"):
+            ChatTemplate("{{ 'a' * 3 }}").render([{"role": "user", "content": "a" * 500_000}])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "none"))
+        with pytest.raises(ModelError, match=r"template fails: .* cannot be started \(No such file or directory\)"):
+            ChatTemplate("{{ 'a' * 3 }}").render([USER])
+    assert sandbox.render("x", {}) == "x"
+
+
+def test_an_interrupted_question_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(fd: int, data: memoryview) -> int:
+        os.write(fd, data)
+        raise KeyboardInterrupt
+
+    sandbox.render("x", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "_written", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sandbox.render("old", {})
+    assert sandbox.render("new", {}) == "new"
+
+
+def test_the_process_takes_little_from_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its environment, nor its folder, nor a signal it ignores and blocks, which is the limit of time."""
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+    sandbox.stop()
+    handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        assert sandbox.render("x", {}) == "x"
+        worker = sandbox._worker
+        assert worker is not None
+        about = Path(f"/proc/{worker.pid}")
+        if about.exists():
+            assert (about / "cwd").readlink() == Path("/") and b"SECRET_TOKEN" not in (about / "environ").read_bytes()
+        with pytest.raises(sandbox.Limit, match=r"longer than 0.3 s"):
+            sandbox.render(HARMFUL["loops"], {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGPROF, handler)
 
 
 def test_a_large_question_and_a_large_answer() -> None:

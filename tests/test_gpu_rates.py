@@ -151,7 +151,7 @@ def test_what_a_layer_pays_for_sparsity_and_for_waiting(clock: Clock, monkeypatc
 
 
 def test_rows_are_counted_as_they_fire() -> None:
-    """Exact: a gate for every neuron, up and down of those that fire. Predicted: of those that are named."""
+    """Exact: a gate for every neuron, up and down of those that fire. Predicted: of those that are selected."""
     entries = list(work().rows("F16"))
     assert len(entries) == 2 * 2 * len(gpu_rates.FRACTIONS)
     for group, rows, nbytes, seconds in entries:
@@ -334,7 +334,7 @@ def test_agreement_with_all_is_that_of_the_cpu_alone(
 def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:
     """With room for one layer's attention: the other layer, on the CPU, gives `predicted` of the CPU alone."""
     made, path = machine(rates, EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
-    # What an F16 cache rounds away decides which neurons are named; with this batch the CPU alone predicts every step
+    # The rounding of an F16 cache decides which neurons are selected; with this batch the CPU alone predicts every step
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +96,7 @@ def test_what_fits_is_read() -> None:
         ({"table": dict.fromkeys("abcd", 1)}, "table has a length of 4, not 0 to 3"),
         ({"table": {"bad\nkey": "x"}}, r"table.bad\\nkey is 'x'"),
         ({"sizes": {"0": 1}}, "a key of sizes is '0', not a whole number from 1 to 100"),
+        ({"sizes": {"7": 1, "07": 2}}, "a key of sizes is '07', not a whole number from 1 to 100"),
         ({"sizes": {"1.5": 1}}, "a key of sizes is '1.5'"),
         ({"sizes": {"-1": 1}}, "a key of sizes is '-1'"),
         ({"sizes": {"٣": 1}}, "a key of sizes is"),
@@ -174,6 +178,41 @@ def test_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
     assert read_limited(tmp_path / "f", 5) == b"12345"
     with pytest.raises(ModelError, match="too large"):
         read_limited(tmp_path / "f", 4)
-    for missing in (tmp_path, tmp_path / "none"):
+    os.mkfifo(tmp_path / "pipe")
+    for missing in (tmp_path, tmp_path / "none", tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(RequestError, match="cannot read"):
             read_limited(missing, 4)
+
+
+def test_a_pipe_is_read_where_the_user_gave_it(tmp_path: Path) -> None:
+    """`--plan <(...)`: also one whose writer takes its time."""
+    reading, writing = os.pipe()
+    begin = threading.Event()
+
+    def write() -> None:
+        begin.wait(10)
+        time.sleep(0.1)
+        os.write(writing, b"123")
+        os.close(writing)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        begin.set()
+        assert read_limited(Path(f"/dev/fd/{reading}"), 4, pipe=True) == b"123"
+    finally:
+        thread.join()
+        os.close(reading)
+
+
+@pytest.mark.parametrize("error", [TypeError, OverflowError, ZeroDivisionError])
+def test_errors_of_a_post_init_are_mistakes_of_the_file(error: type[Exception]) -> None:
+    @dataclass(frozen=True)
+    class Picky:
+        size: int
+
+        def __post_init__(self) -> None:
+            raise error("no such size")
+
+    with pytest.raises(ModelError, match=r"^f: no such size$"):
+        checked(Picky, {"size": 1}, "f")

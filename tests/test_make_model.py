@@ -238,7 +238,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "drelu", "opt", "falcon-7b"])
 @pytest.mark.parametrize("stored", ["f16", "q8_0"])
-def test_predictor_names_what_it_is_set_to(kind: str, stored: str, tmp_path: Path) -> None:
+def test_predictor_selects_what_it_is_set_to(kind: str, stored: str, tmp_path: Path) -> None:
     made = plan(kind, active=0.1, recall=0.95)
     path = folder(tmp_path / "model", made)
     assert make_model.make_predictor(path, made, RANK, stored) == tmp_path / "model.powerinfer/predictor.safetensors"
@@ -246,7 +246,7 @@ def test_predictor_names_what_it_is_set_to(kind: str, stored: str, tmp_path: Pat
     assert result["recall"] == pytest.approx(0.95, abs=0.01)
     expected = np.mean([made.firing.candidates(Weights(made).layer(n).probabilities).mean() for n in range(3)])
     assert result["candidate_fraction"] == pytest.approx(expected, rel=0.05)
-    assert expected < 0.13  # it is good: few are named in vain
+    assert expected < 0.13  # it is good: few are selected in vain
 
 
 def test_predictor_of_neurons_that_all_fire(tmp_path: Path) -> None:

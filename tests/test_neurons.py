@@ -38,7 +38,7 @@ def test_layouts_that_cannot_be(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"floor": -1}, {"threshold": float("nan")}, {"threshold": np.inf}])
 def test_predictors_that_cannot_be(wrong: dict[str, float]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="predictor"):
         dataclasses.replace(Predictor(16, 0.5, 0), **wrong)
 
 

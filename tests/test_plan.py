@@ -302,7 +302,7 @@ def test_the_order_of_claim() -> None:
             cpu = request.hardware.cpu
             other = made.choice.layer_seconds[-1]["other"]
             attention = cost.attention_seconds(cpu, model, layers - 1, "f16", request.past, 1, True)
-            assert other == pytest.approx(attention + cost.predictor_seconds(cpu, model, layers - 1, True))
+            assert other == pytest.approx(attention + cost.matrix_seconds(cpu, model.predictors[layers - 1], True))
         check(made)
     nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1)))
     assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)
@@ -414,7 +414,7 @@ def test_ram_beside_whole_layers() -> None:
 
 
 def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
-    """Every budget that a plan names does what it says, and one byte less does not."""
+    """Every budget that a plan suggests does what it says, and one byte less does not."""
     request = request_of(
         small_model(d_ff=256), hardware=machine(4 * GIB, ram=100 * MIB, sync_us=3), vram=0, policy="greedy"
     )

@@ -537,7 +537,7 @@ def test_the_newest_plan_is_shown_while_it_holds(
     main(shlex.split(found.command)[1:])
     renewed = findings(open_checkpoint(path)).plan
     assert renewed.value is not None and renewed.value.batch == 3 and renewed.value.budgets.vram == 2 << 30
-    assert renewed.path != found.path, "the command that is named makes the same plan again"
+    assert renewed.path != found.path, "the command in the report makes the same plan again"
     tiny_llama(path, "relu2")
     stale = [one.stale for one in findings(open_checkpoint(path))]
     assert all("another model" in str(why) for why in stale if why) and len([why for why in stale if why]) == 3

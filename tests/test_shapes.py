@@ -169,11 +169,11 @@ def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> Non
     assert small.stored == large.stored and model.weight_type == "Q6_K"
 
 
-def test_what_training_says_of_named_neurons() -> None:
+def test_what_training_says_of_selected_neurons() -> None:
     layers = [(0.3, 0.1), (0.05, 0.1), (0.2, 0)]
     training = {"layers": [{"candidate_fraction": named, "active_fraction": fire} for named, fire in layers]}
-    assert shapes._named(training, (2.0, 2.0, 2.0)) == pytest.approx((3.0, 1.0, 2.0))
-    assert shapes._named(None, (2.0, 2.0)) == (2.0, 2.0)
+    assert shapes._selected(training) == pytest.approx((3.0, 1.0, shapes.SELECTED_PER_FIRING))
+    assert shapes._selected(None) == ()
 
 
 def test_scratch_is_what_the_engine_takes_or_more(tmp_path: Path) -> None:

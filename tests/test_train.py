@@ -181,7 +181,7 @@ def test_training_spends_units_where_they_decide(tmp_path: Path) -> None:
     x = rng.standard_normal((ROWS, D)).astype(np.float32)
     x[:, 5] += 8
     path = synthetic(builder.write(tmp_path / "m.gguf"), x @ gate.T > 0, x=x)
-    found = layer_fit(path, config=replace(QUICK, steps=600)).fit(32, lambda share: None)
+    found, _ = layer_fit(path, config=replace(QUICK, steps=600)).fit(32, lambda share: None)
     assert found.method == "trained" and 0 < found.steps <= 600
     assert found.figures.recall > 0.98 and found.svd.recall > 0.98
     assert found.svd.lost > 0.03 and found.figures.lost < 0.6 * found.svd.lost, (found.svd.lost, found.figures.lost)
@@ -236,7 +236,7 @@ def test_margins_say_who_fires(tmp_path: Path, kind: str) -> None:
     samples = open_samples(checkpoint)
     for layer in range(LAYERS):
         x, fires = held_out(samples, layer, np.arange(400))
-        scale = fitting._scale(torch, checkpoint, layer, torch.from_numpy(x)).numpy()
+        scale = fitting._scale(checkpoint, layer, torch.from_numpy(x)).numpy()
         found = np.ones(fires.shape, bool)
         for one in margins(checkpoint, layer):
             found &= x / scale @ one.weights.T + one.offset > 0
@@ -249,7 +249,7 @@ def test_a_full_size_predicts_every_family(tmp_path: Path, kind: str) -> None:
     """With as many units as dimensions little is left to guess; of dReLU's two margins not more than without one."""
     builder: Builder = KINDS[kind]()
     path = give_samples(builder.write(tmp_path / "m.gguf"), rows=4000)
-    found = layer_fit(path).fit(64, lambda share: None)
+    found, _ = layer_fit(path).fit(64, lambda share: None)
     assert found.figures.recall > 0.97
     if kind == "drelu":
         checkpoint = open_checkpoint(path)

@@ -3,9 +3,10 @@
     python -m benchmarks.hybrid.cold_neurons [--types F16/F16,Q4_0/Q4_0X32] [--tokens 1,8,16,32] [--threads N]
 
 Random bundles of several layers, more than caches hold, whose neurons fire independently of each other, each with its
-own probability, spread evenly on a logarithmic scale (--fires LEAST:MOST). `exact` computes every gate; `named` those
-that fire and one in five besides, as a predictor that errs would. One line each: milliseconds of a layer, the bytes of
-the rows that some token needs (every gate, or the gates named; up and down of what fires), and these over the time.
+own probability, spread evenly on a logarithmic scale (--fires LEAST:MOST). `exact` computes every gate; `selected`
+those of the neurons that fire and of one in five others, as an imperfect predictor would. Each line: milliseconds of
+a layer, the bytes of the rows that some token needs (every gate, or those selected; up and down of firing neurons), and
+these over the time.
 """
 
 from __future__ import annotations
@@ -89,19 +90,19 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
         parts[0].sum(x[t : t + 1], out[t : t + 1])
         parts[0].fired(fired_for)
         fires[t] = fired_for > 0
-    named = (fires | (rng.random(fires.shape) < IN_VAIN * p / (1 - p))).astype(np.uint8)
+    selected = (fires | (rng.random(fires.shape) < IN_VAIN * p / (1 - p))).astype(np.uint8)
     for tokens in args.tokens:
         fired = fires[:tokens].any(0)
         scales = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP)) * layout.shared_bytes
         rest = fired.sum() * (args.gated * layout.gate_bytes + layout.down_bytes) + scales
-        for names, gates in ((None, n), (named[:tokens], named[:tokens].any(0).sum())):
+        for chosen, gates in ((None, n), (selected[:tokens], selected[:tokens].any(0).sum())):
             taken = []
             for _ in range(args.rounds):
                 begin = time.perf_counter()
                 for part in parts:
-                    part.sum(x[:tokens], out[:tokens], names)
+                    part.sum(x[:tokens], out[:tokens], chosen)
                 taken.append((time.perf_counter() - begin) / len(parts))
-            needed, way = gates * layout.gate_bytes + rest, "exact" if names is None else "named"
+            needed, way = gates * layout.gate_bytes + rest, "exact" if chosen is None else "selected"
             print(
                 f"{gate_type}/{down_type} {tokens:3d} {way}: {1e3 * median(taken):8.2f} ms {needed / 1e6:7.1f} MB"
                 f" {needed / median(taken) / 1e9:6.2f} GB/s (of the neurons {gates / n:.2f} gates, {fired.mean():.2f}"

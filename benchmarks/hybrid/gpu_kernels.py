@@ -4,8 +4,8 @@
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
 For every type of weights: a matrix against 1, 8 and 32 tokens, and the neurons of a gated ReLU layer of which a share
-is named, all of which fire; then attention over a long context, and a predictor. What a kernel reads is counted once,
-the neurons that any token names for all tokens together. Weights are taken in turn from copies that are larger in all
+is selected, all of which fire; then attention over a long context, and a predictor. A kernel's reads are counted once,
+the neurons that any token selects for all tokens together. Weights are taken in turn from copies that are larger in all
 than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor Python help or hinder.
 
 --sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
@@ -56,7 +56,7 @@ def random_weight(kind: str, rows: int, k: int, device: str) -> gpu.Weight:
 
 
 def random_neurons(types: tuple[str, str], n: int, d_model: int, device: str) -> gpu.Neurons:
-    """A layer all of whose neurons fire if they are named."""
+    """A layer all of whose neurons fire if they are selected."""
     gate, up, down = (random_weight(kind, n, d_model, device) for kind in (types[0], *types))
     across = types[1] == "Q4_0X32"
     shared = torch.full((-(-n // 32), d_model), 0.01, dtype=torch.float16, device=device) if across else None
@@ -130,8 +130,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             chosen = np.random.default_rng(tokens).random((tokens, d_ff)) < arguments.active
             union = np.flatnonzero(chosen.any(axis=0))
             shared = 0 if one.shared is None else len(np.unique(union // 32)) * 2 * d_model
-            named = torch.from_numpy(chosen.astype(np.uint8)).to(device)
-            call = lambda i, n=layers, x=x, named=named: gpu.neuron_sum(n[i], x, named)  # noqa: E731
+            selected = torch.from_numpy(chosen.astype(np.uint8)).to(device)
+            call = lambda i, n=layers, x=x, selected=selected: gpu.neuron_sum(n[i], x, selected)  # noqa: E731
             yield "neurons", "/".join(types), tokens, len(union) * rows + shared, len(layers), call
     if wanted("predict", "Q8_0"):
         rank = d_model // 8

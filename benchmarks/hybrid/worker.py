@@ -196,9 +196,9 @@ def _memory(gpu: str) -> dict[str, int]:
 
 
 def kernel(task: dict[str, Any]) -> dict[str, Any]:
-    """Bytes per second of the sum over one layer's neurons, all on the device, of which a tenth is named and fires.
+    """Bytes per second of the sum over one layer's neurons, all on the device, of which a tenth is selected and fires.
 
-    Counted are the rows of those neurons and nothing else. Held against a copy within the device's memory, whose bytes
+    Only the rows of those neurons are counted. Compared with a copy within the device's memory, whose bytes
     are read and written. task: model, gpu, tokens (a list).
     """
     import torch
@@ -214,7 +214,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     runs = []
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]
-        calls = [_sum(neurons, x, named) for x, named in inputs]
+        calls = [_sum(neurons, x, selected) for x, selected in inputs]
         fired = [int((call()[1] > 0).sum()) for call in calls]
         bytes_read = median(fired) * neurons.nbytes / neurons.n
         seconds = _seconds(calls, device)
@@ -229,7 +229,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _firing(neurons: Any, tokens: int, device: Any, seed: int) -> tuple[Any, Any]:
-    """Inputs, and names of neurons that all fire: a tenth of the layer's, or as many as do, the same for each token."""
+    """Inputs, and selected neurons that all fire: a tenth of the layer's, or all that fire, the same for each token."""
     import torch
 
     from powerinfer.kernels import gpu
@@ -237,15 +237,15 @@ def _firing(neurons: Any, tokens: int, device: Any, seed: int) -> tuple[Any, Any
     rng = np.random.default_rng(seed)
     x = torch.from_numpy(rng.standard_normal((1, neurons.up.k), np.float32)).to(device).repeat(tokens, 1)
     fires = np.flatnonzero(gpu.neuron_sum(neurons, x)[1].cpu().numpy())
-    names = np.zeros((tokens, neurons.n), np.uint8)
-    names[:, rng.permutation(fires)[: round(ACTIVE * neurons.n)]] = 1
-    return x, torch.from_numpy(names).to(device)
+    selected = np.zeros((tokens, neurons.n), np.uint8)
+    selected[:, rng.permutation(fires)[: round(ACTIVE * neurons.n)]] = 1
+    return x, torch.from_numpy(selected).to(device)
 
 
-def _sum(neurons: Any, x: Any, named: Any) -> Callable[[], Any]:
+def _sum(neurons: Any, x: Any, selected: Any) -> Callable[[], Any]:
     from powerinfer.kernels import gpu
 
-    return lambda: gpu.neuron_sum(neurons, x, named)
+    return lambda: gpu.neuron_sum(neurons, x, selected)
 
 
 def _seconds(calls: list[Callable[[], Any]], device: Any) -> float:

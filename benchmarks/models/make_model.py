@@ -27,7 +27,7 @@ the paper gives no share. --active alone, without a profile, makes all layers al
 
 The predictor. The noise that makes a neuron fire lies in --noise-rank directions, known to the predictor, but for a
 share --rest of its variance, which is not. So the predictor must miss some: it is set to select --recall of the firings
-and names more neurons than fire. dReLU: gate and up share the known noise, and p_i is the probability that both fire.
+and selects more neurons than fire. dReLU: gate and up share the known noise, and p_i is the probability that both fire.
 
 --measure runs a plain forward pass over random tokens and prints what really fires. It works for all models of this
 script in any type, so also for what llama-quantize makes of them. Needs the `bench` extra.

@@ -38,7 +38,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.report.writing import report_folder, write_report
 
     begin = time.perf_counter()
-    plan = read_plan_document(Path(args.plan)) if args.plan else None
+    plan = read_plan_document(Path(args.plan), pipe=True) if args.plan else None
     if plan is not None and args.model is None:
         found = of_plan(plan, Path(args.plan))
         folder = Path(args.out or f"{args.plan}.report")

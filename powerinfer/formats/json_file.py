@@ -5,7 +5,8 @@
 The type hints are the schema. Of the types bool, int, float, str, Literal, `X | None`, list, tuple, dict (with keys of
 str or int), Mapping, dataclasses and Any; `Annotated[int, Between(0, 9)]` and `Annotated[str, Length(80)]` set limits.
 A field with a default may be absent; one that the dataclass lacks is an error, unless the class has `others = True`.
-true is no number, NaN and infinity are no floats. ValueError from `__post_init__` is reported like any other mistake.
+true is no number, NaN and infinity are no floats. ValueError, TypeError or ArithmeticError from `__post_init__` is
+reported like any other mistake.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import stat
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,10 +63,16 @@ def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
     return value, file
 
 
-def read_limited(path: Path, limit: int) -> bytes:
-    """The bytes of a file; RequestError if it cannot be read, ModelError if there are more than `limit`."""
+def read_limited(path: Path, limit: int, pipe: bool = False) -> bytes:
+    """The bytes of a file; RequestError if it cannot be read, ModelError if there are more than `limit`.
+
+    pipe: also what is no regular file, as a path of the user's may be; reading it may wait for its writer.
+    """
+    flags = 0 if pipe else getattr(os, "O_NONBLOCK", 0)  # opening a named pipe waits for a writer
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+            if not pipe and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RequestError(f"cannot read {path} (not a regular file)")
             raw = file.read(limit + 1)
     except OSError as error:
         raise RequestError(f"cannot read {path} ({error.strerror or error})") from None
@@ -187,10 +196,15 @@ def _items(kinds: tuple[Any, ...], fixed: bool, values: list[Any], name: str) ->
         yield _read(kinds[at] if fixed else kinds[0], value, f"{name}[{at}]", None)
 
 
+def _canonical(key: str) -> bool:
+    """Whether a text is a whole number as it is written here: "07" would be another key of the same number as "7"."""
+    return key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key
+
+
 def _entries(keys: Any, values: Any, table: dict[str, Any], name: str) -> Iterable[tuple[Any, Any]]:
     whole = int in (keys, *get_args(keys))  # JSON has texts only for keys
     for key, value in table.items():
-        given = int(key) if whole and key.isascii() and key.isdigit() and len(key) < 20 else key
+        given = int(key) if whole and _canonical(key) else key
         one = f"{name}.{shown(key)[1:-1]}"
         yield _read(keys, given, f"a key of {name}", None), _read(values, value, one, None)
 
@@ -214,5 +228,5 @@ def _record(kind: Any, value: dict[str, Any], name: str) -> Any:
             raise _Wrong(prefix + field.name, "is missing")
     try:
         return kind(**given)
-    except ValueError as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise _Wrong(name, str(error)) from None

@@ -42,7 +42,7 @@ def open_published(file: GGUFFile) -> Source:
     names = replace(names, inner=names.inner | inner)
     stored = stored_tensors(file, config)
     predictors = predictor_shapes(config, stored, names)
-    tensors = collect(config, stored, names, str(file.path), predictors, fused(file, config), down_rows=True)
+    tensors = collect(config, stored, names, str(file.path), predictors, fused(file, config))
     metadata = file.metadata
     if config.architecture in _PRE_TOKENIZERS:
         metadata = {"tokenizer.ggml.pre": _PRE_TOKENIZERS[config.architecture]} | metadata

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import selectors
 import signal
 import subprocess
@@ -18,10 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from powerinfer.formats.template_worker import OUT_OF_MEMORY
+
 SECONDS = 1.0  # CPU seconds for compiling and rendering; real templates need milliseconds
-WAIT = 10.0  # wall-clock seconds, even on a busy machine
+WAIT = 10.0  # wall-clock seconds for question and answer, even on a busy machine
 MEMORY = 512 << 20  # bytes of address space, plus 16 times the request
 MAX_SOURCE = 1 << 16  # characters, four times the longest template in use
+ENVIRONMENT = ("LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")  # all that the process gets: to start Python, and for the date
 
 
 class Refused(Exception):
@@ -29,7 +33,7 @@ class Refused(Exception):
 
 
 class Failed(Exception):
-    """The template is broken, or does not fit these messages."""
+    """The template is broken, does not fit these messages, or cannot be rendered on this machine."""
 
 
 class Limit(Exception):
@@ -51,60 +55,99 @@ def render(source: str, variables: dict[str, Any] | None) -> str:
     with _lock:
         kind, text = _exchange(json.dumps(question).encode() + b"\n")
     if kind != "text":
-        raise {"refused": Refused, "failed": Failed, "limit": Limit}[kind](text)
+        raise {"refused": Refused, "failed": Failed, "broken": Failed, "limit": Limit}[kind](text)
     return text
 
 
 def _exchange(line: bytes) -> tuple[str, str]:
-    """The answer of the process, which is ended where it gives none in time, or has met a limit."""
-    worker = _started()
-    with contextlib.suppress(OSError, ValueError):
-        assert worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write(line)
-        worker.stdin.flush()
-        kind, text = json.loads(_read_line(worker.stdout.fileno(), time.monotonic() + WAIT))
-        if kind == "limit":
-            stop()  # its memory goes with it
+    """The answer of the process, which is ended unless it gave one within its limits."""
+    reusable = False
+    try:
+        worker, start = _started()
+        kind, text = json.loads(_ask(worker, start + line, time.monotonic() + WAIT))
+        reusable = kind not in ("limit", "broken")  # else its memory goes with it
         return str(kind), str(text)
-    ended = worker.poll()
-    if ended is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipes close before it ends
-            ended = worker.wait(0.1)
-    stop()
-    if ended == -getattr(signal, "SIGPROF", 0):
-        return "limit", f"it takes longer than {SECONDS:g} s"
-    return "limit", f"it takes longer than {WAIT:g} s" if ended is None else "it takes too much memory"
+    except TimeoutError:
+        return "limit", f"it takes longer than {WAIT:g} s"
+    except EOFError:
+        return _why_it_ended(worker)
+    except ValueError:
+        return "broken", "the process that renders it gives no answer in JSON"
+    finally:
+        if not reusable:
+            stop()
 
 
-def _read_line(fd: int, deadline: float) -> bytes:
-    """A line from a pipe; TimeoutError after the deadline, ValueError where the pipe ends before the line does."""
-    import os
-
-    parts: list[bytes] = []
+def _ask(worker: subprocess.Popen[bytes], question: bytes, deadline: float) -> bytes:
+    """The line that answers `question`; TimeoutError after the deadline, EOFError if the process ends before."""
+    assert worker.stdin is not None and worker.stdout is not None
+    left, parts = memoryview(question), [b""]
     with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        while not parts or not parts[-1].endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
+        selector.register(worker.stdout, selectors.EVENT_READ)
+        selector.register(worker.stdin, selectors.EVENT_WRITE)
+        while not parts[-1].endswith(b"\n"):
+            ready = [key.fileobj for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
+            if not ready:
                 raise TimeoutError
-            parts.append(os.read(fd, 1 << 20))
-            if not parts[-1]:
-                raise ValueError
+            if worker.stdin in ready:
+                # a process that cannot start closes its input, and its answer says why
+                with contextlib.suppress(BlockingIOError):
+                    left = left[_written(worker.stdin.fileno(), left) :]
+                if not left:
+                    selector.unregister(worker.stdin)
+            if worker.stdout in ready:
+                parts.append(os.read(worker.stdout.fileno(), 1 << 20))
+                if not parts[-1]:
+                    raise EOFError
     return b"".join(parts)
 
 
-def _started() -> subprocess.Popen[bytes]:
-    """The process; a new one where there is none that runs."""
+def _written(fd: int, data: memoryview) -> int:
+    """Bytes that a pipe took; all of them if nobody reads it any more."""
+    try:
+        return os.write(fd, data)
+    except BrokenPipeError:
+        return len(data)
+
+
+def _why_it_ended(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """Kind and text for a process that closed its pipes without an answer."""
+    try:
+        status = worker.wait(1.0)  # its pipes close before it ends
+    except subprocess.TimeoutExpired:
+        return "broken", "the process that renders it closed its output"
+    if status == -getattr(signal, "SIGPROF", 0):
+        return "limit", f"it takes longer than {SECONDS:g} s"
+    if status == OUT_OF_MEMORY:
+        return "limit", "it takes too much memory"
+    if status < 0:
+        return "broken", f"the process that renders it was ended by signal {-status} ({signal.strsignal(-status)})"
+    return "broken", f"the process that renders it ended with status {status}"
+
+
+def _started() -> tuple[subprocess.Popen[bytes], bytes]:
+    """The process, a new one where there is none that runs, and what it reads before the first question."""
     global _worker
-    if _worker is None or _worker.poll() is not None:
-        stop()
-        program = Path(__file__).with_name("template_worker.py")
-        command = [sys.executable, "-I", "-X", "utf8", str(program)]
+    if _worker is not None and _worker.poll() is None:
+        return _worker, b""
+    stop()
+    program = os.path.abspath(Path(__file__).with_name("template_worker.py"))
+    try:
         _worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            [os.path.abspath(sys.executable), "-I", "-X", "utf8", program],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            start_new_session=True,
         )
-        assert _worker.stdin is not None
-        _worker.stdin.write(json.dumps(sys.path).encode() + b"\n")
-    return _worker
+    except OSError as error:
+        raise Failed(f"the process that renders it cannot be started ({error.strerror or error})") from None
+    assert _worker.stdin is not None
+    os.set_blocking(_worker.stdin.fileno(), False)
+    return _worker, json.dumps([os.path.abspath(path) for path in sys.path]).encode() + b"\n"
 
 
 @atexit.register

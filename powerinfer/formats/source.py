@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,11 @@ class Fused:
 
 
 def predictor_shapes(
-    config: ModelConfig, stored: dict[str, RawTensor], spelled: Callable[[str], str]
+    config: ModelConfig, stored: dict[str, RawTensor], names: Names
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(canonical name, shape) of each layer's predictor, of whatever rank the file gives it."""
     for layer in range(config.n_layers):
-        first = stored.get(spelled(f"layers.{layer}.predictor_in"))
+        first = stored.get(names(f"layers.{layer}.predictor_in"))
         rank = max(1, first.shape[0]) if first is not None else 1
         yield f"layers.{layer}.predictor_in", (rank, config.d_model)
         yield f"layers.{layer}.predictor_out", (config.layers[layer].ffn.size, rank)
@@ -85,25 +85,24 @@ def predictor_shapes(
 def collect(
     config: ModelConfig,
     stored: dict[str, RawTensor],
-    spelled: Callable[[str], str],
+    names: Names,
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Sequence[Fused] = (),
-    down_rows: bool = False,
 ) -> dict[str, RawTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
-    stored: tensors under the names of the file; spelled: canonical name -> name in the file; fused: matrices in one
-    tensor; down_rows: whether the file stores `down` neuron by neuron, as `down_rows` [neurons, d_model].
+    stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has `down_rows`, the file
+    stores `down` neuron by neuron, as `down_rows` [neurons, d_model].
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
     found: dict[str, RawTensor] = {}
     rest, known = set(stored), dict(layout.shapes(config))
     for canonical, shape in (*known.items(), *extra):
-        if down_rows and canonical.endswith(".down"):
+        if "down_rows" in names.inner and canonical.endswith(".down"):
             canonical, shape = f"{canonical}_rows", shape[::-1]
-        name = spelled(canonical)
+        name = names(canonical)
         tensor = stored.get(name)
         if tensor is None:
             raise ModelError(f"{where}: tensor {name} is missing")
@@ -124,9 +123,9 @@ def collect(
         found[canonical] = tensor if cut is None else cut.cut(part, tensor, rows)
         rest.discard(name)
     if rest:
-        names = ", ".join(shown(name) for name in sorted(rest)[:3])
+        some = ", ".join(shown(name) for name in sorted(rest)[:3])
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
-        raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {names}{more}")
+        raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
     return found
 
 

@@ -7,6 +7,8 @@ process if a rendering takes too much time or memory (`_limit`). It imports noth
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -16,6 +18,7 @@ from typing import Any
 MAX_OUTPUT = 1 << 22  # characters, plus a multiple of the request
 MAX_GROWTH = 16
 MAX_TEMPLATES = 8  # compiled templates kept
+OUT_OF_MEMORY = 3  # exit status
 
 
 class Refused(Exception):
@@ -97,7 +100,6 @@ def _limit(seconds: float, memory: int | None) -> None:
     """Limits of this process: seconds of processor time (0: unlimited), after which the system ends it, and memory."""
     try:
         import resource
-        import signal
     except ImportError:  # Windows: the caller's timeout is the only limit
         return
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which nobody handles
@@ -108,17 +110,31 @@ def _limit(seconds: float, memory: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def _say(kind: str, text: str) -> None:
+    sys.stdout.buffer.write(json.dumps((kind, text)).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def main() -> None:
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
-    compiled = lru_cache(MAX_TEMPLATES)(environment().from_string)
+    if hasattr(signal, "SIGPROF"):  # a parent that ignores or blocks it passes that on
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    try:
+        compiled = lru_cache(MAX_TEMPLATES)(environment().from_string)
+    except Exception as error:
+        _say("broken", f"Jinja cannot be used ({type(error).__name__}: {error})"[:1000])
+        return
     for line in sys.stdin.buffer:
         question = json.loads(line)
         _limit(question["seconds"], question["memory"] + MAX_GROWTH * len(line))
         found = answer(compiled, question["source"], question["variables"], len(line))
         _limit(0, None)
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        _say(*found)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)

@@ -7,13 +7,14 @@ second.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
+
+import numpy as np
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import PART_TYPES
@@ -127,13 +128,7 @@ class Disk:
         """
         sizes = sorted(self.read_gb_s)
         times = [one / (1e9 * self.read_gb_s[one]) for one in sizes]
-        at = bisect.bisect_left(sizes, size)
-        if at == 0:
-            return times[0]
-        if at == len(sizes):
-            return times[-1] * size / sizes[-1]
-        share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return times[at - 1] + share * (times[at] - times[at - 1])
+        return float(np.interp(size, sizes, times)) * max(1.0, size / sizes[-1])
 
     def rate(self, size: int) -> float:
         """Bytes a second of random reads of `size` bytes."""

@@ -86,7 +86,7 @@ def less_after_failure(plan: Plan, failures: int) -> Plan | None:
 
     RequestError as `with_less_vram`.
     """
-    held = sum(plan.choice.gpu) * GROUP * plan.claims.gpu_neuron
+    held = sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron
     return with_less_vram(plan, min(_LACKING << (failures - 1), held)) if held else None
 
 

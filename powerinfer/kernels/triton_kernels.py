@@ -1,12 +1,11 @@
-"""Triton kernels of `gpu`: one program makes its outputs alone, so nothing is added atomically and bits repeat.
+"""Triton kernels of `gpu`: each program writes only its own outputs, without atomics, so results are reproducible.
 
-Launches depend on shapes only, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
-`gpu` alone imports this file, where its kernels are to run: that takes a second and needs Triton.
+Launches depend only on shapes, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
+Only `gpu` imports this file, and only to run its kernels: that takes a second and needs Triton.
 
-In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token),
-R and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Numbers that change from step to step
-are not specialised on, nor are the addresses of the parts of a step's description: otherwise a kernel would be compiled
-while a request waits.
+In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token), R
+and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Kernels are not specialised on numbers or
+addresses that change from step to step: otherwise they would be compiled while a request waits.
 """
 
 from __future__ import annotations

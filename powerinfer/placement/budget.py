@@ -73,8 +73,8 @@ class Claims:
     0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
 
     gpu, cpu: bytes of all but the bundles, by use; gpu_left, cpu_left: what remains of the budgets, once there is room
-    for what groups of bundles share, as if each group had neurons on both sides. gpu_neuron, cpu_neuron: bytes of a
-    neuron beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
+    for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in
+    RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
     are in RAM.
     """
@@ -85,7 +85,6 @@ class Claims:
     cpu: Footprint
     gpu_left: int
     cpu_left: int
-    gpu_neuron: int
     cpu_neuron: int
     bundles: bool
     panels: bool
@@ -218,14 +217,13 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
         left = max(0, left - shared_in_ram(model, layers))
         staging = _staging(model, work, layers, gpu_left, left)
         gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
-        neuron = model.gpu_neuron, model.bundles.pitch
-        return Claims(layers, head, gpu, cpu, gpu_left, left, *neuron, True, False, staging)
+        return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundles.pitch, True, False, staging)
     panels, dense = sum(map(_panels, model.ffn)), work.selector == "all"
     keep = panels + (0 if dense else bundles) <= left
     if keep:
         cpu["panels"] = panels
         left -= panels
-    return Claims(0, False, {}, cpu, 0, left, model.gpu_neuron, model.bundles.stride, not (dense and keep), keep)
+    return Claims(0, False, {}, cpu, 0, left, model.bundles.stride, not (dense and keep), keep)
 
 
 def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> RequestError:

@@ -178,11 +178,6 @@ def attention_seconds(
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
 
 
-def predictor_seconds(device: Device, model: Model, layer: int, panels: bool) -> float:
-    """A layer's predictor: two products."""
-    return matrix_seconds(device, model.predictors[layer], panels)
-
-
 def end_seconds(device: Device, model: Model, panels: bool) -> float:
     """Output head, with the projection of its input."""
     type_name, nbytes = (model.head.type, model.head.panels) if panels else (model.head.gpu_type, model.head.stored)

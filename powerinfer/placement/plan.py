@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -175,7 +176,6 @@ class Choice:
     None for heuristic policies. solve_s: seconds of solving.
     """
 
-    policy: str
     gpu: tuple[int, ...]
     kept: tuple[int, ...]
     layer_seconds: tuple[dict[str, float], ...]
@@ -233,18 +233,22 @@ class Plan:
         split = any(layer[Tier.CPU] for layer in self.neurons[: self.claims.gpu_layers])
         return self.claims.staging if split else 0
 
+    @cached_property
+    def _orders(self) -> list[Indices]:
+        return _orders(self.request, self.request.policy)
+
     @property
     def _neuron_bytes(self) -> list[dict[Tier, int]]:
         """For each layer, the bytes of its neurons in each tier, including what their groups share."""
         model, claims = self.request.model, self.claims
-        bundles, orders = model.bundles, _orders(self.request, self.choice.policy)
+        bundles, orders = model.bundles, self._orders
         result = []
         for layer, neurons in enumerate(self.neurons):
             held = {tier: bundles.stride * count for tier, count in neurons.items()}
             if layer < claims.gpu_layers:
                 first, last = neurons[Tier.GPU], neurons[Tier.GPU] + neurons[Tier.CPU]
                 here, there = (len(np.unique(part // BUNDLE_GROUP)) for part in np.split(orders[layer][:last], [first]))
-                held[Tier.GPU] = claims.gpu_neuron * first + model.gpu_shared * here
+                held[Tier.GPU] = model.gpu_neuron * first + model.gpu_shared * here
                 held[Tier.CPU] = claims.cpu_neuron * neurons[Tier.CPU] + bundles.shared_bytes * there
             elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
                 held[Tier.CPU] = n_groups(model.config.ffn_sizes[layer]) * bundles.group_bytes
@@ -254,7 +258,7 @@ class Plan:
     @property
     def activations(self) -> dict[str, float]:
         """Share of the model's activations in each tier; 0 everywhere if no neuron fires."""
-        profile, orders = self.request.profile, _orders(self.request, self.choice.policy)
+        profile, orders = self.request.profile, self._orders
         sums = dict.fromkeys(Tier, 0)
         for layer, neurons in enumerate(self.neurons):
             counts, at = profile.counts[layer][orders[layer]], 0
@@ -276,7 +280,7 @@ class Plan:
             np.where(own < gpu, Tier.GPU, np.where(own < kept, Tier.CPU, Tier.DISK)).astype(np.int8)
             for own, gpu, kept in zip(numbers, self.choice.gpu, self.choice.kept, strict=True)
         )
-        return Placement(profile.sizes, GROUP, tiers, tuple(_orders(self.request, self.choice.policy)))
+        return Placement(profile.sizes, GROUP, tiers, tuple(self._orders))
 
     def document(self, path: Path | None = None) -> PlanDocument:
         """The plan as a document; path: of its file."""
@@ -335,10 +339,12 @@ def make_plan(request: PlanRequest) -> Plan:
     """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
     plan = _solved(request, request.claims())
     may_leave = request.policy == "time" and plan.claims.gpu_layers and not request.insist
-    alone = _without_gpu(request) if may_leave else None
-    if alone is not None and alone.choice.seconds < plan.choice.seconds:
-        slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
-        return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU is used
+    if may_leave:
+        with suppress(RequestError):  # the CPU alone does not hold the model
+            alone = make_plan(replace(request, vram=0))
+            if alone.choice.seconds < plan.choice.seconds:
+                slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
+                return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU
     return plan
 
 
@@ -348,7 +354,7 @@ def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
     RequestError if they do not fit into RAM either, and there is no disk.
     """
     claims = plan.claims
-    spare = claims.gpu_left - sum(plan.choice.gpu) * GROUP * claims.gpu_neuron
+    spare = claims.gpu_left - sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron
     return with_working_memory(plan, claims.gpu["scratch"] + spare + lacking)
 
 
@@ -376,15 +382,8 @@ def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLI
         others[policy] = _choose(request, claims, tables[policy == "random"], policy, others)
     others = {policy: others[policy] for policy in policies}
     choice = others[request.policy]
-    reasons, helps = _explain(request, claims, choice, tables[False])
-    return Plan(request, claims, choice, others, tuple(reasons), tuple(helps))
-
-
-def _without_gpu(request: PlanRequest) -> Plan | None:
-    try:
-        return make_plan(replace(request, vram=0))
-    except RequestError:
-        return None
+    helps = _helps(request, claims, choice, tables[False])
+    return Plan(request, claims, choice, others, _reasons(request, claims, choice), helps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,14 +391,13 @@ class _Tables:
     """Costs of neurons in an order, float64 [layers, groups + 1] by the number of groups on the GPU.
 
     costs: as `solver.solve` takes them, the fastest way's; parts: of them and of attention (other; gpu where the CPU's
-    neurons do not wait for it), by what takes them; ways: which of `cost.WAYS` that is. disk: as the solver takes it.
+    neurons do not wait for it), by what takes them. disk: as the solver takes it.
     ends: seconds outside of the layers. mass: activations of the first groups; work: bytes of theirs that a step reads,
     on the selector's own way.
     """
 
     costs: Float64
     parts: dict[str, Float64]
-    ways: NDArray[np.int64]
     disk: Float64 | None
     ends: float
     mass: Float64
@@ -441,7 +439,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         if way == "predicted":
             for layer in range(layers):
                 here = gpu if gpu is not None and layer < first else cpu
-                other[layer] = cost.predictor_seconds(here, model, layer, panels=here is cpu)
+                other[layer] = cost.matrix_seconds(here, model.predictors[layer], panels=here is cpu)
         ways.append((ffn, np.broadcast_to(other[:, None], ffn.gpu.shape)))
     totals = np.array([ffn.total + other for ffn, other in ways])
     best = totals.argmin(axis=0)
@@ -458,7 +456,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         each = cost.by_group(request.profile.counts[layer][order], np.arange(groups) * GROUP)
         mass[layer, 1:] = np.cumsum(each)
     work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
-    return _Tables(of_best(list(totals)), parts, best, disk, _ends(request, claims, cpu), mass, work)
+    return _Tables(of_best(list(totals)), parts, disk, _ends(request, claims, cpu), mass, work)
 
 
 def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:
@@ -488,9 +486,32 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
 
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
     """Place the neurons by a policy. others: the choices of policies so far."""
+    gpu, kept, optimal, solve_s = _placed(request, claims, tables, policy, others)
+    rows = np.arange(len(gpu))
+    read = np.zeros(len(gpu)) if tables.disk is None else tables.disk[rows, kept]
+    parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
+    seconds = math.fsum(parts["other"]) + math.fsum(np.maximum(parts["gpu"], parts["cpu"] + parts["sync"]))
+    on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
+    return Choice(
+        gpu=tuple(map(int, gpu)),
+        kept=tuple(map(int, kept)),
+        layer_seconds=tuple({name: float(values[layer]) for name, values in parts.items()} for layer in rows),
+        seconds=seconds + math.fsum(read) + tables.ends,
+        mass=tuple(float(a / b) if b else 0.0 for a, b in zip(on_gpu, whole, strict=True)),
+        mass_on_gpu=float(on_gpu.sum() / whole.sum()) if whole.sum() else 0.0,
+        work_on_gpu=_work_on_gpu(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum())),
+        optimal=optimal,
+        solve_s=solve_s,
+    )
+
+
+def _placed(
+    request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]
+) -> tuple[solver.Numbers, solver.Numbers, bool | None, float]:
+    """(groups of each layer on the GPU, groups kept in memory, whether that is optimal, seconds) of a policy."""
     model, hardware = request.model, request.hardware
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
-    room = claims.gpu_left // (GROUP * claims.gpu_neuron) if claims.bundles else 0
+    room = claims.gpu_left // (GROUP * model.gpu_neuron) if claims.bundles else 0
     everything = claims.cpu_neuron * model.config.n_neurons
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
     ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
@@ -500,44 +521,26 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
             f"{model.name} needs {gib(missing)} more of RAM or VRAM, and {hardware.name} describes no disk to read "
             "neurons from"
         )
-    impact = np.diff(tables.mass, axis=1)
-    allowed = np.arange(layers) < claims.gpu_layers
-    least = [_least(request) if allowed[layer] else None for layer in range(layers)]
-    optimal: bool | None = None
-    solve_s = 0.0
     if policy == "time":
-        known = [others[name] for name in ("ilp", "greedy") if name in others]
-        starts = [(np.array(one.gpu), np.array(one.kept)) for one in known]
+        starts = [(np.array(others[name].gpu), np.array(others[name].kept)) for name in ("ilp", "greedy")]
         disk = None if ram is None else tables.disk
         answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
+        kept = answer.kept if ram is None else solver.top_up(answer.gpu, answer.kept, ram, groups)
+        return answer.gpu, kept, answer.optimal, answer.seconds
+    impact = np.diff(tables.mass, axis=1)
+    allowed = np.arange(layers) < claims.gpu_layers
+    fewest = _least(request)
+    least = [fewest if allowed[layer] else None for layer in range(layers)]
+    optimal: bool | None = None
+    solve_s = 0.0
+    if policy == "ilp":
+        answer = solver.solve(solver.mass_costs(impact, least), None, room, None, request.time_limit)
         gpu, optimal, solve_s = answer.gpu, answer.optimal, answer.seconds
-        kept = answer.kept if ram is None else solver.top_up(gpu, answer.kept, ram, groups)
+    elif policy == "greedy":
+        gpu = solver.greedy(impact, least, room)
     else:
-        if policy == "ilp":
-            answer = solver.solve(solver.mass_costs(impact, least), None, room, None, request.time_limit)
-            gpu, optimal, solve_s = answer.gpu, answer.optimal, answer.seconds
-        elif policy == "greedy":
-            gpu = solver.greedy(impact, least, room)
-        else:
-            gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
-        kept = solver.fill(gpu, tables.disk, ram, groups)
-    rows = np.arange(layers)
-    read = np.zeros(layers) if tables.disk is None else tables.disk[rows, kept]
-    parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
-    seconds = math.fsum(parts["other"]) + math.fsum(np.maximum(parts["gpu"], parts["cpu"] + parts["sync"]))
-    on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
-    return Choice(
-        policy,
-        tuple(map(int, gpu)),
-        tuple(map(int, kept)),
-        tuple({name: float(values[layer]) for name, values in parts.items()} for layer in rows),
-        seconds + math.fsum(read) + tables.ends,
-        tuple(float(a / b) if b else 0.0 for a, b in zip(on_gpu, whole, strict=True)),
-        float(on_gpu.sum() / whole.sum()) if whole.sum() else 0.0,
-        _work_on_gpu(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum())),
-        optimal,
-        solve_s,
-    )
+        gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
+    return gpu, solver.fill(gpu, tables.disk, ram, groups), optimal, solve_s
 
 
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
@@ -563,12 +566,11 @@ def _least(request: PlanRequest) -> int | None:
     return 1 if least is None and request.insist else least
 
 
-def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables) -> tuple[list[str], list[Help]]:
-    """Explanations of the placement, and the budgets at which more fits."""
+def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str, ...]:
+    """Explanations of the placement."""
     hardware, config = request.hardware, request.model.config
     vram, _ = budgets(hardware, request.vram, request.ram)
-    reasons: list[str] = []
-    wanted: list[tuple[str, str, int]] = []  # what, by which flag, bytes
+    reasons = []
     if not vram:
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
         why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
@@ -582,38 +584,42 @@ def _explain(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tabl
         )
     elif not claims.gpu_head:
         reasons.append("attention of all layers is on the GPU; the output head does not fit")
-    if vram:
-        dense = request.model, hardware, request.workload, config.n_layers
-        what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
-        wanted.append((f"{what} of all layers on the GPU", "--vram", sum(on_gpu(*dense, False).values())))
-        wanted.append(("the output head on the GPU", "--vram", sum(on_gpu(*dense, True).values())))
-        for share in (0.5, 0.8, 1.0):
-            what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
-            groups = _groups_for(tables.mass, share)
-            staged = 0 if share == 1 else staged_beside(request.model, groups * GROUP * claims.gpu_neuron)
-            wanted.append((f"room on the GPU for {what}", "--vram", request.vram_for(groups) + staged))
     if not claims.bundles:
         reasons.append("every neuron is computed, from dense matrices in RAM")
     elif not claims.gpu_layers and not claims.panels:
         reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
-    groups = tables.costs.shape[1] - 1
-    missing = groups * config.n_layers - sum(choice.kept)
-    if claims.bundles and missing:
+    if claims.bundles:
         left = (max(0, n - kept * GROUP) for n, kept in zip(config.ffn_sizes, choice.kept, strict=True))
-        on_disk = sum(left) * request.model.bundles.stride
-        reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
-        in_ram = (groups * config.n_layers - sum(choice.gpu)) * GROUP * claims.cpu_neuron
-        dense_in_ram = sum(claims.cpu.values()) + shared_in_ram(request.model, claims.gpu_layers)
-        wanted.append(("everything in memory", "--ram", dense_in_ram + in_ram))
+        if on_disk := sum(left) * request.model.bundles.stride:
+            reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
+    return tuple(reasons)
+
+
+def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables) -> tuple[Help, ...]:
+    """The next budgets at which more fits."""
+    model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
+    vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
-    for what, flag, nbytes in wanted:
-        device = hardware.gpu if flag == "--vram" else hardware.cpu
-        if flag == "--ram" or nbytes > vram:
-            within = device is not None and nbytes <= device.memory_bytes
-            helps.append(Help(what, flag, nbytes, within))
-    return reasons, helps
+    if hardware.gpu is not None and vram:
+        dense = model, hardware, request.workload, layers
+        what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
+        wanted = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, False).values()))]
+        wanted.append(("the output head on the GPU", sum(on_gpu(*dense, True).values())))
+        for share in (0.5, 0.8, 1.0):
+            what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
+            groups = _groups_for(tables.mass, share)
+            staged = 0 if share == 1 else staged_beside(model, groups * GROUP * model.gpu_neuron)
+            wanted.append((f"room on the GPU for {what}", request.vram_for(groups) + staged))
+        more = [(what, nbytes) for what, nbytes in wanted if nbytes > vram]
+        helps = [Help(what, "--vram", nbytes, nbytes <= hardware.gpu.memory_bytes) for what, nbytes in more]
+    groups = layers * (tables.costs.shape[1] - 1)
+    if claims.bundles and sum(choice.kept) < groups:
+        neurons = (groups - sum(choice.gpu)) * GROUP * claims.cpu_neuron
+        nbytes = sum(claims.cpu.values()) + shared_in_ram(model, claims.gpu_layers) + neurons
+        helps.append(Help("everything in memory", "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
+    return tuple(helps)
 
 
 def _groups_for(mass: Float64, share: float) -> int:
@@ -683,19 +689,18 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
         if document.layers[layer].seconds.keys() != set(SECONDS):
             raise ValueError(f"other times of layer {layer}")
     everything = claims.cpu_neuron * config.n_neurons
-    on_gpu, in_ram = sum(gpu) * GROUP * claims.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
+    on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
     if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")
     choice = Choice(
-        request.policy,
-        tuple(gpu),
-        tuple(kept),
-        tuple(one.seconds for one in document.layers),
-        document.predicted.ms_per_token * request.batch / 1e3,
-        tuple(one.mass_on_gpu for one in document.layers),
-        document.mass_on_gpu,
-        document.work_on_gpu,
-        document.optimal,
-        document.solve_s,
+        gpu=tuple(gpu),
+        kept=tuple(kept),
+        layer_seconds=tuple(one.seconds for one in document.layers),
+        seconds=document.predicted.ms_per_token * request.batch / 1e3,
+        mass=tuple(one.mass_on_gpu for one in document.layers),
+        mass_on_gpu=document.mass_on_gpu,
+        work_on_gpu=document.work_on_gpu,
+        optimal=document.optimal,
+        solve_s=document.solve_s,
     )
     return Plan(request, claims, choice, {}, (), ())

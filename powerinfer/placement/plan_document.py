@@ -138,12 +138,12 @@ class PlanDocument:
         return {"format": FORMAT, "kind": KIND, **dataclasses.asdict(self)}
 
 
-def read_plan_document(path: Path) -> PlanDocument:
-    """The plan in a file: a document alone, or as the last of several lines.
+def read_plan_document(path: Path, pipe: bool = False) -> PlanDocument:
+    """The plan in a file: a document alone, or as the last of several lines. pipe: the path may be that of a pipe.
 
     RequestError if the file cannot be read, ModelError if it holds no plan.
     """
-    raw = read_limited(path, _LIMIT)
+    raw = read_limited(path, _LIMIT, pipe)
     try:
         try:
             document = parse_json(raw, str(path))

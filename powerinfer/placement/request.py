@@ -112,7 +112,7 @@ def shape_subject(
     profile, text = _assumed(config, shape.law, hot, active)
     assumed = [text] if selector != "all" else []
     if selector == "predicted":
-        share = sum(one.stored for pair in model.predictors for one in pair) / _weights(model)
+        share = sum(one.stored for pair in model.predictors for one in pair) / model.weight_bytes
         assumed.append(
             f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that select {SELECTED_PER_FIRING:g} "
             "times the neurons that fire"
@@ -170,7 +170,3 @@ def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | N
         f"that {100 * law.active:g} % of the neurons fire for a token{where}, and {100 * law.hot:g} % of a layer's "
         "carry 80 % of its activations, by a power law"
     )
-
-
-def _weights(model: Model) -> int:
-    return sum(one.stored for layer in (*model.attention, *model.ffn) for one in layer) + model.tables

@@ -90,6 +90,11 @@ class Model:
     fingerprint: str = ""
     quantize: str | None = None
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of attention, FFNs and tables, as they are stored."""
+        return sum(one.stored for layer in (*self.attention, *self.ffn) for one in layer) + self.tables
+
     @cached_property
     def weight_type(self) -> str:
         """The type of most of the FFNs' weights."""
@@ -181,14 +186,11 @@ class Model:
 # ---------------------------------------------------------------- models from checkpoints and configurations
 
 
-def checkpoint_model(
-    checkpoint: Checkpoint, prepared: str | None = None, selected: float = SELECTED_PER_FIRING, fresh: bool = False
-) -> Model:
+def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh: bool = False) -> Model:
     """The model of a checkpoint, from its headers.
 
     The predictor is the trained one, else the one in its file. Bundles are those that exist, else those that `pack`
-    would make. selected: of predictors whose training is not described; fresh: as if nothing were packed or trained
-    yet.
+    would make. fresh: as if nothing were packed or trained yet.
     """
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.bundle_types import choose_types
@@ -202,13 +204,13 @@ def checkpoint_model(
         types = choose_types(checkpoint)
         layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
-    ratios = (selected,) * config.n_layers
+    ratios = (SELECTED_PER_FIRING,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(
             _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in enumerate(file.layers)
         )
-        ratios = _named(file.training, ratios)
+        ratios = _selected(file.training) or ratios
     elif checkpoint.predictor_threshold is not None:
         ranks = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
         ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
@@ -228,7 +230,6 @@ def described_model(
     dtype: str = "f16",
     name: str = "",
     share: float = PREDICTOR_SHARE,
-    selected: float = SELECTED_PER_FIRING,
 ) -> Model:
     """A model from a configuration alone, all of its matrices of one type (of `DTYPES`).
 
@@ -247,11 +248,12 @@ def described_model(
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
     layout = bundle_layout(config, gate, down, cpu.part_bytes)
-    bare = _model(config, name or config.name, type_of, layout, (), (selected,) * config.n_layers)
-    total = sum(matrix.stored for layer in (*bare.attention, *bare.ffn) for matrix in layer) + bare.tables
-    bytes_of_rank = (config.n_layers * config.d_model + config.n_neurons) * _row_bytes(_PREDICTOR_TYPE, 32) / 32
+    bare = _model(config, name or config.name, type_of, layout, (), (SELECTED_PER_FIRING,) * config.n_layers)
+    bytes_of_rank = (
+        (config.n_layers * config.d_model + config.n_neurons) * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
+    )
     wanted_rank = share * bare.parameters / (config.n_layers * config.d_model + config.n_neurons)
-    rank = int(min(wanted_rank, MOST_PREDICTOR * total / bytes_of_rank)) // 32 * 32
+    rank = int(min(wanted_rank, MOST_PREDICTOR * bare.weight_bytes / bytes_of_rank)) // 32 * 32
     if not rank or config.d_model % 32:
         return bare
     types = _PREDICTOR_TYPE, _PREDICTOR_TYPE
@@ -262,14 +264,12 @@ def _predictor(config: ModelConfig, layer: int, rank: int, inner: str, outer: st
     return _matrix(rank, config.d_model, inner), _matrix(config.ffn_sizes[layer], rank, outer)
 
 
-def _named(training: dict[str, Any] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
-    """For each layer, the neurons selected by those that fire, as training found; `otherwise` where it does not say."""
+def _selected(training: dict[str, Any] | None) -> tuple[float, ...]:
+    """For each layer, the neurons selected by those that fire, as training found; () if it is not described."""
     if training is None:
-        return otherwise
+        return ()
     pairs = [(one["candidate_fraction"], one["active_fraction"]) for one in training["layers"]]
-    return tuple(
-        max(1.0, selected / fire) if fire else other for (selected, fire), other in zip(pairs, otherwise, strict=True)
-    )
+    return tuple(max(1.0, selected / fire) if fire else SELECTED_PER_FIRING for selected, fire in pairs)
 
 
 def _model(
@@ -303,7 +303,7 @@ def _model(
         vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
         predictors=predictors,
         selected=selected,
-        tables=sum(rows * _row_bytes(type_name, cols) for (rows, cols), type_name in tables),
+        tables=sum(rows * block_type(type_name).row_bytes(cols) for (rows, cols), type_name in tables),
         projections=tuple(matrix(one) for one in ("project_in", "project_out") if one in known),
         head=matrix("embed" if config.tied_embeddings else "head"),
         parameters=sum(map(prod, known.values())),
@@ -313,10 +313,6 @@ def _model(
 def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
     panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
     return Matrix(type_name, panels, gpu.weight_bytes(type_name, rows, cols), gpu.gpu_type(type_name, cols))
-
-
-def _row_bytes(type_name: str, cols: int) -> int:
-    return block_type(type_name).row_bytes(cols)
 
 
 def _check_size(config: ModelConfig) -> None:

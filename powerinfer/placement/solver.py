@@ -95,14 +95,14 @@ class Infeasible(Exception):
     """No answer fits the capacities, or none was found in time."""
 
 
-def least_groups(gpu_s: float, cpu_s: float, sync_s: float, group: int = GROUP) -> int | None:
+def least_groups(gpu_s: float, cpu_s: float, sync_s: float) -> int | None:
     """C_l in groups, at least one: the smallest n with n T_gpu + T_sync <= n T_cpu (Ineq. 4); None: there is none.
 
     Times are in seconds per neuron.
     """
     if gpu_s >= cpu_s:
         return None
-    return max(1, math.ceil(sync_s / (cpu_s - gpu_s) / group - 1e-9))
+    return max(1, math.ceil(sync_s / (cpu_s - gpu_s) / GROUP - 1e-9))
 
 
 def mass_costs(impact: Float64, least: Sequence[int | None]) -> Float64:

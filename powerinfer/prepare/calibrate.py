@@ -31,9 +31,6 @@ HALVINGS = 7
 
 SCORED, MEASURED = 32, 64  # maximum windows for perplexity, and for magnitudes
 
-Perplexity = Callable[[Sequence[float] | None], float]
-"""Of the held-out windows, with the thresholds of the layers, or dense."""
-
 
 class Silenced:
     """An executor that skips activations below thresholds for tokens with logits, as decode would.

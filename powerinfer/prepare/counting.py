@@ -71,13 +71,17 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
     """The existing profile, with its samples, if this task would make the same."""
     try:
         file = open_profile_file(checkpoint, prepared)
-        if file.about.get("key") != task.key:
-            return None
-        if task.rows and open_samples(checkpoint, prepared).about.get("key") != task.key:
-            return None
     except ModelError:
         return None
-    return file
+    same = file.about.get("key") == task.key
+    return file if same and (not task.rows or _has_samples(checkpoint, prepared, task)) else None
+
+
+def _has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
+    try:
+        return open_samples(checkpoint, prepared).about.get("key") == task.key
+    except ModelError:
+        return False
 
 
 class State:
@@ -113,9 +117,8 @@ class Saved:
     """The file of a task's `State` beside the model."""
 
     def __init__(self, checkpoint: Checkpoint, prepared: str | None, task: Task) -> None:
+        self.checkpoint, self.prepared, self.task = checkpoint, prepared, task
         self._place = PreparedFile(PROFILE_STATE, checkpoint, prepared)
-        self._checkpoint = checkpoint
-        self._task = task
         self._next = time.monotonic() + SAVE_EVERY
 
     def exists(self) -> bool:
@@ -124,13 +127,13 @@ class Saved:
 
     def load(self) -> State | None:
         """The saved state of this task; None if there is none, or it cannot be used."""
-        state = State(self._checkpoint.config, len(self._task.windows.corpora))
+        state = State(self.checkpoint.config, len(self.task.windows.corpora))
         try:
             description, tensors, _ = self._place.read()
             saved = self._place.described(_Description, description)
         except ModelError:
             return None
-        if saved.key != self._task.key or saved.windows > len(self._task.windows.ids):
+        if saved.key != self.task.key or saved.windows > len(self.task.windows.ids):
             return None
         state.windows, state.measured = saved.windows, dict(saved.measured)
         for name in State._ARRAYS:
@@ -146,7 +149,7 @@ class Saved:
 
     def _can_be(self, state: State) -> bool:
         """Whether the numbers are consistent."""
-        windows = self._task.windows
+        windows = self.task.windows
         ends = np.cumsum(windows.number)
         done = np.clip(state.windows - (ends - windows.number), 0, windows.number) * windows.size  # of each corpus
         return bool(
@@ -168,7 +171,7 @@ class Saved:
     def save(self, state: State) -> None:
         """Save it, replacing the previous state."""
         measured = [[float(quantile), float(value)] for quantile, value in state.measured.items()]
-        description = {"key": self._task.key, "windows": state.windows, "measured": measured}
+        description = {"key": self.task.key, "windows": state.windows, "measured": measured}
         arrays = [(name, getattr(state, name)) for name in State._ARRAYS if getattr(state, name).size]
         with self._place.write(description, [(name, "I64", values.shape) for name, values in arrays]) as write:
             for name, values in arrays:
@@ -227,61 +230,40 @@ class Tally:
 
 
 def count(
-    checkpoint: Checkpoint,
-    prepared: str | None,
+    saved: Saved,
     executor: CpuExecutor,
-    task: Task,
     state: State,
     thresholds: tuple[float, ...] | None = None,
-    about: dict[str, Any] | None = None,
+    calibration: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ProfileFile:
-    """Count what fires, from where `state` is, and write the profile and its samples into the folder `prepared`.
+    """Count what fires, from where `state` is, and write the profile and its samples beside the saved state.
 
     executor: of the model, with room in its cache for `contexts(task.windows.size)` windows; thresholds: of the layers,
-    for activations that are never exactly zero; about: additional metadata. An interrupted run resumes with the same
-    task. ModelError for a model that computes NaN or infinity, PowerInferError if a file cannot be written. progress:
-    ("profiling", tokens done, tokens).
+    for activations that are never exactly zero; calibration: how they were found. An interrupted run resumes with the
+    same task. ModelError for a model that computes NaN or infinity, PowerInferError if a file cannot be written.
+    progress: ("profiling", tokens done, tokens).
     """
-    windows = task.windows
-    saved = Saved(checkpoint, prepared, task)
+    checkpoint, prepared, task = saved.checkpoint, saved.prepared, saved.task
+    windows, samples = task.windows, PreparedFile(SAMPLES, checkpoint, prepared)
     try:
-        _profile_windows(checkpoint, prepared, executor, task, state, thresholds, saved, progress)
+        if not task.rows or (state.windows == len(windows.ids) and _has_samples(checkpoint, prepared, task)):
+            _count(saved, executor, state, thresholds, None, progress)
+        else:
+            about = {"key": task.key, "tokens": windows.tokens}
+            with write_samples(checkpoint, prepared, task.rows, task.starts(), about, state.windows > 0) as writer:
+                _count(saved, executor, state, thresholds, writer, progress)
     except ModelError:  # it would fail again: do not resume
-        PreparedFile(SAMPLES, checkpoint, prepared).remove_part()
+        samples.remove_part()
         saved.remove()
         raise
     made = _profile(checkpoint.config, task, state, thresholds)
-    whole = {"key": task.key, "window": windows.size, "samples": task.rows, **(about or {})}
+    whole = {"key": task.key, "window": windows.size, "samples": task.rows, "calibration": calibration}
     path = write_profile(checkpoint, prepared, made, whole)
     if not task.rows:
-        PreparedFile(SAMPLES, checkpoint, prepared).remove()  # those of an earlier profile
+        samples.remove()  # those of an earlier profile
     saved.remove()
     return ProfileFile(made, whole, path)
-
-
-def _profile_windows(
-    checkpoint: Checkpoint,
-    prepared: str | None,
-    executor: CpuExecutor,
-    task: Task,
-    state: State,
-    thresholds: tuple[float, ...] | None,
-    saved: Saved,
-    progress: Progress | None,
-) -> None:
-    """Fill the state, and write the samples."""
-    windows, total = task.windows, len(task.windows.ids)
-    if task.rows and not (state.windows == total and _has_samples(checkpoint, prepared, task)):
-        starts, own = task.starts(), {"key": task.key, "tokens": windows.tokens}
-        with write_samples(checkpoint, prepared, task.rows, starts, own, resume=state.windows > 0) as samples:
-            if state.windows and not samples.resumed:  # their earlier part is lost
-                _restart(state)
-            _count(checkpoint.config, executor, task, state, thresholds, samples, saved, progress)
-            samples.sync()
-            saved.save(state)
-    else:
-        _count(checkpoint.config, executor, task, state, thresholds, None, saved, progress)
 
 
 def contexts(size: int) -> int:
@@ -320,17 +302,20 @@ def groups(windows: Windows, begin: int) -> Iterator[tuple[int, int]]:
 
 
 def _count(
-    config: ModelConfig,
+    saved: Saved,
     executor: CpuExecutor,
-    task: Task,
     state: State,
     thresholds: tuple[float, ...] | None,
     samples: SamplesWriter | None,
-    saved: Saved,
     progress: Progress | None,
 ) -> None:
-    windows = task.windows
-    tally = Tally(config, task, state, samples)
+    """Fill the state, and write the samples."""
+    windows = saved.task.windows
+    if samples is not None and state.windows and not samples.resumed:  # their earlier part is lost
+        state.windows = 0
+        for array in (state.counts, state.active, state.pairs):
+            array.fill(0)
+    tally = Tally(saved.checkpoint.config, saved.task, state, samples)
     with executor.observed(tally, thresholds):
         for first, last in groups(windows, state.windows):
             tally.look_at(executor, first, last)
@@ -340,19 +325,9 @@ def _count(
                 saved.save(state)
             if progress is not None:
                 progress("profiling", last * windows.size, windows.tokens)
-
-
-def _restart(state: State) -> None:
-    state.windows = 0
-    for array in (state.counts, state.active, state.pairs):
-        array.fill(0)
-
-
-def _has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
-    try:
-        return open_samples(checkpoint, prepared).about.get("key") == task.key
-    except ModelError:
-        return False
+    if samples is not None:
+        samples.sync()
+        saved.save(state)
 
 
 def _profile(config: ModelConfig, task: Task, state: State, thresholds: Sequence[float] | None) -> Profile:

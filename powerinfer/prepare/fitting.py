@@ -92,9 +92,9 @@ class Figures:
         return self.candidate_fraction - self.active_fraction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fitted:
-    """A layer's predictor in its stored type: inner and outer are bytes of [rank, d_model] and [neurons, rank].
+    """A layer's predictor of some size, without its weights.
 
     method: "trained", "svd", or "constant" if no neuron fires, or all do. chosen: figures on the rows that chose the
     threshold, used to compare sizes; figures: on the reporting rows. svd: figures of the low-rank predictor of the same
@@ -102,14 +102,16 @@ class Fitted:
     """
 
     predictor: Predictor
-    inner: Bytes
-    outer: Bytes
     method: str
     chosen: Figures
     figures: Figures
     svd: Figures
     svd_form: str
     steps: int
+
+
+Stored = tuple[Bytes, Bytes]
+"""Bytes in the stored type of in [rank, d_model] and out [neurons, rank]."""
 
 
 # ---------------------------------------------------------------- what a layer computes
@@ -149,11 +151,11 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     return tuple(result)
 
 
-def _scale(torch: Any, checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
+def _scale(checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
     """The divisor of the norm before the FFN, [n, 1]."""
     config = checkpoint.config
     if config.layers[layer].norms not in ("pre", "both"):  # the FFN reads x itself
-        return torch.ones_like(x[:, :1])
+        return x.new_ones((len(x), 1))
     if config.norm == "layer":
         x = x - x.mean(1, keepdim=True)
     return (x * x).mean(1, keepdim=True).add(config.norm_eps).sqrt()
@@ -215,28 +217,19 @@ class LayerFit:
         """Approximate loss of the low-rank predictor of that size, without the rounding of the stored type."""
         return self._lost(*map(self._nearly, self._low_rank_of(rank)[1:]))
 
-    def fit(self, rank: int, tick: Callable[[float], None]) -> Fitted:
+    def fit(self, rank: int, tick: Callable[[float], None]) -> tuple[Fitted, Stored]:
         """The better of the low-rank predictor and the trained one. tick: called with the share of the work done."""
         if self.constant:
             return self._constant(rank)
-        low = self._low_rank_of(rank)
-        weights, steps = self._fit(low, rank, tick)
+        form, *low = self._low_rank_of(rank)
+        weights, steps = self._fit(low[0], low[1], rank, tick)
         tick(1.0)
-        svd = self._measured(*low[1:])
+        svd = self._measured(*low)
         trained = self._measured(*weights) if steps else svd
         better = trained.chosen.lost < svd.chosen.lost - _AS_GOOD
-        kept = trained if better else svd
-        return Fitted(
-            Predictor(rank, kept.threshold, 0),
-            kept.inner,
-            kept.outer,
-            "trained" if better else "svd",
-            kept.chosen,
-            kept.figures,
-            svd.figures,
-            low[0],
-            steps,
-        )
+        kept, method = (trained, "trained") if better else (svd, "svd")
+        predictor = Predictor(rank, kept.threshold, 0)
+        return Fitted(predictor, method, kept.chosen, kept.figures, svd.figures, form, steps), kept.stored
 
     # ------------------------------------------------------------ rows
 
@@ -276,7 +269,7 @@ class LayerFit:
 
     def _rounded(self, values: Tensor) -> Tensor:
         """Activations rounded as by the kernels of the stored type."""
-        return _in_8_bits(self._torch, values) if self._type == "Q8_0" else values
+        return _in_8_bits(values) if self._type == "Q8_0" else values
 
     def _histograms(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Histograms of z: (neurons that fire, all), int64 [bins], by ascending z."""
@@ -317,7 +310,7 @@ class LayerFit:
         at = self._threshold(fires)
         chosen = _figures(fires, every, at)
         figures = _figures(*self._histograms(inner, outer, self._rows.report), at)
-        return _Measured(_lowest_of(at), stored[0], stored[1], chosen, figures)
+        return _Measured(_lowest_of(at), (stored[0], stored[1]), chosen, figures)
 
     def _stored(self, weights: Tensor) -> Bytes:
         """In the stored type, after scaling by a power of two into the precise range of F16, the type of the scales."""
@@ -327,7 +320,7 @@ class LayerFit:
 
     # ------------------------------------------------------------ the three ways
 
-    def _constant(self, rank: int) -> Fitted:
+    def _constant(self, rank: int) -> tuple[Fitted, Stored]:
         """Selects all neurons or none: z is 0, and the threshold 0 or above it."""
         every = bool(self.frequency.all())
         d_model = self._checkpoint.config.d_model
@@ -339,7 +332,7 @@ class LayerFit:
             active = float(bits.mean())
             found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, named, active))
         predictor = Predictor(rank, 0.0 if every else 1.0, 0)
-        return Fitted(predictor, inner, outer, "constant", found[0], found[1], found[1], "constant", 0)
+        return Fitted(predictor, "constant", found[0], found[1], found[1], "constant", 0), (inner, outer)
 
     def _low_rank_of(self, rank: int) -> tuple[str, Tensor, Tensor]:
         """(form, in, out): the low-rank form of that rank that loses least in its stored type."""
@@ -354,7 +347,7 @@ class LayerFit:
 
     def _nearly(self, weights: Tensor) -> Tensor:
         """Weights with the errors of the stored type, for comparison."""
-        return _in_8_bits(self._torch, weights) if self._type == "Q8_0" else weights
+        return _in_8_bits(weights) if self._type == "Q8_0" else weights
 
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Mean [d_model] and second moments [d_model, d_model] of r / scale(r), float64."""
@@ -364,13 +357,13 @@ class LayerFit:
         mean = torch.zeros(d_model, dtype=torch.float64, device=self._device)
         second = torch.zeros((d_model, d_model), dtype=torch.float64, device=self._device)
         for x, _ in self._batches(rows):
-            unit = x / _scale(torch, self._checkpoint, self._layer, x)
+            unit = x / _scale(self._checkpoint, self._layer, x)
             mean += unit.sum(0)
             second += unit.T @ unit
         return mean / len(rows), second / len(rows)
 
     def _fit(
-        self, low: tuple[str, Tensor, Tensor], rank: int, tick: Callable[[float], None]
+        self, inner: Tensor, outer: Tensor, rank: int, tick: Callable[[float], None]
     ) -> tuple[tuple[Tensor, Tensor], int]:
         """((in, out) trained from a predictor of low rank, steps).
 
@@ -384,7 +377,7 @@ class LayerFit:
         target; training ends if the target is met easily. The best weights found are used.
         """
         torch, config = self._torch, self._config
-        inner, outer, log_weight = self._beginning(low[1], low[2])
+        inner, outer, log_weight = self._beginning(inner, outer)
         weights = [inner.requires_grad_(), outer.requires_grad_()]
         rates = [config.lr * float(one.detach().square().mean().sqrt()) for one in weights]
         groups = [{"params": [one], "lr": rate} for one, rate in zip(weights, rates, strict=True)]
@@ -401,7 +394,7 @@ class LayerFit:
                 group["lr"] = rate * from_rate * (end - step) / (end - begin)
             rows = np.sort(random.integers(0, len(self._rows.train), config.batch))
             x, fires = self._batch(self._rows.train[rows])
-            z = self._through(x / _scale(torch, self._checkpoint, self._layer, x), inner, outer)
+            z = self._through(x / _scale(self._checkpoint, self._layer, x), inner, outer)
             with torch.no_grad():
                 found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
                 log_weight += _RISE * (config.recall - found) / (1 - config.recall)
@@ -460,7 +453,7 @@ class LayerFit:
     def _some(self) -> tuple[Tensor, Tensor]:
         """(r / scale(r), fires) of a few training rows, evenly spaced."""
         x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
-        return x / _scale(self._torch, self._checkpoint, self._layer, x), fires
+        return x / _scale(self._checkpoint, self._layer, x), fires
 
     def _balanced(self, x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """The same predictor with hidden units of root mean square 1.
@@ -475,19 +468,18 @@ class LayerFit:
         """z in the stored type, with gradients as if nothing were rounded."""
 
         def rounded(values: Tensor) -> Tensor:
-            return values + (_in_8_bits(self._torch, values.detach()) - values.detach())
+            return values + (_in_8_bits(values.detach()) - values.detach())
 
         if self._type != "Q8_0":
             return self._torch.relu(x @ inner.T) @ outer.T
-        hidden = self._torch.relu(_in_8_bits(self._torch, x) @ rounded(inner).T)
+        hidden = self._torch.relu(_in_8_bits(x) @ rounded(inner).T)
         return rounded(hidden) @ rounded(outer).T
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
     threshold: float
-    inner: Bytes
-    outer: Bytes
+    stored: Stored
     chosen: Figures
     figures: Figures
 
@@ -574,11 +566,11 @@ def _in_deviations(weights: Tensor, offset: Tensor, root: Tensor) -> tuple[Tenso
 # ---------------------------------------------------------------- numbers
 
 
-def _in_8_bits(torch: Any, values: Tensor) -> Tensor:
+def _in_8_bits(values: Tensor) -> Tensor:
     """Rounded as blocks of Q8_0: 32 neighbours in a row share a scale."""
     blocks = values.reshape(*values.shape[:-1], -1, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
-    return (torch.round(blocks / torch.where(scale > 0, scale, 1.0)) * scale).reshape(values.shape)
+    return ((blocks / scale.where(scale > 0, 1.0)).round() * scale).reshape(values.shape)
 
 
 def _bins(torch: Any, z: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.formats.profile_file import ProfileFile
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.prepare.corpus import Windows
-    from powerinfer.prepare.counting import State
+    from powerinfer.prepare.counting import Saved, State
 
 WINDOW = 512
 """Default number of tokens of a window; fewer if the model's context is shorter."""
@@ -100,13 +99,9 @@ def profile(
     try:
         thresholds, calibration = None, None
         if task.cost is not None:
-            thresholds, calibration = _calibrated(
-                executor, checkpoint.tokenizer(), checkpoint, windows, state, task.cost, saved.save, progress
-            )
+            thresholds, calibration = _calibrated(executor, saved, state, task.cost, progress)
         begin, before = time.perf_counter(), state.windows
-        made = count(
-            checkpoint, engine.prepared, executor, task, state, thresholds, {"calibration": calibration}, progress
-        )
+        made = count(saved, executor, state, thresholds, calibration, progress)
         return Profiled(made, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
     finally:
         executor.close()
@@ -125,25 +120,19 @@ def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progre
 
 
 def _calibrated(
-    executor: CpuExecutor,
-    tokenizer: Tokenizer,
-    checkpoint: Checkpoint,
-    windows: Windows,
-    state: State,
-    cost: float,
-    save: Callable[[State], None],
-    progress: Progress | None,
+    executor: CpuExecutor, saved: Saved, state: State, cost: float, progress: Progress | None
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
     """(thresholds of the layers, what they cost). What is measured is noted in `state`, and saved."""
     from powerinfer.evaluate import windows_perplexity
     from powerinfer.prepare.calibrate import HALVINGS, Silenced, calibrate, held_out, measure_magnitudes, thresholds_at
     from powerinfer.runtime.engine import LLM
 
-    config = checkpoint.config
+    checkpoint, windows = saved.checkpoint, saved.task.windows
+    tokenizer = checkpoint.tokenizer()
     scored, rest = held_out(len(windows.ids))
     if not state.magnitudes.size:
-        state.magnitudes = measure_magnitudes(executor, windows, rest, config.n_layers, progress)
-        save(state)
+        state.magnitudes = measure_magnitudes(executor, windows, rest, checkpoint.config.n_layers, progress)
+        saved.save(state)
     inside: Sequence[list[int]] = [windows.ids[window].tolist() for window in scored]
     done = 0
 
@@ -152,7 +141,7 @@ def _calibrated(
         if quantile not in state.measured:
             thresholds = thresholds_at(state.magnitudes, quantile) if quantile else None
             own = EngineConfig(context=windows.size, max_batch=1)
-            llm = LLM.from_parts(Silenced(executor, thresholds), tokenizer, config, own)
+            llm = LLM.from_parts(Silenced(executor, thresholds), tokenizer, checkpoint.config, own)
             total = (HALVINGS + 2) * len(inside)
             at = done * len(inside)
 
@@ -161,7 +150,7 @@ def _calibrated(
                     progress("calibrating thresholds", at + windows, total)
 
             state.measured[quantile] = windows_perplexity(llm, inside, tell).perplexity
-            save(state)
+            saved.save(state)
         done += 1
         return state.measured[quantile]
 

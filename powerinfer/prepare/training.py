@@ -29,10 +29,9 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Progress
 from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
 from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
-from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize
+from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
-from powerinfer.neurons import Predictor
-from powerinfer.prepare.fitting import Figures, Fitted, LayerFit, split_rows
+from powerinfer.prepare.fitting import Fitted, LayerFit, Stored, split_rows
 
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
@@ -143,22 +142,9 @@ def model_bytes(checkpoint: Checkpoint) -> int:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A fitted size of a layer, without its weights, which are on disk."""
-
-    predictor: Predictor
-    method: str
-    chosen: Figures
-    figures: Figures
-    svd: Figures
-    svd_form: str
-    steps: int
-
-
-@dataclass(frozen=True)
 class _KeptPoint:
     key: str
-    point: Point
+    point: Fitted
 
 
 class _Work:
@@ -180,7 +166,7 @@ class _Work:
         self._type = _type(checkpoint, config)
         self._key = _key(samples, config, self._type)
         self._rows = split_rows(samples.rows, samples.windows)
-        self._points: list[dict[int, Point]] = [{} for _ in range(checkpoint.config.n_layers)]
+        self._points: list[dict[int, Fitted]] = [{} for _ in range(checkpoint.config.n_layers)]
         self._layer: tuple[int, LayerFit] | None = None
         self._whole = model_bytes(checkpoint)
         self._budget = int(config.share * self._whole)
@@ -244,7 +230,7 @@ class _Work:
             step *= 2
         return ladder[min(high, len(ladder) - 1)]
 
-    def _met(self, point: Point) -> bool:
+    def _met(self, point: Fitted) -> bool:
         return point.chosen.lost <= self._config.lost
 
     def _worth(self, layer: int, before: int, after: int) -> bool:
@@ -288,14 +274,15 @@ class _Work:
             self._layer = (layer, fit)
         return self._layer[1]
 
-    def _point(self, layer: int, rank: int) -> Point:
+    def _point(self, layer: int, rank: int) -> Fitted:
         """The point, fitted or from an earlier run."""
         known = self._points[layer]
         if rank not in known:
             found = self._kept(layer, rank)
             if found is None:
                 fit = self._fit(layer)
-                found = self._keep(layer, fit.fit(rank, lambda share: self._tell(layer, len(known) + share)))
+                found, weights = fit.fit(rank, lambda share: self._tell(layer, len(known) + share))
+                self._keep(layer, found, weights)
             else:
                 self.resumed += 1
             known[rank] = found
@@ -313,17 +300,15 @@ class _Work:
         kind = Kind(f"predictor.{layer}.{rank}", "part of a predictor", "train")
         return PreparedFile(kind, self._checkpoint, self._prepared)
 
-    def _keep(self, layer: int, fitted: Fitted) -> Point:
-        point = Point(**{name: getattr(fitted, name) for name in Point.__dataclass_fields__})
+    def _keep(self, layer: int, point: Fitted, weights: Stored) -> None:
         description = {"key": self._key, "point": asdict(point)}
-        tensors = {"in": fitted.inner, "out": fitted.outer}
-        place = self._place(layer, fitted.predictor.rank)
+        tensors = dict(zip(("in", "out"), weights, strict=True))
+        place = self._place(layer, point.predictor.rank)
         with place.write(description, [(name, "U8", (data.size,)) for name, data in tensors.items()]) as write:
             for name, data in tensors.items():
                 write(name, data.reshape(-1))
-        return point
 
-    def _kept(self, layer: int, rank: int) -> Point | None:
+    def _kept(self, layer: int, rank: int) -> Fitted | None:
         """The point saved by an earlier run with the same key."""
         try:
             place = self._place(layer, rank)
@@ -344,7 +329,10 @@ class _Work:
         file.check()
         config = self._checkpoint.config
         shapes = {"in": (rank, config.d_model), "out": (config.ffn_sizes[layer], rank)}
-        inner, outer = (_floats(tensors[name].data, self._type, shape) for name, shape in shapes.items())
+        inner, outer = (
+            dequantize(tensors[name].data.reshape(shape[0], -1), self._type).reshape(shape)
+            for name, shape in shapes.items()
+        )
         return inner, outer
 
     # ------------------------------------------------------------ the file
@@ -377,7 +365,7 @@ class _Work:
                     path.unlink()
 
 
-def _told(point: Point) -> dict[str, Any]:
+def _told(point: Fitted) -> dict[str, Any]:
     return {
         "rank": point.predictor.rank,
         "recall": point.figures.recall,
@@ -390,10 +378,6 @@ def _told(point: Point) -> dict[str, Any]:
         "svd_form": point.svd_form,
         "steps": point.steps,
     }
-
-
-def _floats(data: Bytes, type_name: str, shape: tuple[int, int]) -> Float32:
-    return dequantize(data.reshape(shape[0], -1), type_name).reshape(shape)
 
 
 def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:

@@ -126,8 +126,6 @@ def keep_entry(path: Path, kind: str, schema: type[T], key: Key, result: Mapping
 
 def _read(path: Path, kind: str, schema: type[T]) -> list[tuple[dict[str, Any], T]]:
     """(as it was written, checked) of each valid entry of a file; none if it is not a file of that kind."""
-    if not path.is_file():  # a pipe would wait for a writer
-        return []
     try:
         entries = of_kind(parse_json(read_limited(path, LIMIT), str(path)), kind, FORMAT, str(path)).get(kind)
     except PowerInferError:
