@@ -204,6 +204,29 @@ class NeuronSum:
     def clear(self) -> None:
         """Reset the counters."""
 
+class Predictor:
+    """
+    Predicts which neurons of an FFN fire: candidates are those with z >= threshold, or the `floor`
+    largest where these are fewer; z = outer . relu(inner . x), x before the FFN's norm.
+
+    inner: [rank, d_model]; outer: [neurons, rank].
+    """
+
+    def __init__(self, inner: Matrix, outer: Matrix, threshold: float = 0.0, floor: int = 0) -> None: ...
+
+class FfnSpec:
+    """An FFN without its weights: its norms (of its input and its output), biases, activation."""
+
+    def __init__(
+        self,
+        activation: Activation,
+        norm: Norm | None = None,
+        out_norm: Norm | None = None,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+        down_bias: NDArray[np.float32] | None = None,
+    ) -> None: ...
+
 class Operator:
     """An operator of a program, the number-th that it runs."""
 
@@ -214,19 +237,10 @@ class Ffn(Operator):
     """An FFN that has its matrices; it may also have its neurons as bundles."""
 
     def sparsify(
-        self,
-        workspace: Workspace,
-        bundles: Bundles,
-        predictor_in: Matrix | None = None,
-        predictor_out: Matrix | None = None,
-        least_z: float = 0.0,
-        floor: int = 0,
-        threshold: float = 0.0,
-        recall_every: int = 0,
+        self, bundles: Bundles, predictor: Predictor | None = None, threshold: float = 0.0, recall_every: int = 0
     ) -> None:
         """
-        Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose
-        result neurons from `least_z` on are candidates, `floor` at least. It stays dense until `set_ways`.
+        Give it its neurons as bundles, with its biases, and a predictor. It is dense until `set_ways`.
 
         threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the
         predictor's recall, 0: none.
@@ -346,34 +360,14 @@ class Program:
     def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
         """x += norm(w . attended + bias)."""
 
-    def ffn(
-        self,
-        norm: Norm | None,
-        gate: Matrix | None,
-        up: Matrix,
-        down: Matrix,
-        activation: Activation,
-        gate_bias: NDArray[np.float32] | None = None,
-        up_bias: NDArray[np.float32] | None = None,
-        down_bias: NDArray[np.float32] | None = None,
-        out_norm: Norm | None = None,
-    ) -> Ffn:
+    def ffn(self, spec: FfnSpec, gate: Matrix | None, up: Matrix, down: Matrix) -> Ffn:
         """x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); without a gate down . act(up . n)."""
 
-    def bundled_ffn(
-        self,
-        norm: Norm | None,
-        neurons: NeuronSum,
-        down_bias: NDArray[np.float32] | None = None,
-        predictor_in: Matrix | None = None,
-        predictor_out: Matrix | None = None,
-        threshold: float = 0.0,
-        floor: int = 0,
-        out_norm: Norm | None = None,
-    ) -> BundledFfn:
+    def bundled_ffn(self, spec: FfnSpec, neurons: NeuronSum, predictor: Predictor | None = None) -> BundledFfn:
         """
-        x += out_norm(sum of the neurons of norm(x) + down_bias). A predictor (see Ffn.sparsify) selects, of all
-        neurons, those of steps of up to NEURON_TOKENS tokens.
+        x += out_norm(sum of the neurons of norm(x) + down_bias); the biases of gate and up are in the bundles.
+
+        A predictor selects, of all neurons, those of steps of up to NEURON_TOKENS tokens.
         """
 
     def normalise(self, norm: Norm) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch and numpy are loaded: a worker of pytest-xdist has one core, and even alone, torch's threads and the
@@ -30,6 +32,16 @@ settings.load_profile("shared")
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: a worker for each core that may be used, each of which takes a gigabyte or two of memory."""
     return min(8, usable_cores()[0])
+
+
+@pytest.fixture(autouse=True)
+def collectable() -> Iterator[None]:
+    """The command line freezes what it loads, for its process ends with one command; here, cycles must be collected.
+
+    Otherwise they keep models in memory, and native objects until the process ends, which nanobind reports as leaks.
+    """
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ What is expected, and how far off it may be, is that of tests/test_neuron_kernel
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -219,6 +221,45 @@ def test_selections_and_weights_of_another_shape_are_refused() -> None:
     for x, out in ((tokens(2)[:, 1:].copy(), tokens(2)), (tokens(2), tokens(3)), (tokens(0), tokens(0))):
         with pytest.raises(ValueError, match="x and out"):
             part.sum(x, out)
+
+
+def test_counters_are_read_and_cleared_between_steps() -> None:
+    """Also while other threads of Python run steps."""
+    layer = make_layer(K, NEURONS, ("F16", "F16"))
+    part, x = part_of(layer, some(0.5, 9), count_fired=True), tokens(7)
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            part.sum(x, np.empty_like(x))
+
+    runner = threading.Thread(target=run)
+    runner.start()
+    try:
+        until, torn = time.monotonic() + 0.5, 0
+        while time.monotonic() < until:
+            counts = part.counts()
+            torn += counts["tokens"] != 7 * counts["steps"] or counts["candidates"] != part.neurons * counts["tokens"]
+    finally:
+        stop.set()
+        runner.join()
+    assert counts["steps"] > 0 and torn == 0
+
+
+def test_an_ffn_of_another_kind_than_its_bundles_is_refused() -> None:
+    layer = make_layer(K, NEURONS, ("F16", "F16"), biases=True)
+    executor = executor_of(layer, 1)
+    neurons = executor.neuron_sum(0, layout_of(layer), layer.data, layer.biases)
+    biases = dict(zip(("gate_bias", "up_bias"), layer.biases, strict=True))
+    activation = _native.Activation(layer.activation, THRESHOLD)
+    for spec in (
+        _native.FfnSpec(activation),
+        _native.FfnSpec(activation, gate_bias=layer.biases[0]),
+        _native.FfnSpec(_native.Activation("relu2"), **biases),
+    ):
+        with pytest.raises(ValueError, match="another kind"):
+            executor._program.bundled_ffn(spec, neurons)
+    executor._program.bundled_ffn(_native.FfnSpec(activation, **biases), neurons)
 
 
 def test_a_predictor_that_does_not_suit_is_refused() -> None:

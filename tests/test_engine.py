@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
+from sparse_models import tiny_llama
 from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, reference_greedy, reference_logits, toy_llm
 
 from powerinfer.errors import PowerInferError, RequestError
@@ -404,3 +408,14 @@ def test_damaged_weights_are_named() -> None:
             llm.generate("hello", params)
     with pytest.raises(PowerInferError, match="may be damaged"):
         perplexity(llm, "x" * 400, context=100)
+
+
+def test_a_process_that_closes_nothing_ends_silently(tmp_path: Path) -> None:
+    """No native object outlives the interpreter: nanobind would report it."""
+    code = (
+        "import sys\nfrom powerinfer import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], threads=2)\nllm.generate(['a'], SamplingParams(max_tokens=4))"
+    )
+    run = [sys.executable, "-c", code, str(tiny_llama(tmp_path / "m.gguf"))]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

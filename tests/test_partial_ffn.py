@@ -27,6 +27,13 @@ def half(values: np.ndarray) -> RawTensor:
     return RawTensor("F16", values.shape, np.ascontiguousarray(values.astype(np.float16)).view(np.uint8).reshape(-1))
 
 
+def step(executor: CpuExecutor) -> np.ndarray:
+    """The residual stream after a step of TOKENS sequences, [TOKENS, D_MODEL]."""
+    each = np.arange(TOKENS, dtype=np.int32)
+    pages = np.arange(TOKENS, dtype=np.int32)[:, None]
+    return executor.forward(Batch(each, np.zeros(TOKENS, np.int32), each, pages, each)).copy()
+
+
 class Case:
     """Weights of a gated FFN with biases; values that F16 holds."""
 
@@ -51,6 +58,14 @@ class Case:
         gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
         biases = (self.bias["gate"][neurons], self.bias["up"][neurons], None)
         executor.ffn(0, None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
+        layout, bundles = self.bundles(neurons)
+        predictor = Predictor(RANK, 0.0, 0), half(self.w["inner"]), half(self.w["outer"][neurons])
+        executor.sparsify(0, bundles, layout, predictor=predictor)
+        executor.head(None, executor.matrix(half(np.eye(D_MODEL, dtype=np.float32))))
+        return executor
+
+    def bundles(self, neurons: np.ndarray) -> tuple[BundleLayout, np.ndarray]:
+        gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
         nbytes, _ = cpu.part_bytes("F16", D_MODEL)
         layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
         bundles = np.zeros((n_groups(len(neurons)), layout.group_bytes), np.uint8)
@@ -60,18 +75,13 @@ class Case:
             ("add", down.T, layout.down_at),
         ):
             cpu.pack_part("F16", kind, len(neurons), D_MODEL, half(part).data, bundles, layout.pitch, at, 1)
-        predictor = Predictor(RANK, 0.0, 0), half(self.w["inner"]), half(self.w["outer"][neurons])
-        executor.sparsify(0, bundles, layout, predictor=predictor)
-        executor.head(None, executor.matrix(half(np.eye(D_MODEL, dtype=np.float32))))
-        return executor
+        return layout, bundles
 
     def added(self, neurons: np.ndarray, way: str, threads: int) -> np.ndarray:
         """What the FFN adds to the tokens' rows, float32 [TOKENS, D_MODEL]."""
         executor = self.executor(neurons, threads)
         executor.set_ways(0, {executor.neuron_tokens: way})
-        each = np.arange(TOKENS, dtype=np.int32)
-        pages = np.arange(TOKENS, dtype=np.int32)[:, None]
-        out = executor.forward(Batch(each, np.zeros(TOKENS, np.int32), each, pages, each)).copy()
+        out = step(executor)
         counts = executor.neuron_counts(0)
         assert (counts["steps"] == 0) == (way == "dense") and counts["active"] <= TOKENS * len(neurons)
         executor.close()
@@ -105,6 +115,32 @@ def test_parts_add_up(way: str, cut: str, threads: int) -> None:
     assert (np.abs(value) > 10 * bound).any()
     parts = [case.added(np.array(part), way, threads) for part in CUTS[cut]]
     assert (np.abs(np.sum(parts, axis=0, dtype=np.float64) - value) <= len(parts) * bound).all()
+
+
+def test_new_bundles_make_it_dense_and_need_no_predictor() -> None:
+    case, every = Case(), np.arange(D_FF)
+    executor = case.executor(every, 2)
+    dense = step(executor)
+    executor.set_ways(0, {executor.neuron_tokens: "predicted"})
+    assert (step(executor) != dense).any()
+    layout, bundles = case.bundles(every)
+    executor.sparsify(0, bundles, layout)
+    counts = executor.neuron_counts(0)
+    assert (step(executor) == dense).all() and counts["steps"] == counts["bytes"] == 0
+    with pytest.raises(ValueError, match="no predictor"):
+        executor.set_ways(0, {executor.neuron_tokens: "predicted"})
+    executor.close()
+
+
+def test_bundles_bring_the_biases_of_the_ffn() -> None:
+    case, every = Case(), np.arange(D_FF)
+    executor = case.executor(every, 1)
+    layout, bundles = case.bundles(every)
+    for biases in ((), (case.bias["gate"],), (case.bias["gate"], case.bias["gate"])):
+        native = executor._bundles(0, layout, bundles, D_FF, *biases)
+        with pytest.raises(ValueError, match="other biases"):
+            executor._ffns[0].op.sparsify(native)
+    executor.close()
 
 
 def test_shapes_that_do_not_go_together() -> None:

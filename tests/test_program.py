@@ -7,6 +7,7 @@ thousands (Higham and Mary, 2019). The native program may stray twice as far as 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -257,7 +258,8 @@ class Weights:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
         biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
         activation = _native.Activation(self.s.activation, self.s.threshold)
-        p.ffn(norm, self.packed.get(f"{i}.gate"), up, down, activation, *biases, self.norm(f"{i}.ffn_out_norm"))
+        spec = _native.FfnSpec(activation, norm, self.norm(f"{i}.ffn_out_norm"), *biases)
+        p.ffn(spec, self.packed.get(f"{i}.gate"), up, down)
 
 
 class Reference:
@@ -526,6 +528,33 @@ def test_only_the_logits_asked_for_are_written() -> None:
     assert weights.s.vocab == 45
 
 
+def test_two_threads_of_python_may_run_a_program() -> None:
+    """Steps of other positions between the parts of none: each has the angles of its own."""
+    weights, program, step_of = simple()
+    del weights
+
+    def run(first: int) -> np.ndarray:
+        table = step_of["page_table"][[0 if first == 0 else 1]].copy()
+        one = step_of | {"rows": np.zeros(6, np.int32), "page_table": table, "logits": np.empty((2, 48), np.float32)}
+        program.run(
+            **one | {"positions": np.arange(first, first + 6, dtype=np.int32)}, first=0, last=program.size, vocab=45
+        )
+        return np.asarray(one["logits"][:, :45])
+
+    wanted = {first: run(first) for first in (0, 9)}
+    wrong = []
+
+    def check(first: int) -> None:
+        wrong.extend(first for _ in range(2000) if not same_bits(run(first), wanted[first]))
+
+    threads = [threading.Thread(target=check, args=(first,)) for first in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 BAD_VALUES = {
     "token id beyond the vocabulary": ("tokens", 3, 45, "outside the vocabulary"),
     "negative token id": ("tokens", 0, -1, "outside the vocabulary"),
@@ -646,13 +675,13 @@ def test_wrong_wiring_is_refused() -> None:
     silu = _native.Activation("silu")
     for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate), (None, down, down)):
         with pytest.raises(ValueError, match="width"):
-            program.ffn(norm, *weights_, silu)
+            program.ffn(_native.FfnSpec(silu, norm), *weights_)
     with pytest.raises(ValueError, match="FFN norm"):
-        program.ffn(short, gate, up, down, silu)
+        program.ffn(_native.FfnSpec(silu, short), gate, up, down)
     with pytest.raises(ValueError, match="norm of the FFN's output"):
-        program.ffn(norm, gate, up, down, silu, out_norm=short)
+        program.ffn(_native.FfnSpec(silu, norm, short), gate, up, down)
     with pytest.raises(ValueError, match="without a gate"):
-        program.ffn(norm, None, up, down, silu, np.ones(72, np.float32))
+        program.ffn(_native.FfnSpec(silu, gate_bias=np.ones(72, np.float32)), None, up, down)
     with pytest.raises(ValueError, match="activation 'gelu'"):
         _native.Activation("gelu")
     with pytest.raises(ValueError, match="another length"):

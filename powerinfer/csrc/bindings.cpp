@@ -258,17 +258,22 @@ void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints in
 
 const char* const WAYS[N_WAYS] = {"dense", "exact", "predicted"};
 
-// nullptr where there are no matrices.
-std::unique_ptr<Predictor> predictor_of(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold,
-                                        int64_t floor) {
-  require((bool)in == (bool)out, "a predictor has two matrices");
-  return in ? std::make_unique<Predictor>(std::move(in), std::move(out), threshold, floor) : nullptr;
+// Calls work(), which touches what jobs use, while no job runs; other threads of Python run while it waits.
+template <class Work>
+void between_jobs(const Workspace& workspace, const Work& work) {
+  nb::gil_scoped_release release;
+  workspace.pool->between_jobs(work);
 }
 
 using Counts = std::map<std::string, int64_t>;
 
-Counts counts_of(const NeuronSum& sum) {
-  const NeuronStats& s = sum.stats;
+NeuronStats stats_of(const NeuronSum& sum) {
+  NeuronStats stats;
+  between_jobs(*sum.workspace, [&] { stats = sum.stats; });
+  return stats;
+}
+
+Counts counts_of(const NeuronStats& s) {
   return {{"steps", s.steps},           {"tokens", s.tokens},
           {"active", s.active},         {"candidates", s.candidates},
           {"first_rows", s.first_rows}, {"up_rows", s.up_rows},
@@ -292,36 +297,55 @@ void fired(const NeuronSum& sum, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig,
   const std::vector<int32_t>& members = sum.bundles->members;
   require(!sum.fired.empty() && out.shape(0) == members.size(),
           "firings are not counted, or out has another number of neurons");
-  for (size_t j = 0; j < out.shape(0); j++) out.data()[j] = sum.fired[(size_t)members[j]];
+  int64_t* const to = out.data();
+  between_jobs(*sum.workspace, [&] {
+    for (size_t j = 0; j < members.size(); j++) to[j] = sum.fired[(size_t)members[j]];
+  });
 }
 
 void clear(NeuronSum& sum) {
-  sum.stats = {};
-  std::fill(sum.fired.begin(), sum.fired.end(), 0);
+  between_jobs(*sum.workspace, [&] {
+    sum.stats = {};
+    std::fill(sum.fired.begin(), sum.fired.end(), 0);
+  });
 }
 
-NeuronSum& neurons_of(const Ffn& ffn) {
-  require((bool)ffn.neurons, "that FFN has no bundles");
-  return *ffn.neurons;
+void sparsify(Ffn& ffn, std::shared_ptr<Bundles> bundles, std::shared_ptr<Predictor> predictor, float threshold,
+              int64_t recall_every) {
+  nb::gil_scoped_release release;
+  ffn.sparsify(std::move(bundles), std::move(predictor), threshold, recall_every);
 }
 
 void set_ways(Ffn& ffn, const std::vector<std::string>& names) {
-  neurons_of(ffn);
   require(names.size() == PI_NEURON_TOKENS, "a way is needed for each number of tokens");
   Way ways[PI_NEURON_TOKENS];
+  bool predicted = false;
   for (size_t i = 0; i < names.size(); i++) {
     ways[i] = (Way)index_of(WAYS, N_WAYS, names[i], "way");
-    require(ways[i] != WAY_PREDICTED || ffn.predictor, "that FFN has no predictor");
+    predicted |= ways[i] == WAY_PREDICTED;
   }
-  std::copy(ways, ways + PI_NEURON_TOKENS, ffn.ways + 1);
+  between_jobs(*ffn.workspace, [&] {
+    require((bool)ffn.neurons, "that FFN has no bundles");
+    require(!predicted || ffn.predictor, "that FFN has no predictor");
+    std::copy(ways, ways + PI_NEURON_TOKENS, ffn.ways + 1);
+  });
 }
 
 Counts ffn_counts(const Ffn& ffn) {
-  Counts counts = counts_of(neurons_of(ffn));
-  counts["exact_steps"] = ffn.exact_steps;
-  counts["sampled_tokens"] = ffn.recall.tokens;
-  counts["sampled_active"] = ffn.recall.active;
-  counts["sampled_found"] = ffn.recall.found;
+  NeuronStats stats;
+  int64_t exact_steps = 0;
+  Ffn::Recall recall = {};
+  between_jobs(*ffn.workspace, [&] {
+    require((bool)ffn.neurons, "that FFN has no bundles");
+    stats = ffn.neurons->stats;
+    exact_steps = ffn.exact_steps;
+    recall = ffn.recall;
+  });
+  Counts counts = counts_of(stats);
+  counts["exact_steps"] = exact_steps;
+  counts["sampled_tokens"] = recall.tokens;
+  counts["sampled_active"] = recall.active;
+  counts["sampled_found"] = recall.found;
   return counts;
 }
 
@@ -370,9 +394,7 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   p.run(step, first, last);
 }
 
-}  // namespace
-
-NB_MODULE(_native, m) {
+void bind_constants(nb::module_& m) {
   m.doc() =
       "The native module: packed weights, kernels of every instruction-set level, and programs of fused operators.\n\n"
       "Arrays are C-contiguous and of exactly the type written here. Wrong shapes, names and numbers are ValueErrors.";
@@ -381,7 +403,9 @@ NB_MODULE(_native, m) {
   m.attr("TYPES") = nb::cast(std::vector<std::string>(TYPES, TYPES + PI_N_TYPES));
   m.attr("ACTIVATIONS") = nb::cast(std::vector<std::string>(ACTIVATIONS, ACTIVATIONS + PI_N_ACTS));
   m.attr("KV_TYPES") = nb::cast(std::vector<std::string>(KV_TYPES, KV_TYPES + PI_N_KV_TYPES));
+}
 
+void bind_levels(nb::module_& m) {
   m.def(
       "levels",
       [] {
@@ -403,7 +427,9 @@ NB_MODULE(_native, m) {
                pi_kv_head_bytes(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), pi_round_up(head_dim, PI_LANES));
       },
       "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one page of 32 tokens of all layers.");
+}
 
+void bind_pool(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
       .def(
           "__init__",
@@ -413,6 +439,9 @@ NB_MODULE(_native, m) {
           },
           "threads"_a)
       .def_prop_ro("threads", &Pool::threads);
+}
+
+void bind_matrix(nb::module_& m) {
   nb::class_<Arena>(m, "Arena").def(nb::init<>());
   nb::class_<Matrix>(m, "Matrix")
       .def_ro("rows", &Matrix::rows)
@@ -425,7 +454,9 @@ NB_MODULE(_native, m) {
       "where that is -1.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
         "out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES].");
+}
 
+void bind_parts(nb::module_& m) {
   m.attr("NEURON_TOKENS") = (int)PI_NEURON_TOKENS;
   m.def(
       "part_bytes",
@@ -456,6 +487,9 @@ NB_MODULE(_native, m) {
         "The byte of a part's row at which each of its k elements lies, int32; two codes of 4 bits share a byte.");
   m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert(),
         "The values of one part of bundles: data [groups, bytes of a group], out [rows, k].");
+}
+
+void bind_activation(nb::module_& m) {
   nb::class_<Activation>(m, "Activation", "The activation of an FFN: a name of ACTIVATIONS; threshold: of fatrelu.")
       .def(
           "__init__",
@@ -463,7 +497,9 @@ NB_MODULE(_native, m) {
             new (activation) Activation{index_of(ACTIVATIONS, PI_N_ACTS, name, "activation"), threshold};
           },
           "name"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f);
+}
 
+void bind_bundles(nb::module_& m) {
   nb::class_<Bundles>(m, "Bundles",
                       "Neurons of a layer, each with its rows of gate and up and its column of down.\n\n"
                       "data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of\n"
@@ -474,7 +510,9 @@ NB_MODULE(_native, m) {
       .def_ro("neurons", &Bundles::neurons)
       .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
+}
 
+void bind_table(nb::module_& m) {
   nb::class_<Table>(m, "Table")
       .def(
           "__init__",
@@ -490,7 +528,9 @@ NB_MODULE(_native, m) {
             unpack_row(t.type, t.data + i * stored_row_bytes(t.type, t.k), t.k, out.data());
           },
           "index"_a, "out"_a.noconvert());
+}
 
+void bind_norm(nb::module_& m) {
   nb::class_<Norm>(m, "Norm").def(
       "__init__",
       [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer) {
@@ -500,7 +540,9 @@ NB_MODULE(_native, m) {
         new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer};
       },
       "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false);
+}
 
+void bind_cache(nb::module_& m) {
   nb::class_<Cache>(m, "Cache")
       .def(
           "__init__",
@@ -511,7 +553,9 @@ NB_MODULE(_native, m) {
           "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "pages"_a)
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
+}
 
+void bind_workspace(nb::module_& m) {
   nb::class_<Workspace>(m, "Workspace",
                         "Kernels of a level, and the scratch memory of everything that runs on a pool with them.")
       .def(
@@ -520,7 +564,9 @@ NB_MODULE(_native, m) {
             new (w) Workspace(std::move(pool), find_level(level));
           },
           "pool"_a, "level"_a);
+}
 
+void bind_neuron_sum(nb::module_& m) {
   nb::class_<NeuronSum>(
       m, "NeuronSum",
       "A part of an FFN: some neurons of one layer, and the sum that they add to the output.\n\n"
@@ -533,44 +579,62 @@ NB_MODULE(_native, m) {
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
            "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
       .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
-      .def("counts", &counts_of,
-           "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.")
+      .def(
+          "counts", [](const NeuronSum& sum) { return counts_of(stats_of(sum)); },
+          "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.")
       .def("fired", &fired, "out"_a.noconvert(), "out = tokens that each neuron fired for, [neurons].")
       .def("clear", &clear, "Reset the counters.");
+}
+
+void bind_predictor(nb::module_& m) {
+  nb::class_<Predictor>(
+      m, "Predictor",
+      "Predicts which neurons of an FFN fire: candidates are those with z >= threshold, or the `floor`\n"
+      "largest where these are fewer; z = outer . relu(inner . x), x before the FFN's norm.\n\n"
+      "inner: [rank, d_model]; outer: [neurons, rank].")
+      .def(nb::init<std::shared_ptr<Matrix>, std::shared_ptr<Matrix>, float, int64_t>(), "inner"_a, "outer"_a,
+           "threshold"_a = 0.0f, "floor"_a = 0);
+}
+
+void bind_ffn(nb::module_& m) {
+  nb::class_<FfnSpec>(m, "FfnSpec",
+                      "An FFN without its weights: its norms (of its input and its output), biases, activation.")
+      .def(
+          "__init__",
+          [](FfnSpec* spec, const Activation& activation, const Norm* norm, const Norm* out_norm,
+             std::optional<Floats> gate_bias, std::optional<Floats> up_bias, std::optional<Floats> down_bias) {
+            new (spec) FfnSpec{norm_of(norm),      norm_of(out_norm),    vector_of(gate_bias),
+                               vector_of(up_bias), vector_of(down_bias), activation};
+          },
+          "activation"_a, "norm"_a = nb::none(), "out_norm"_a = nb::none(), "gate_bias"_a = nb::none(),
+          "up_bias"_a = nb::none(), "down_bias"_a = nb::none());
 
   nb::class_<Op>(m, "Operator", "An operator of a program, the number-th that it runs.").def_ro("number", &Op::number);
   nb::class_<Ffn, Op>(m, "Ffn", "An FFN that has its matrices; it may also have its neurons as bundles.")
-      .def(
-          "sparsify",
-          [](Ffn& ffn, std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
-             std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float least_z, int64_t floor, float threshold,
-             int64_t recall_every) {
-            ffn.sparsify(std::move(workspace), std::move(bundles),
-                         predictor_of(std::move(in), std::move(out), least_z, floor), threshold, recall_every);
-          },
-          "workspace"_a, "bundles"_a, "predictor_in"_a = nb::none(), "predictor_out"_a = nb::none(), "least_z"_a = 0.0f,
-          "floor"_a = 0, "threshold"_a = 0.0f, "recall_every"_a = 0,
-          "Give it its neurons as bundles, and a predictor: matrices [rank, d_model] and [neurons, rank], of whose\n"
-          "result neurons from `least_z` on are candidates, `floor` at least. It stays dense until `set_ways`.\n\n"
-          "threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
-          "predictor's recall, 0: none.")
+      .def("sparsify", &sparsify, "bundles"_a, "predictor"_a = nb::none(), "threshold"_a = 0.0f, "recall_every"_a = 0,
+           "Give it its neurons as bundles, with its biases, and a predictor. It is dense until `set_ways`.\n\n"
+           "threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
+           "predictor's recall, 0: none.")
       .def_prop_rw(
           "dense_above", [](const Ffn& ffn) { return ffn.dense_above; },
           [](Ffn& ffn, double share) {
             require(share >= 0 && share <= 1, "a share lies between 0 and 1");
-            ffn.dense_above = share;
+            between_jobs(*ffn.workspace, [&] { ffn.dense_above = share; });
           },
           "The share of firing neurons above which an exact step reads up and down from the matrices.")
       .def("set_ways", &set_ways, "ways"_a,
            "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\", \"exact\" or \"predicted\".")
       .def("counts", &ffn_counts, "As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found.")
-      .def("clear", &Ffn::clear_stats, "Reset the counters.");
+      .def("clear", [](Ffn& ffn) { between_jobs(*ffn.workspace, [&] { ffn.clear_stats(); }); }, "Reset the counters.");
   nb::class_<BundledFfn, Op>(m, "BundledFfn", "An FFN that has its neurons only as bundles.")
       .def_prop_ro("neurons", [](const BundledFfn& ffn) { return ffn.neurons; })
       .def_prop_rw(
           "predicts", [](const BundledFfn& ffn) { return ffn.predicts; },
-          [](BundledFfn& ffn, bool on) { ffn.predicts = on; }, "Whether its predictor is used, if it has one.");
+          [](BundledFfn& ffn, bool on) { between_jobs(*ffn.neurons->workspace, [&] { ffn.predicts = on; }); },
+          "Whether its predictor is used, if it has one.");
+}
 
+void bind_watch(nb::module_& m) {
   auto watch =
       nb::class_<Watch>(m, "Watch",
                         "Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs.")
@@ -614,7 +678,9 @@ NB_MODULE(_native, m) {
               "tokens"_a);
   watch.attr("BINS_PER_OCTAVE") = (int)Watch::PER_OCTAVE;
   watch.attr("LOWEST_OCTAVE") = (int)Watch::LOW;
+}
 
+void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def(
           "__init__",
@@ -667,27 +733,19 @@ NB_MODULE(_native, m) {
           "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
       .def(
           "ffn",
-          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
-             std::shared_ptr<Matrix> down, const Activation& activation, std::optional<Floats> gate_bias,
-             std::optional<Floats> up_bias, std::optional<Floats> down_bias, const Norm* out_norm) {
-            return p.ffn({norm_of(norm), norm_of(out_norm), std::move(gate), std::move(up), std::move(down),
-                          vector_of(gate_bias), vector_of(up_bias), vector_of(down_bias), activation});
-          },
-          "norm"_a.none(), "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "gate_bias"_a = nb::none(),
-          "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "out_norm"_a = nb::none(),
+          [](Program& p, const FfnSpec& spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
+             std::shared_ptr<Matrix> down) { return p.ffn({spec, std::move(gate), std::move(up), std::move(down)}); },
+          "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
           "x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); without a gate down . act(up . n).")
       .def(
           "bundled_ffn",
-          [](Program& p, const Norm* norm, std::shared_ptr<NeuronSum> neurons, std::optional<Floats> down_bias,
-             std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor,
-             const Norm* out_norm) {
-            return p.bundled_ffn(norm_of(norm), norm_of(out_norm), vector_of(down_bias), std::move(neurons),
-                                 predictor_of(std::move(in), std::move(out), threshold, floor));
+          [](Program& p, const FfnSpec& spec, std::shared_ptr<NeuronSum> neurons,
+             std::shared_ptr<Predictor> predictor) {
+            return p.bundled_ffn(spec, std::move(neurons), std::move(predictor));
           },
-          "norm"_a.none(), "neurons"_a, "down_bias"_a = nb::none(), "predictor_in"_a = nb::none(),
-          "predictor_out"_a = nb::none(), "threshold"_a = 0.0f, "floor"_a = 0, "out_norm"_a = nb::none(),
-          "x += out_norm(sum of the neurons of norm(x) + down_bias). A predictor (see Ffn.sparsify) selects, of all\n"
-          "neurons, those of steps of up to NEURON_TOKENS tokens.")
+          "spec"_a, "neurons"_a, "predictor"_a = nb::none(),
+          "x += out_norm(sum of the neurons of norm(x) + down_bias); the biases of gate and up are in the bundles.\n\n"
+          "A predictor selects, of all neurons, those of steps of up to NEURON_TOKENS tokens.")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",
@@ -700,7 +758,7 @@ NB_MODULE(_native, m) {
           [](Program& p, std::shared_ptr<Watch> watch) {
             require(!watch || watch->suits(p.sizes.d_ff, p.sizes.max_tokens, p.workspace->pool->threads()),
                     "a watch for another program");
-            p.watch = std::move(watch);
+            between_jobs(*p.workspace, [&] { p.watch.swap(watch); });
           },
           "watch"_a.none())
       .def(
@@ -712,10 +770,34 @@ NB_MODULE(_native, m) {
           },
           "tokens"_a, "The residual stream x, [tokens, d_model]: the program's own memory, which may be written.")
       .def_prop_ro("size", &Program::size)
-      .def_rw("timed", &Program::timed)
-      .def("take_times", &Program::take_times, "Seconds spent in each operator since the last call, while `timed`.")
+      .def_prop_rw(
+          "timed", [](const Program& p) { return p.timed; },
+          [](Program& p, bool on) { between_jobs(*p.workspace, [&] { p.timed = on; }); })
+      .def("take_times", &Program::take_times, nb::call_guard<nb::gil_scoped_release>(),
+           "Seconds spent in each operator since the last call, while `timed`.")
       .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
            "first"_a, "last"_a, "vocab"_a,
            "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
            "logit_rows go to logits [rows, vocab rounded up to LANES].");
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  bind_constants(m);
+  bind_levels(m);
+  bind_pool(m);
+  bind_matrix(m);
+  bind_parts(m);
+  bind_activation(m);
+  bind_bundles(m);
+  bind_table(m);
+  bind_norm(m);
+  bind_cache(m);
+  bind_workspace(m);
+  bind_neuron_sum(m);
+  bind_predictor(m);
+  bind_ffn(m);
+  bind_watch(m);
+  bind_program(m);
 }

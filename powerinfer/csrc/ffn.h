@@ -7,33 +7,40 @@
 
 enum Way { WAY_DENSE, WAY_EXACT, WAY_PREDICTED, N_WAYS };
 
-struct FfnInput {
-  Norm norm, out_norm;                     // of what it reads, and of what it adds
-  std::shared_ptr<Matrix> gate, up, down;  // gate may be null: the activation is on up
+// An FFN without its weights.
+struct FfnSpec {
+  Norm norm, out_norm;  // of what it reads, and of what it adds
   Vector gate_bias, up_bias, down_bias;
   Activation activation;
+};
+
+struct FfnInput {
+  FfnSpec spec;
+  std::shared_ptr<Matrix> gate, up, down;                     // gate may be null: the activation is on up
   const Matrix& first() const { return gate ? *gate : *up; }  // what the activation is on
-  const Vector& first_bias() const { return gate ? gate_bias : up_bias; }
+  const Vector& first_bias() const { return gate ? spec.gate_bias : spec.up_bias; }
 };
 
 // x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x), or without a gate down . act(up . n).
 class Ffn : public Op {
  public:
-  explicit Ffn(FfnInput in) : in_(std::move(in)) {}
-  // Gives it its neurons as bundles, and a predictor or null; it stays dense until `ways` are set. threshold:
-  // activations up to this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0:
-  // none.
-  void sparsify(std::shared_ptr<Workspace> workspace, std::shared_ptr<Bundles> bundles,
-                std::unique_ptr<Predictor> predictor, float threshold, int64_t recall_every);
+  Ffn(std::shared_ptr<Workspace> of, FfnInput in) : workspace(std::move(of)), in_(std::move(in)) {}
+  // Gives it its neurons as bundles, with the biases of gate and up, and a predictor or null; it is dense until `ways`
+  // are set. threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the
+  // predictor's recall, 0: none.
+  void sparsify(std::shared_ptr<Bundles> bundles, std::shared_ptr<const Predictor> predictor, float threshold,
+                int64_t recall_every);
 
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) override;
 
-  // Of a sparsified one.
+  const std::shared_ptr<Workspace> workspace;  // of its program
+
+  // Of a sparsified one; changed between jobs only.
   Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
   double dense_above = 1;               // `exact`: of the neurons, the share above which the step continues densely
   std::unique_ptr<NeuronSum> neurons;   // null: it is dense
-  std::unique_ptr<Predictor> predictor;
+  std::shared_ptr<const Predictor> predictor;
   int64_t exact_steps = 0;
   // How many active neurons of sampled tokens were candidates.
   struct Recall {
@@ -61,13 +68,13 @@ class Ffn : public Op {
 class BundledFfn : public Op {
  public:
   BundledFfn(Norm norm, Norm out_norm, Vector down_bias, std::shared_ptr<NeuronSum> neurons,
-             std::unique_ptr<Predictor> predictor);
+             std::shared_ptr<const Predictor> predictor);
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) override;
 
   const std::shared_ptr<NeuronSum> neurons;
-  const std::unique_ptr<Predictor> predictor;  // selects the neurons of small steps; null: every gate is computed
-  bool predicts = true;                        // whether it is used
+  const std::shared_ptr<const Predictor> predictor;  // selects the neurons of small steps; null: computes every gate
+  bool predicts = true;                              // whether it is used; changed between jobs only
 
  private:
   const Norm norm_, out_norm_;

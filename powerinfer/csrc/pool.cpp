@@ -50,8 +50,7 @@ Pool::~Pool() {
   for (auto& worker : workers_) worker.join();
 }
 
-void Pool::run(void (*job)(void*, int), void* context) {
-  std::lock_guard<std::mutex> one(busy_);
+void Pool::run_on_all(void (*job)(void*, int), void* context) {
   job_ = job;
   context_ = context;
   epoch_.fetch_add(1);  // sequentially consistent, as is the worker's parked_: one of the two sees the other

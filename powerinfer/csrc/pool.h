@@ -25,11 +25,17 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
-  // Runs job(context, thread) on every thread, the caller being thread 0, and returns when all are done.
-  void run(void (*job)(void* context, int thread), void* context);
+  // Runs job(thread) on every thread, the caller being thread 0, and returns when all are done.
   template <class Job>
   void run(const Job& job) {
-    run([](void* context, int thread) { (*(const Job*)context)(thread); }, (void*)&job);
+    run([] {}, job);
+  }
+  // Calls prepare() first, on the calling thread, when no other job runs any more.
+  template <class Prepare, class Job>
+  void run(const Prepare& prepare, const Job& job) {
+    std::lock_guard<std::mutex> one(busy_);
+    prepare();
+    run_on_all([](void* context, int thread) { (*(const Job*)context)(thread); }, (void*)&job);
   }
   // Calls work() while no job runs.
   template <class Work>
@@ -41,6 +47,7 @@ class Pool {
   void barrier();
 
  private:
+  void run_on_all(void (*job)(void* context, int thread), void* context);  // by the owner of busy_
   void work(int thread);
 
   const int threads_;

@@ -21,9 +21,9 @@ class Predictor {
   void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;
   bool candidate(float z) const { return !(z <= above_); }
 
-  std::shared_ptr<Matrix> in, out;
-  float threshold;
-  int64_t floor;
+  const std::shared_ptr<Matrix> in, out;
+  const float threshold;
+  const int64_t floor;
 
  private:
   void guess(int thread, Workspace& w, const Rows& x) const;

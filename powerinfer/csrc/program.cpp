@@ -94,11 +94,14 @@ void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t f
 }
 
 void Program::run(const Step& step, size_t first, size_t last) {
-  times_.resize(ops_.size(), 0.0);
-  last = std::min(last, ops_.size());
-  // A step that is run in parts keeps its angles.
-  const bool moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
-  if (moved) rotated_.assign(step.position, step.position + step.tokens);
+  bool moved = false;
+  const auto prepare = [&] {
+    times_.resize(ops_.size(), 0.0);
+    last = std::min(last, ops_.size());
+    // A step that is run in parts keeps its angles.
+    moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
+    if (moved) rotated_.assign(step.position, step.position + step.tokens);
+  };
   const auto job = [&](int thread) {
     if (moved) {
       rotate(thread, step);
@@ -111,12 +114,14 @@ void Program::run(const Step& step, size_t first, size_t last) {
       if (clock) times_[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }
   };
-  workspace->pool->run(job);
+  workspace->pool->run(prepare, job);
 }
 
 std::vector<std::pair<std::string, double>> Program::take_times() {
   std::vector<std::pair<std::string, double>> taken;
-  for (size_t i = 0; i < times_.size(); i++) taken.emplace_back(ops_[i]->name(), times_[i]);
-  std::fill(times_.begin(), times_.end(), 0.0);
+  workspace->pool->between_jobs([&] {
+    for (size_t i = 0; i < times_.size(); i++) taken.emplace_back(ops_[i]->name(), times_[i]);
+    std::fill(times_.begin(), times_.end(), 0.0);
+  });
   return taken;
 }

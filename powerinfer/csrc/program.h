@@ -72,6 +72,7 @@ struct AttentionInput {
   float scale;  // of the scores
 };
 
+struct FfnSpec;
 struct FfnInput;
 class Ffn;
 class BundledFfn;
@@ -98,8 +99,8 @@ class Program {
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
   // FFNs, see ffn.h; the predictor may be null.
   std::shared_ptr<Ffn> ffn(FfnInput in);
-  std::shared_ptr<BundledFfn> bundled_ffn(Norm norm, Norm out_norm, Vector down_bias,
-                                          std::shared_ptr<NeuronSum> neurons, std::unique_ptr<Predictor> predictor);
+  std::shared_ptr<BundledFfn> bundled_ffn(const FfnSpec& spec, std::shared_ptr<NeuronSum> neurons,
+                                          std::shared_ptr<const Predictor> predictor);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.

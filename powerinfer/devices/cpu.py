@@ -36,12 +36,13 @@ Weights = tuple["Predictor", RawTensor, RawTensor]
 
 @dataclass
 class _Ffn:
-    """op: the operator; neurons: of it; bytes of the dense weights, of the product that selects the active ones, and,
-    once there are bundles, of the predictor and of what is read of a neuron, gate (plain FFN: up), up and down, and of
-    a group's scales."""
+    """op: the operator; neurons: of it; biases: of gate and up; bytes of the dense weights, of the product that selects
+    the active ones, and, once there are bundles, of the predictor and of what is read of a neuron, gate (plain: up),
+    up and down, and of a group's scales."""
 
     op: _native.Ffn
     neurons: int
+    biases: tuple[Float32 | None, Float32 | None]
     total: int
     first: int
     predictor: int = 0
@@ -249,10 +250,9 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        gate_bias, up_bias, down_bias = biases
-        op = self._program.ffn(norm, gate, up, down, self._activation(layer), gate_bias, up_bias, down_bias, out_norm)
+        op = self._program.ffn(self._spec(layer, norm, biases, out_norm), gate, up, down)
         total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        self._ffns[layer] = _Ffn(op, up.rows, total, (up if gate is None else gate).nbytes)
+        self._ffns[layer] = _Ffn(op, up.rows, (biases[0], biases[1]), total, (up if gate is None else gate).nbytes)
 
     def normalise(self, layer: int, norm: _native.Norm) -> None:
         """x = norm(x)."""
@@ -283,12 +283,10 @@ class CpuExecutor:
         that are not the layer's.
         """
         neurons = self.neuron_sum(layer, layout, bundles, biases[:2], threshold=threshold)
-        guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
-        if predictor is not None:
-            inner, outer = self._pack(predictor[1]), self._pack(predictor[2])
-            guess = inner, outer, predictor[0].threshold, predictor[0].floor
-            self.predictor_bytes += inner.nbytes + outer.nbytes
-        self._bundled[layer] = self._program.bundled_ffn(norm, neurons, biases[2], *guess, out_norm)
+        selects, nbytes = self._predictor(predictor)
+        self.predictor_bytes += nbytes
+        spec = self._spec(layer, norm, biases, out_norm)
+        self._bundled[layer] = self._program.bundled_ffn(spec, neurons, selects)
 
     @property
     def bundled_layers(self) -> list[int]:
@@ -365,6 +363,22 @@ class CpuExecutor:
         about = self.config.layers[layer].ffn
         return _native.Activation(about.activation, about.threshold)
 
+    def _spec(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        biases: Sequence[Float32 | None],
+        out_norm: _native.Norm | None,
+    ) -> _native.FfnSpec:
+        return _native.FfnSpec(self._activation(layer), norm, out_norm, *biases)
+
+    def _predictor(self, weights: Weights | None) -> tuple[_native.Predictor | None, int]:
+        """With the bytes of its matrices."""
+        if weights is None:
+            return None, 0
+        about, inner, outer = weights[0], self._pack(weights[1]), self._pack(weights[2])
+        return _native.Predictor(inner, outer, about.threshold, about.floor), inner.nbytes + outer.nbytes
+
     def sparsify(
         self,
         layer: int,
@@ -385,13 +399,10 @@ class CpuExecutor:
         the layer's.
         """
         ffn = self._ffns[layer]
-        bundles = self._bundles(layer, layout, rows, ffn.neurons)
-        guess: tuple[_native.Matrix | None, _native.Matrix | None, float, int] = (None, None, 0.0, 0)
-        if predictor is not None:
-            about, inner, outer = predictor[0], self._pack(predictor[1]), self._pack(predictor[2])
-            guess = inner, outer, about.threshold, about.floor
-            ffn.predictor = inner.nbytes + outer.nbytes
-        ffn.op.sparsify(self._workspace, bundles, *guess, threshold, recall_every)
+        bundles = self._bundles(layer, layout, rows, ffn.neurons, *ffn.biases)
+        selects, nbytes = self._predictor(predictor)
+        ffn.op.sparsify(bundles, selects, threshold, recall_every)
+        ffn.predictor = nbytes
         ffn.op.dense_above = dense_above
         ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
 
