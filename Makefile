@@ -65,7 +65,7 @@ test: $(VENV)/stamp-dev
 check: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run -Werror powerinfer/csrc/*.cpp powerinfer/csrc/*.h
+	@$(BIN)/clang-format --dry-run -Werror powerinfer/csrc/*.cpp powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
 fuzz: $(VENV)/stamp-dev

@@ -33,7 +33,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
-from powerinfer.hybrid import vram  # noqa: E402
+from powerinfer.hybrid import resolve, vram  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
@@ -282,8 +282,10 @@ def test_budgets_that_cannot_be_held(tmp_path: Path, measured: list[int]) -> Non
     with pytest.raises(PowerInferError, match=said) as caught:
         load_within(path, quantize, dense - (1 << 12))
     assert "\n" not in str(caught.value)
+    model, work = checkpoint_model(open_checkpoint(path, quantize)), Workload("f16", CONTEXT, CHUNK, REQUESTS)
+    one_layer = sum(on_gpu(model, machine(RESERVED), work, 1, False, dense=True).values())
     with pytest.raises(PowerInferError, match=said):
-        load_within(path, quantize, dense - (1 << 12), selector="all")
+        load_within(path, quantize, one_layer, selector="all")
     planned = make_plan(request_of(path, quantize, 99))
     assert not planned.neurons[0][Tier.CPU], "RAM has no room for neurons"
     with pytest.raises(PowerInferError, match=r"needs .* more of RAM or VRAM"):
@@ -304,8 +306,63 @@ def test_a_gpu_that_runs_out_of_memory(tmp_path: Path, measured: list[int], monk
         return 0
 
     monkeypatch.setattr(vram, "rehearsed", rehearsed)
-    with LLM(path, **OPTIONS, gpu="cpu") as llm:  # of four groups, the last of each layer half as large
-        assert GROUP + 32 <= sum(len(ffn.hot) for ffn in llm._sparsity.ffns) <= 2 * GROUP  # type: ignore[union-attr]
+    with LLM(path, **OPTIONS, gpu="cpu") as llm:  # of four groups, the last of each layer half as large: one, then two
+        assert 32 <= sum(len(ffn.hot) for ffn in llm._sparsity.ffns) <= GROUP  # type: ignore[union-attr]
     del left[0]
     with pytest.raises(GpuMemoryError, match="ran out of memory while it was tried"):
         LLM(path, **OPTIONS, gpu="cpu")
+
+
+def test_whole_layers_leave_until_the_budget_holds(tmp_path: Path, measured: list[int]) -> None:
+    """First the head, then the layers; `auto` ends on the CPU and says why."""
+    path, quantize = models(tmp_path, "llama")
+    with load_within(path, quantize, 1 << 30, selector="all") as llm:
+        assert llm.choices["gpu"].startswith("2 layers and the head on cpu")
+        wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
+    with load_within(path, quantize, measured[-1] + RESERVED - 1, selector="all") as llm:
+        assert llm.choices["gpu"].startswith("2 layers on cpu")
+        assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
+    with load_within(path, quantize, measured[-1] + RESERVED - 1, selector="all") as llm:
+        assert llm.choices["gpu"].startswith("1 layer on cpu")
+        assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
+
+
+def test_auto_ends_on_the_cpu(tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason, wherever the device ran out of memory."""
+    path, _ = models(tmp_path, "llama")
+
+    def rehearsed(*_: Any) -> int:
+        raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
+
+    monkeypatch.setattr(vram, "rehearsed", rehearsed)
+    monkeypatch.setattr(resolve, "wanted_gpu", lambda _: ("cpu", "chosen"))
+    for selector in ("all", "exact"):
+        with LLM(path, **OPTIONS, gpu="auto", selector=selector) as llm:
+            assert llm.choices["gpu"].startswith("none (the GPU ran out of memory while it was tried")
+            assert llm.generate([[5, 9, 2]], SHORT)
+
+
+def test_neurons_take_what_was_estimated_too_high(
+    tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measured working memory replaces the estimate once; later starts place the same neurons at once."""
+    path, quantize = models(tmp_path, "llama")
+    group = GROUP * checkpoint_model(open_checkpoint(path, quantize)).gpu_neuron
+    with load_within(path, quantize, 1 << 30) as llm:
+        every = sum(len(ffn.hot) for ffn in llm._sparsity.ffns)  # type: ignore[union-attr]
+        wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
+        working = llm._executor.gpu.memory()["scratch"] + passed(llm._executor, tmp_path)  # type: ignore[union-attr]
+    (Path(f"{path}.powerinfer") / "memory.json").unlink()
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: working + working // 4)
+    plan = make_plan(request_of(path, quantize, 99))
+    budget = RESERVED + plan.request.vram_for(2) - group // 2  # by the estimate, for one group
+    hot: list[list[list[int]]] = []
+    for start, calls in enumerate((2, 1)):
+        measured.clear()
+        with load_within(path, quantize, budget) as llm:
+            ffns = llm._sparsity.ffns  # type: ignore[union-attr]
+            hot.append([ffn.hot.tolist() for ffn in ffns])
+            assert len(measured) == calls and "% since memory was measured" in llm.choices["gpu"], start
+            assert sum(held_on_gpu(llm._executor, ffns).values()) + passed(llm._executor, tmp_path) <= budget - RESERVED
+            assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
+    assert hot[0] == hot[1] and GROUP < sum(map(len, hot[0])) <= every

@@ -7,9 +7,10 @@ thousands (Higham and Mary, 2019). The native program may stray twice as far as 
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -528,7 +529,7 @@ def test_only_the_logits_asked_for_are_written() -> None:
     assert weights.s.vocab == 45
 
 
-def test_two_threads_of_python_may_run_a_program() -> None:
+def test_two_threads_of_python_may_run_a_program(request: pytest.FixtureRequest) -> None:
     """Steps of other positions between the parts of none: each has the angles of its own."""
     weights, program, step_of = simple()
     del weights
@@ -548,6 +549,8 @@ def test_two_threads_of_python_may_run_a_program() -> None:
         wrong.extend(first for _ in range(2000) if not same_bits(run(first), wanted[first]))
 
     threads = [threading.Thread(target=check, args=(first,)) for first in wanted]
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)  # they take turns often
     for thread in threads:
         thread.start()
     for thread in threads:

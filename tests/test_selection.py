@@ -127,6 +127,42 @@ def test_nobody_else_knows_what_auto_means() -> None:
                 assert not (given & names and ("rectified" in asks.lower() or "activation" in asks)), f"{path}: {asks}"
 
 
+AUTO = {  # where "auto" is compared or listed; what a selector auto stands for is asked of selection.auto, not decided
+    "cli/eval.py": ["('auto', 'all')"],
+    "cli/pack.py": ["('auto', 'f16', 'bf16', 'q8_0', 'q4_0')", "name == 'auto'"],
+    "config.py": [
+        "('auto', 'all', 'exact', 'predicted', 'threshold')",
+        "('auto', 'cpu', 'cuda')",
+        "('auto', 'q8_0', 'f16')",
+    ],
+    "devices/wanted.py": ["engine.gpu != 'auto'"],
+    "hardware/measure.py": ["engine.gpu != 'auto'"],
+    "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
+    "placement/request.py": ["selector == 'auto'", "selector == 'auto'"],
+    "prepare/pipeline.py": [
+        "('auto', 'predicted')",
+        "('auto', 'predicted')",
+        "self.engine.selector != 'auto'",
+        "self.engine.selector != 'auto'",
+    ],
+    "prepare/training.py": ["config.type != 'auto'"],
+}
+
+
+def test_whoever_looks_for_auto_is_known() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        texts = []
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.keys if isinstance(node, ast.Dict) else list(ast.iter_child_nodes(node))
+            looks = isinstance(node, (ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Set, ast.MatchValue))
+            if looks and any(isinstance(part, ast.Constant) and part.value == "auto" for part in parts):
+                texts.append(ast.unparse(node))
+        if texts and path != Path(selection.__file__):
+            found[path.relative_to(PACKAGE).as_posix()] = sorted(texts)
+    assert found == AUTO
+
+
 def test_a_load_opens_what_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from powerinfer.formats import bundle_file
 

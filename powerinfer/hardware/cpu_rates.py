@@ -260,11 +260,9 @@ class _CpuSamples(Samples):
             for way, group in ways.items():
                 for layer in range(layers):
                     executor.set_ways(layer, {1: way})
-                yield from self._fractions(executor, layers, group)
+                yield from self._fractions(executor, group)
 
-    def _fractions(
-        self, executor: CpuExecutor, layers: int, group: FitGroup
-    ) -> Iterator[tuple[FitGroup, float, float, float]]:
+    def _fractions(self, executor: CpuExecutor, group: FitGroup) -> Iterator[tuple[FitGroup, float, float, float]]:
         """(group, rows, bytes, seconds) of each fraction: means over its layers of medians over the steps."""
         table: list[list[tuple[float, float, float]]] = []
         with executor.timed():

@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
+from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.checkpoint import Progress
-from powerinfer.hybrid.resolve import Resolved
+from powerinfer.hybrid.resolve import Resolved, with_fewer_layers, without_gpu
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.models.blocks import SplitFfns
+    from powerinfer.placement.plan import Plan
 
 Sample = Callable[[], Sequence[int]]
 """Returns the token ids of a text for measuring the model's speed."""
@@ -27,12 +29,25 @@ def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None 
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
 
-    if resolved.gpu is not None:
-        return _load_beside_gpu(resolved, sample, progress)
+    while resolved.gpu is not None:
+        try:
+            return _load_beside_gpu(resolved, sample, progress)
+        except GpuMemoryError as error:
+            resolved = _smaller(resolved, error)
     checkpoint, engine = resolved.checkpoint, resolved.engine
     executor = load(checkpoint, engine, progress, resolved.kv_room)
     executor.choices["gpu"] = f"none ({resolved.why})"
     return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
+
+
+def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
+    """What to load instead: fewer whole layers or, with `--gpu auto`, none. The problem again if there is nothing."""
+    fewer = with_fewer_layers(resolved) if resolved.plan is None else None
+    if fewer is not None:
+        return fewer
+    if resolved.engine.gpu != "auto" or resolved.engine.adjust:
+        raise problem
+    return without_gpu(resolved, str(problem))
 
 
 def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress | None = None) -> SplitExecutor:
@@ -79,33 +94,79 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
 
 
 def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
+    if resolved.plan is not None:
+        return _load_neurons(resolved, resolved.plan, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
 
-    split = None if resolved.plan is None else _planned_split(resolved)
-    executor = load_split(resolved, split, progress)
+    executor = load_split(resolved, None, progress)
     executor.choices["gpu"] += f", {resolved.why}"
     try:
-        sparsity = Sparsity() if split is None else _settled(executor, resolved, split, sample, progress)
-        held = hold_budget(executor, resolved.engine.max_batch, resolved.vram, resolved.plan, split)
-        if held is not None and held is not resolved.plan:
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram)
+    except BaseException:
+        executor.close()
+        raise
+    sparsity = Sparsity()
+    executor.choices["selector"] = f"{sparsity.selector} (layers as a whole)"
+    return executor, sparsity
+
+
+def _load_neurons(
+    resolved: Resolved, plan: Plan, sample: Sample, progress: Progress | None
+) -> tuple[SplitExecutor, Sparsity]:
+    """The model with its neurons placed by the plan, or by a better one once memory is measured."""
+    from powerinfer.hybrid.vram import SavedMemory, hold_budget
+    from powerinfer.kernels.gpu import FEW
+
+    saved = SavedMemory(resolved)
+    earlier = saved.plan(plan)
+    executor, split, placed = _load_planned(resolved, earlier or plan, progress)
+    executor.choices["gpu"] += f", {resolved.why}"
+    try:
+        if split.stage is not None:
+            split.stage.least = FEW + 1  # what streaming passes on is part of the largest steps
+        replan = earlier is None and placed is plan
+        held, measured = hold_budget(executor, resolved.engine.max_batch, resolved.vram, placed, split, replan=replan)
+        assert held is not None
+        if measured and held is not earlier:
+            saved.keep(held)
+        if held is not plan:
             executor.choices["gpu"] += f", {100 * held.choice.mass_on_gpu:.0f} % since memory was measured"
+        if split.stage is not None:
+            split.stage.least = None
+        sparsity = _settled(executor, resolved, split, sample, progress)
         sparsity.clear()  # counts of the measurements
     except BaseException:
         executor.close()
         raise
-    how = "layers as a whole" if split is None else "neurons on both devices"
-    executor.choices["selector"] = f"{sparsity.selector} ({how})"
+    executor.choices["selector"] = f"{sparsity.selector} (neurons on both devices)"
     return executor, sparsity
 
 
-def _planned_split(resolved: Resolved) -> NeuronSplit:
+def _load_planned(resolved: Resolved, plan: Plan, progress: Progress | None) -> tuple[SplitExecutor, NeuronSplit, Plan]:
+    """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded."""
+    from powerinfer.hybrid.vram import less_after_failure
+
+    failures = 0
+    while True:
+        try:
+            split = _planned_split(resolved, plan)
+            return load_split(resolved, split, progress), split, plan
+        except GpuMemoryError:
+            failures += 1
+            less = less_after_failure(plan, failures)
+            if less is None or not less.fits:
+                raise
+            plan = less
+
+
+def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
     """The neurons of the GPU's layers, where the plan places them."""
     from powerinfer.devices.stage import Stage
     from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.hybrid.ffn import NeuronSplit
 
-    plan, selection = resolved.plan, resolved.selection
-    assert plan is not None and selection.bundles is not None and resolved.gpu is not None
+    selection = resolved.selection
+    assert selection.bundles is not None and resolved.gpu is not None
     stage = None
     if plan.staging:
         with gpu_failures("making room for prompts", "give less --vram"):

@@ -78,6 +78,30 @@ def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | 
     return _on_cpu(Resolved(checkpoint, engine, selection, why=why))
 
 
+def without_gpu(resolved: Resolved, why: str) -> Resolved:
+    """The same on the CPU alone. why: the reason, for people. RequestError if --ram is too little for that."""
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    return _on_cpu(Resolved(checkpoint, engine, select(checkpoint, engine), why=why))
+
+
+def with_fewer_layers(resolved: Resolved) -> Resolved | None:
+    """Without the head on the GPU or, if it is not there, one layer less; None if one layer is left.
+
+    Only where layers are on the GPU as a whole. RequestError if --ram does not hold the rest.
+    """
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.shapes import checkpoint_model
+
+    assert resolved.plan is None and resolved.gpu is not None
+    layers = resolved.gpu_layers - (not resolved.gpu_head)
+    if not layers:
+        return None
+    if resolved.engine.ram is not None:
+        model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
+        _check_ram(resolved.engine, model, measured(resolved.engine, gpu=resolved.gpu), layers, False)
+    return replace(resolved, gpu_layers=layers, gpu_head=False)
+
+
 # ---------------------------------------------------------------- the CPU alone
 
 
@@ -187,21 +211,28 @@ def _beside_gpu(
 
 def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | str:
     """The first layers on the GPU, as many as fit into --vram."""
-    from powerinfer.placement.budget import budgets, gib, in_ram, layers_that_fit
+    from powerinfer.placement.budget import budgets, layers_that_fit
 
     engine = resolved.engine
     work, (vram, _) = _workload(model, engine, "all"), budgets(hardware, engine.vram, None)
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
     if not layers:
         return "the budget does not hold one layer"
-    needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
+    _check_ram(engine, model, hardware, layers, head)
+    why = f"whole layers ({resolved.selection.why})"
+    return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
+
+
+def _check_ram(engine: EngineConfig, model: Model, hardware: Hardware, layers: int, head: bool) -> None:
+    """RequestError if --ram does not hold what is left beside the first layers, as a whole on the GPU."""
+    from powerinfer.placement.budget import gib, in_ram
+
+    needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
     if engine.ram is not None and needed > engine.ram:
         raise RequestError(
             f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "
             f"{gib(needed)}, or more --vram"
         )
-    why = f"whole layers ({resolved.selection.why})"
-    return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
 
 
 def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_in: bool) -> Resolved | str:

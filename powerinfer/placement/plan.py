@@ -354,21 +354,33 @@ def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
     RequestError if they do not fit into RAM either, and there is no disk.
     """
     claims = plan.claims
-    left = sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron - lacking
+    spare = claims.gpu_left - sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron
+    return with_working_memory(plan, claims.gpu["scratch"] + spare + lacking)
+
+
+def with_working_memory(plan: Plan, nbytes: int) -> Plan | None:
+    """The plan with `nbytes` of working memory on the GPU in place of its own; None if they leave less than nothing.
+
+    The dense parts stay where they are, and only the request's own policy is solved. RequestError if the neurons do not
+    fit into RAM either, and there is no disk.
+    """
+    claims = plan.claims
+    left = claims.gpu_left + claims.gpu["scratch"] - nbytes
     if left < 0:
         return None
-    gpu = claims.gpu | {"scratch": claims.gpu["scratch"] + claims.gpu_left - left}
-    return _solved(plan.request, replace(claims, gpu=gpu, gpu_left=left))
+    claims = replace(claims, gpu=claims.gpu | {"scratch": nbytes}, gpu_left=left)
+    return _solved(plan.request, claims, (plan.request.policy,))
 
 
-def _solved(request: PlanRequest, claims: Claims) -> Plan:
-    """Place the neurons into the memory that the dense parts leave."""
+def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLICIES) -> Plan:
+    """Place the neurons into the memory that the dense parts leave. policies: those to solve, the request's own too."""
     tables = {False: _tables(request, claims, _orders(request, "time"))}
-    tables[True] = _tables(request, claims, _orders(request, "random")) if claims.gpu_layers else tables[False]
+    shuffled = claims.gpu_layers and "random" in policies
+    tables[True] = _tables(request, claims, _orders(request, "random")) if shuffled else tables[False]
     others: dict[str, Choice] = {}
-    for policy in reversed(POLICIES):  # `time` starts with the answers of the others
+    for policy in reversed(policies):  # `time` starts with the answers of the others
         others[policy] = _choose(request, claims, tables[policy == "random"], policy, others)
-    others = {policy: others[policy] for policy in POLICIES}
+    others = {policy: others[policy] for policy in policies}
     choice = others[request.policy]
     helps = _helps(request, claims, choice, tables[False])
     return Plan(request, claims, choice, others, _reasons(request, claims, choice), helps)
