@@ -437,7 +437,7 @@ def test_trades_are_clear_ones() -> None:
     hot, cold = np.array([1, 2, 4], np.int32), np.array([0, 3, 5, 6, 7], np.int32)
     leave, come = trades(fired, hot, cold)
     assert list(leave) == [1, 4, 2] and list(come) == [6, 0, 5]
-    assert list(trades(fired, hot, cold, most=1)[1]) == [6]
+    assert list(trades(fired, hot, cold, limit=1)[1]) == [6]
     leave, come = trades(fired, np.array([2, 7], np.int32), np.array([3], np.int32))
     assert len(leave) == len(come) == 0
     assert len(trades(fired, np.array([], np.int32), cold)[0]) == 0
