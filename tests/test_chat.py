@@ -880,18 +880,19 @@ def test_a_harmful_template_ends_soon_and_small(source: str, monkeypatch: pytest
 
     monkeypatch.setattr(sandbox, "SECONDS", 0.3)
     before, used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    begin, processor = time.monotonic(), time.process_time()
+    begin, processor = time.monotonic(), time.thread_time()
     with pytest.raises(ModelError) as caught:
         ChatTemplate(source).render([USER])
     assert len(str(caught.value).splitlines()) == 1
-    assert time.process_time() - processor < 0.2, "nothing of it runs here"
+    assert time.thread_time() - processor < 0.2, "nothing of it runs here"
     assert time.monotonic() - begin < sandbox.WAIT + 2
     sandbox.stop()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss  # KiB
     assert grown < 20 * 1024
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # the largest child so far, which may have been another test's
-    assert children.ru_maxrss * 1024 < max(used.ru_maxrss * 1024 + 1, 1.2 * sandbox.MEMORY)
+    # the largest child so far may have been another test's; and a child begins with the size of this process
+    largest = 1.02 * max(used.ru_maxrss, before.ru_maxrss)
+    assert children.ru_maxrss < max(largest, 1.2 * sandbox.MEMORY / 1024)
     assert children.ru_utime - used.ru_utime < 1.5, "start, compiling, 0.3 s"
 
 

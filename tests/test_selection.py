@@ -137,6 +137,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "hardware/measure.py": ["engine.gpu != 'auto'"],
+    "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
     "placement/request.py": ["selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
