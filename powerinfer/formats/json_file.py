@@ -5,7 +5,7 @@
 The type hints are the schema. Of the types bool, int, float, str, Literal, `X | None`, list, tuple, dict (with keys of
 str or int), Mapping, dataclasses and Any; `Annotated[int, Between(0, 9)]` and `Annotated[str, Length(80)]` set limits.
 A field with a default may be absent; one that the dataclass lacks is an error, unless the class has `others = True`.
-true is no number, NaN and infinity are no floats. ValueError, TypeError or ArithmeticError from `__post_init__` is
+true is not a number, NaN and infinity are not floats. ValueError, TypeError or ArithmeticError from `__post_init__` is
 reported like any other mistake.
 """
 
@@ -66,7 +66,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
 def read_limited(path: Path, limit: int, pipe: bool = False) -> bytes:
     """The bytes of a file; RequestError if it cannot be read, ModelError if there are more than `limit`.
 
-    pipe: also what is no regular file, as a path of the user's may be; reading it may wait for its writer.
+    pipe: accept pipes too, for paths that the user gave; reading one waits for its writer.
     """
     flags = 0 if pipe else getattr(os, "O_NONBLOCK", 0)  # opening a named pipe waits for a writer
     try:

@@ -315,7 +315,7 @@ void test_activate(const PiKernels* kernels) {
   const float threshold = 0.01f;
   for (int act = 0; act < PI_N_ACTS; act++) {
     Check check(std::string(kernels->name) + " activate " + ACTIVATIONS[act]),
-        none(std::string(kernels->name) + " activate keeps what is no number " + ACTIVATIONS[act]);
+        none(std::string(kernels->name) + " activate propagates NaN: " + ACTIVATIONS[act]);
     for (int64_t n : {16, 48, 1536}) {
       Random r((uint64_t)n);
       std::vector<float> gate = r.normals(n, 8), up = r.normals(n);
