@@ -11,7 +11,7 @@ import nanobind.stubgen
 
 from powerinfer import _native
 
-STUB = Path(_native.__file__).with_name("_native.pyi")
+STUB = Path(__file__).parent.parent / "powerinfer" / "_native.pyi"  # an editable installation has it nowhere else
 
 
 def generated() -> str:
