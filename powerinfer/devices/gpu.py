@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_weights import GpuNorm, Matrices, StoredMatrix
 from powerinfer.devices.link import Link
@@ -23,6 +24,7 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
+from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 
@@ -30,11 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 else:
     Tensor = device = Any
-
-Float32 = NDArray[np.float32]
-
-Rotation = tuple[Float32, float]
-"""A rotary embedding: float32 [rotated pairs], radians per position; factor of sine and cosine."""
 
 
 class GpuLayers:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels.cpu import NEURON_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 
 def link_bytes(max_tokens: int, d_model: int, neurons: int) -> int:

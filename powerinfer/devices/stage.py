@@ -28,15 +28,13 @@ from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels import gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.system import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 PIECE = 32 << 20
 """Maximum bytes of a buffer: large enough for the bus's full speed, and small compared with a layer."""

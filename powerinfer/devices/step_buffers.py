@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import import_torch
+from powerinfer.formats.quant import Float32
 from powerinfer.kernels import cpu
 from powerinfer.kernels.gpu_types import tensor_bytes
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 else:
     Tensor = device = Any
-
-Float32 = NDArray[np.float32]
 
 
 class StepBuffers:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hybrid.resolve import Resolved, with_fewer_layers, without_gpu
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Sample = Callable[[], Sequence[int]]
 """Returns the token ids of a text for measuring the model's speed."""
 
 
-def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None = None) -> tuple[Executor, Sparsity]:
+def load_resolved(resolved: Resolved, sample: Sample, progress: Progress = silent) -> tuple[Executor, Sparsity]:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
@@ -50,7 +50,7 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     return without_gpu(resolved, str(problem))
 
 
-def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress | None = None) -> SplitExecutor:
+def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. Raises as
@@ -93,7 +93,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     return SplitExecutor(cpu, gpu)
 
 
-def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
+def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
@@ -110,9 +110,7 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | No
     return executor, sparsity
 
 
-def _load_neurons(
-    resolved: Resolved, plan: Plan, sample: Sample, progress: Progress | None
-) -> tuple[SplitExecutor, Sparsity]:
+def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
     from powerinfer.hybrid.vram import SavedMemory, hold_budget
     from powerinfer.kernels.gpu import FEW
@@ -142,7 +140,7 @@ def _load_neurons(
     return executor, sparsity
 
 
-def _load_planned(resolved: Resolved, plan: Plan, progress: Progress | None) -> tuple[SplitExecutor, NeuronSplit, Plan]:
+def _load_planned(resolved: Resolved, plan: Plan, progress: Progress) -> tuple[SplitExecutor, NeuronSplit, Plan]:
     """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded."""
     from powerinfer.hybrid.vram import less_after_failure
 
@@ -176,7 +174,7 @@ def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
 
 
 def _settled(
-    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress | None
+    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress
 ) -> Sparsity:
     """The `Sparsity` of the split layers, after the crossing is measured."""
     from powerinfer.hybrid.crossing import settle

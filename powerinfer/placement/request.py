@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,11 @@ from powerinfer.placement.shapes import (
     find_shape,
     law_of,
 )
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto, check_suited
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
 
 _LIMIT = 1 << 16
 """Requests, and tokens of a prompt at once."""
@@ -85,8 +85,8 @@ def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
 def machine(
     planning: PlanConfig,
     engine: EngineConfig,
-    progress: Progress | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = silent,
+    say: Say = silent,
 ) -> Hardware:
     """The machine that is planned for: a described one, else this one, measured. say: takes remarks for people."""
     from powerinfer.hardware.measure import gpu_beside, measured

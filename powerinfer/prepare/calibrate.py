@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
 from powerinfer.prepare.counting import run_windows
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Progress
     from powerinfer.neurons import Counts
     from powerinfer.prepare.corpus import Windows
 
@@ -69,7 +69,7 @@ def _spread(items: Sequence[int], limit: int) -> list[int]:
 
 
 def measure_magnitudes(
-    executor: CpuExecutor, windows: Windows, which: Sequence[int], layers: int, progress: Progress | None = None
+    executor: CpuExecutor, windows: Windows, which: Sequence[int], layers: int, progress: Progress = silent
 ) -> Counts:
     """Histograms of the magnitudes of the layers' activations over some windows: int64 [layers, bins]."""
     found: dict[int, Counts] = {}
@@ -84,8 +84,7 @@ def measure_magnitudes(
     with executor.observed(Adder(), [0.0] * layers, measure=True):
         for done, window in enumerate(which):
             run_windows(executor, windows.ids[window : window + 1])
-            if progress is not None:
-                progress("measuring activations", done + 1, len(which))
+            progress("measuring activations", done + 1, len(which))
     return np.stack([found[layer] for layer in range(layers)])
 
 

@@ -24,11 +24,12 @@ from powerinfer.formats.prepared import PROFILE_STATE, SAMPLES, PreparedFile
 from powerinfer.formats.profile_file import BINS, ProfileFile, open_profile_file, write_profile
 from powerinfer.formats.samples_file import SamplesWriter, open_samples, write_samples
 from powerinfer.neurons import Counts, Profile
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
     from powerinfer.config import ModelConfig
     from powerinfer.devices.cpu import CpuExecutor, Fired
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.prepare.corpus import Windows
 
 SAVE_EVERY = 20.0  # seconds
@@ -235,7 +236,7 @@ def count(
     state: State,
     thresholds: tuple[float, ...] | None = None,
     calibration: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> ProfileFile:
     """Count what fires, from where `state` is, and write the profile and its samples beside the saved state.
 
@@ -307,7 +308,7 @@ def _count(
     state: State,
     thresholds: tuple[float, ...] | None,
     samples: SamplesWriter | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Fill the state, and write the samples."""
     windows = saved.task.windows
@@ -323,8 +324,7 @@ def _count(
                 if samples is not None:
                     samples.sync()
                 saved.save(state)
-            if progress is not None:
-                progress("profiling", last * windows.size, windows.tokens)
+            progress("profiling", last * windows.size, windows.tokens)
     if samples is not None:
         samples.sync()
         saved.save(state)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.prepare.counting import Task
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.plan import PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
 DONE, SKIPPED, NOT_NEEDED = "done", "skipped", "not needed"
 SPARE = 16 << 20  # bytes of the disk that small files may take
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Work:
     task: Task
     train: bool = True
     force: bool = False
-    say: Say = lambda line: None
+    say: Say = silent
     hardware: Hardware | None = field(default=None, init=False)
     plan: PlanDocument | None = field(default=None, init=False)
     plan_path: Path = field(default=Path(), init=False)
