@@ -403,18 +403,20 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     weights = [file for file in sorted(available) if _WEIGHTS.fullmatch(file)]
     if tag is None and weights and "config.json" in available:
         return [*(file for file in _FOLDER_FILES if file in available), *weights]
-    wanted = tag or "Q4_K_M"
-    named = [stem for stem in ggufs if re.search(rf"(^|[-._/]){re.escape(wanted)}($|[-._/])", stem, re.IGNORECASE)]
+    quantisation = tag or "Q4_K_M"
+    matching = [
+        stem for stem in ggufs if re.search(rf"(^|[-._/]){re.escape(quantisation)}($|[-._/])", stem, re.IGNORECASE)
+    ]
     if tag is None and len(ggufs) == 1:
-        named = list(ggufs)
-    if len(named) == 1:
-        return ggufs[named[0]]
+        matching = list(ggufs)
+    if len(matching) == 1:
+        return ggufs[matching[0]]
     if not ggufs:
         raise RequestError(f"{repository} holds no model this engine reads: neither safetensors nor GGUF files")
     choices = ", ".join(stem.rsplit("/", 1)[-1] for stem in list(ggufs)[:12])
-    count = f"{len(named)} GGUF models" if named else "no GGUF model"
+    count = f"{len(matching)} GGUF models" if matching else "no GGUF model"
     raise RequestError(
-        f"{repository} has {count} named {wanted}; write {repository}:TAG with a TAG that picks one of: {choices}"
+        f"{repository} has {count} named {quantisation}; write {repository}:TAG with a TAG that picks one of: {choices}"
     )
 
 

@@ -446,7 +446,7 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path) -> None:
     assert left_in(tmp_path / "stopped") == left_in(tmp_path / "whole")
 
 
-def test_what_was_kept_under_other_options_is_made_anew(model: Path, tmp_path: Path) -> None:
+def test_what_was_kept_under_other_options_is_made_again(model: Path, tmp_path: Path) -> None:
     path = copied(model, tmp_path)
     checkpoint = open_checkpoint(path)
 
@@ -464,7 +464,7 @@ def test_what_was_kept_under_other_options_is_made_anew(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["cut", "other key", "other point", "no rank"])
-def test_damaged_leftovers_are_made_anew(model: Path, tmp_path: Path, damage: str) -> None:
+def test_damaged_leftovers_are_made_again(model: Path, tmp_path: Path, damage: str) -> None:
     path = copied(model, tmp_path)
     checkpoint = open_checkpoint(path)
     work = training._Work(checkpoint, None, UNREACHED, open_samples(checkpoint), "cpu", silent)

@@ -151,7 +151,7 @@ class Checkpoint:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
     def skip(self, name: str) -> None:
-        """Count a tensor as taken without reading it, because what it holds is had from elsewhere.
+        """Count a tensor as taken without reading it, because its contents come from elsewhere.
 
         ModelError if it is missing.
         """
@@ -167,7 +167,7 @@ class Checkpoint:
         self._progress("converting weights", min(self._converted, self._to_convert), self._to_convert)
 
     def finish(self) -> None:
-        """ModelError naming the tensors that nobody took: the model would run without part of itself.
+        """ModelError naming the tensors that were not taken: the model would run without part of itself.
 
         Predictors may be left over: they are optional.
         """
@@ -177,7 +177,7 @@ class Checkpoint:
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
 
     def release(self) -> None:
-        """Give back the memory of what was read from the files so far. Views stay valid: pages come back on access."""
+        """Release the memory of the pages read so far. Views stay valid: pages come back on access."""
         for file in self._files:
             file.release()
 

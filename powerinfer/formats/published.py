@@ -43,7 +43,7 @@ def open_published(file: GGUFFile) -> Source:
 
 
 def _threshold(file: GGUFFile) -> float:
-    """What the predictors' outputs are compared with."""
+    """The threshold of the predictors' outputs."""
     fields = Fields(file.metadata, str(file.path), prefix="powerinfer.")
     threshold = fields.number("sparse_threshold", -MAX_SCALE, MAX_SCALE, 0.0)
     unread = fields.unread()

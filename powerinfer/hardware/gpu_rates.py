@@ -63,7 +63,7 @@ MOST_CONTEXT = 1 << 30
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
 _WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
-_SAMPLE_SECONDS = 0.3  # after which a sample gets no more steps than the least
+_SAMPLE_SECONDS = 0.3  # after which a sample gets only the minimum of steps
 _LEAST_STEPS = 3
 _LAYER_OPERATORS = 4  # attention's input, attention, projection, FFN
 _FEW_FIRE = 0.1  # of the neurons, where an FFN's fixed time is measured
@@ -89,7 +89,7 @@ def gpu_name(name: str) -> str:
 
 
 def software(name: str) -> dict[str, str]:
-    """What a GPU's rates depend on besides the engine: its kind, and the versions of the software."""
+    """Everything but the engine that a GPU's rates depend on: its model, and the versions of the software."""
     import torch
 
     triton = "none"
@@ -162,12 +162,12 @@ def with_free_memory(device: Device, name: str) -> Device:
 
 
 def _memory(name: str, reserved: int) -> int:
-    """What is free, and what is reserved, which was taken when it was measured."""
+    """Free memory, and the reserved part, which was in use when it was measured."""
     return max(1, free_memory(name) + reserved)
 
 
 def _driver_bytes(chosen: device) -> int:
-    """What is in use on a card beside torch's own memory: the driver's part, and other processes'."""
+    """Bytes in use on a card beside torch's own: the driver's part, and other processes'."""
     import torch
 
     if chosen.type != "cuda":

@@ -1,4 +1,4 @@
-"""What the rates of CPU and GPU are measured through: random layers and neurons, and the fit of their times."""
+"""Samples for measuring the rates of CPU and GPU: random layers and neurons, and the fit of their times."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Samples:
         return layout, bundles
 
 
-# ---------------------------------------------------------------- what the times say
+# ---------------------------------------------------------------- fits
 
 
 @dataclass(frozen=True)
@@ -136,5 +136,5 @@ def fit_rows(times: Sequence[tuple[FitGroup, float, float, float]], peak_gb_s: f
 
 
 def figure(value: float) -> float:
-    """Four digits: a measurement has no more."""
+    """Rounded to four digits, the precision of a measurement."""
     return float(f"{value:.4g}")

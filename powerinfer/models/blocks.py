@@ -27,7 +27,7 @@ Norm = TypeVar("Norm")
 
 OwnFfn = Callable[[Norm | None, Sequence[Vector], Norm | None], None]
 """Wires an FFN whose matrices are not the checkpoint's: called with its norm, the biases of gate, up and down, and the
-norm of what it adds."""
+norm of its output."""
 
 SplitFfns = Callable[["CpuExecutor", "GpuLayers", int, Sequence[Vector]], "FfnParts"]
 """Makes the FFN of a layer on a GPU as a sum of parts, given the biases of gate, up and down; that of down is added by

@@ -97,10 +97,10 @@ def thresholds_at(magnitudes: Counts, quantile: float) -> tuple[float, ...]:
     found = []
     for bins in magnitudes:
         below = np.concatenate([[0], np.cumsum(bins)])
-        wanted = quantile * below[-1]
-        at = int(np.searchsorted(below, wanted, side="right")) - 1
+        rank = quantile * below[-1]
+        at = int(np.searchsorted(below, rank, side="right")) - 1
         at = min(at, len(bins) - 1)
-        part = (wanted - below[at]) / bins[at] if bins[at] else 0.0
+        part = (rank - below[at]) / bins[at] if bins[at] else 0.0
         found.append(float(edges[at] + part * (edges[at + 1] - edges[at])))
     return tuple(found)
 

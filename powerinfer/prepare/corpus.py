@@ -57,14 +57,14 @@ class Corpus:
                 yield from _documents(file, path) if path.suffix.lower() in JSONL else _pieces(file, path)
 
 
-def open_corpora(named: Sequence[str]) -> list[Corpus]:
+def open_corpora(names: Sequence[str]) -> list[Corpus]:
     """The corpora of --corpus options, by default the built-in sample; their contents are not read yet.
 
     RequestError for a path that does not exist or has no texts, and for duplicates.
     """
-    if not named:
+    if not names:
         return [Corpus(SAMPLE, ())]
-    paths = [Path(name).expanduser() for name in named]
+    paths = [Path(name).expanduser() for name in names]
     for path in paths:
         if "\0" in str(path):
             raise RequestError(f"corpus {shown(path)} cannot be the name of a file")

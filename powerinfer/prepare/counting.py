@@ -138,12 +138,12 @@ class Saved:
             return None
         state.windows, state.measured = saved.windows, dict(saved.measured)
         for name in State._ARRAYS:
-            found, wanted = tensors.get(name), getattr(state, name)
+            found, own = tensors.get(name), getattr(state, name)
             if found is None and name == "magnitudes":
                 continue
-            if found is None or found.type != "I64" or len(found.shape) != wanted.ndim:
+            if found is None or found.type != "I64" or len(found.shape) != own.ndim:
                 return None
-            if found.shape[0] != len(wanted) or (name != "magnitudes" and found.shape != wanted.shape):
+            if found.shape[0] != len(own) or (name != "magnitudes" and found.shape != own.shape):
                 return None
             setattr(state, name, np.frombuffer(found.data.tobytes(), "<i8").astype(np.int64).reshape(found.shape))
         return state if self._can_be(state) else None

@@ -1,7 +1,7 @@
 """The steps of `powerinfer prepare`: measure, profile, train, pack, plan, report.
 
-Each step makes what the command of its name makes, unless that is up to date, so an interrupted run resumes. `check`
-and `check_budgets` find what would stop the work later.
+Each step does the work of the command of its name, unless its result is up to date, so an interrupted run resumes.
+`check` and `check_budgets` find errors that would stop the work later.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _not_needed(why: str) -> Outcome:
     return Outcome(NOT_NEEDED, why, {"path": None, "why": why})
 
 
-# ---------------------------------------------------------------- what can be known beforehand
+# ---------------------------------------------------------------- checks before the work
 
 
 def check(work: Work) -> None:

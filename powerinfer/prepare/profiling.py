@@ -49,7 +49,7 @@ def check(options: ProfileConfig) -> None:
 
 
 def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Progress = silent) -> Task:
-    """Read the corpus; what is to be counted in it. say: receives notes for the user.
+    """Read the corpus, and define the counting task. say: receives notes for the user.
 
     RequestError for a corpus that cannot be read, or options that the model cannot meet.
     """
@@ -121,7 +121,7 @@ def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progre
 def _calibrated(
     executor: CpuExecutor, saved: Saved, state: State, cost: float, progress: Progress
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """(thresholds of the layers, what they cost). What is measured is noted in `state`, and saved."""
+    """(thresholds of the layers, their cost in perplexity). Measurements are stored in `state`, and saved."""
     from powerinfer.evaluate import windows_perplexity
     from powerinfer.prepare.calibrate import HALVINGS, Silenced, calibrate, held_out, measure_magnitudes, thresholds_at
     from powerinfer.runtime.engine import LLM

@@ -114,7 +114,7 @@ def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str
 
 
 def _lacking(found: Findings) -> Section:
-    """What is missing, with the commands that make it."""
+    """Missing and stale files, with the commands that make them."""
     section = Section("What is missing")
     for one in found.lacking:
         section.steps.append((one.stale or f"There is no {one.noun} yet.", one.command))
