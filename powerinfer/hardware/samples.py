@@ -14,6 +14,7 @@ from powerinfer.formats.bundle_file import ACROSS, n_groups
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
+from powerinfer.models.blocks import Builder, Matrix, Norm
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.progress import Progress
 
@@ -86,6 +87,24 @@ class Samples:
         ):
             cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
         return layout, bundles
+
+
+def wire(
+    builder: Builder[Matrix, Norm],
+    d_model: int,
+    layers: int,
+    qkv: Sequence[RawTensor],
+    out: RawTensor,
+    ffn: Sequence[RawTensor] = (),
+) -> None:
+    """Wire layers, each with its own copies of these matrices. ffn: gate, up and down; (): the caller adds FFNs."""
+    ones = np.ones(d_model, np.float32)
+    for layer in range(layers):
+        builder.attention(layer, builder.norm(ones), [builder.matrix(one) for one in qkv])
+        builder.project(layer, builder.matrix(out))
+        if ffn:
+            gate, up, down = (builder.matrix(one) for one in ffn)
+            builder.ffn(layer, builder.norm(ones), gate, up, down)
 
 
 # ---------------------------------------------------------------- fits

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.recording import RECORDED_BYTES
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layout
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
@@ -50,7 +50,6 @@ LAYER_MARGIN = 3 << 20
 
 _PREDICTOR_TYPE = "Q8_0"
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
-_CONFIG_LIMIT = 1 << 20  # bytes of a config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,15 +393,9 @@ def find_shape(name: str) -> Shape:
     if not path.is_file():
         raise RequestError(f"no shape {shown(name)}: neither a config.json nor one of {', '.join(SHAPES)}")
     from powerinfer.formats.folder_config import read_config
-    from powerinfer.formats.json_file import parse_json
+    from powerinfer.formats.json_file import read_json
 
-    with open(path, "rb") as file:
-        raw = file.read(_CONFIG_LIMIT + 1)
-    if len(raw) > _CONFIG_LIMIT:
-        raise ModelError(f"{path}: too large for a config.json")
-    metadata = parse_json(raw, str(path))
-    if type(metadata) is not dict:
-        raise ModelError(f"{path}: not a JSON object")
+    metadata, _ = read_json(path)
     config = read_config(metadata, path.parent)
     check(config, str(path))
     _check_size(config)
