@@ -522,7 +522,7 @@ def test_saved_memory_that_ram_has_no_room_for(card: Card) -> None:
     """It was saved with more --ram: the estimate is used instead."""
     budget = card.budget(24)
     first = card.start(budget)
-    card.entry(working=card.entry()["working"] + WORKING)
+    card.entry(working=card.entry()["working"] + 12 * GROUP * NEURON)
     plan = make_plan(replace(request_of(card.path, None, 24), vram=budget - RESERVED - WORKING))
     ram = sum(plan.bytes["cpu"].values()) + 8 * GROUP * plan.claims.cpu_neuron
     assert sum(map(len, card.start(budget, ram=ram))) >= sum(map(len, first))

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference import seen_by
 
 from powerinfer import _native
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.kernels import cpu
-from powerinfer.kernels.reference import seen_by
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")

@@ -10,6 +10,7 @@ from typing import Any
 import model_files
 import numpy as np
 import pytest
+import reference
 from gguf_bytes import F32, STRING, Builder
 from model_files import family_gguf, family_name
 from sparse_models import tiny_llama
@@ -20,7 +21,7 @@ from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
 from powerinfer.errors import ModelError
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.kernels import cpu, reference
+from powerinfer.kernels import cpu
 from powerinfer.models import load
 
 TOKENS = 75

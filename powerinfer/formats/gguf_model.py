@@ -24,7 +24,7 @@ from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
 
 @dataclass(frozen=True)
 class _Family:
-    """What an architecture implies; the rest follows from the metadata and from which tensors exist.
+    """The properties of an architecture; the rest follows from the metadata and from which tensors exist.
 
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
@@ -121,7 +121,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
-    """What the file has in one tensor."""
+    """The matrices that the file stores in one tensor."""
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
     return [*qkv, *ARCHITECTURES[config.architecture].fused]
 

@@ -23,13 +23,13 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.bundle_memory import owned
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.hardware.description import OTHER
 from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
+from powerinfer.progress import Progress, silent
 from powerinfer.system import available_memory
 
 
@@ -62,7 +62,7 @@ _SAMPLE_SECONDS = 0.6  # after which a sample gets only the minimum of steps
 _OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
 
 
-def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = None) -> dict[str, Any]:
+def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent) -> dict[str, Any]:
     """The fields of a `Device` from `dense_gb_s` on. PowerInferError where memory is short."""
     nbytes = effort.sample_bytes or min(max(2 * largest_cache(), SAMPLE_BYTES[0]), SAMPLE_BYTES[1])
     free = available_memory()
@@ -155,7 +155,7 @@ class Sample:
 class _CpuSamples(Samples):
     """The samples, one after another; each is freed before the next is made."""
 
-    def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress | None) -> None:
+    def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress) -> None:
         total = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
         super().__init__("measuring the CPU", total, effort.context, progress)
         self._effort = effort

@@ -19,7 +19,6 @@ from statistics import NormalDist, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
@@ -28,19 +27,17 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import PART_TYPES
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hardware.description import NO_GPU, OTHER, Device
 from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.progress import Progress, silent
 from powerinfer.system import available_memory, cpu_name, resident_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, device
 
     from powerinfer.devices.gpu_weights import GpuNorm
-
-Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ MOST_CONTEXT = 1 << 30
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
 _WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
-_SAMPLE_SECONDS = 0.3  # after which a sample gets no more steps than the least
+_SAMPLE_SECONDS = 0.3  # after which a sample gets only the minimum of steps
 _LEAST_STEPS = 3
 _LAYER_OPERATORS = 4  # attention's input, attention, projection, FFN
 _FEW_FIRE = 0.1  # of the neurons, where an FFN's fixed time is measured
@@ -92,7 +89,7 @@ def gpu_name(name: str) -> str:
 
 
 def software(name: str) -> dict[str, str]:
-    """What a GPU's rates depend on besides the engine: its kind, and the versions of the software."""
+    """Everything but the engine that a GPU's rates depend on: its model, and the versions of the software."""
     import torch
 
     triton = "none"
@@ -117,7 +114,7 @@ def free_memory(name: str) -> int:
     return int(torch.cuda.mem_get_info(chosen)[0]) + int(torch.cuda.memory_reserved(chosen))
 
 
-def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | None = None) -> GpuRates:
+def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress = silent) -> GpuRates:
     """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError if it fails or has too little memory."""
     chosen = choose_device(name)
     effort = effort or (ON_CUDA if chosen.type == "cuda" else STAND_IN)
@@ -165,12 +162,12 @@ def with_free_memory(device: Device, name: str) -> Device:
 
 
 def _memory(name: str, reserved: int) -> int:
-    """What is free, and what is reserved, which was taken when it was measured."""
+    """Free memory, and the reserved part, which was in use when it was measured."""
     return max(1, free_memory(name) + reserved)
 
 
 def _driver_bytes(chosen: device) -> int:
-    """What is in use on a card beside torch's own memory: the driver's part, and other processes'."""
+    """Bytes in use on a card beside torch's own: the driver's part, and other processes'."""
     import torch
 
     if chosen.type != "cuda":
@@ -204,14 +201,14 @@ def host_bytes(name: str) -> int:
 def _host_bytes_here(name: str) -> int:
     before = resident_memory()
     chosen = choose_device(name)
-    _GpuSamples(chosen, STAND_IN, None).fixed()
+    _GpuSamples(chosen, STAND_IN, silent).fixed()
     return resident_memory() - before
 
 
 class _GpuSamples(Samples):
     """The samples, one after another; each is gone before the next is made."""
 
-    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress | None) -> None:
+    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress) -> None:
         super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(PART_TYPES), effort.context, progress)
         self._device = chosen
         self._cuda = chosen.type == "cuda"

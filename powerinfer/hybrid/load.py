@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hybrid.resolve import Resolved, with_fewer_layers, without_gpu
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Sample = Callable[[], Sequence[int]]
 """Returns the token ids of a text for measuring the model's speed."""
 
 
-def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None = None) -> tuple[Executor, Sparsity]:
+def load_resolved(resolved: Resolved, sample: Sample, progress: Progress = silent) -> tuple[Executor, Sparsity]:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
@@ -53,7 +53,7 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     return without_gpu(resolved, str(problem))
 
 
-def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress | None = None) -> SplitExecutor:
+def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. Raises as
@@ -96,7 +96,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     return SplitExecutor(cpu, gpu)
 
 
-def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
+def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
@@ -113,9 +113,7 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | No
     return executor, sparsity
 
 
-def _load_neurons(
-    resolved: Resolved, plan: Plan, sample: Sample, progress: Progress | None
-) -> tuple[SplitExecutor, Sparsity]:
+def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
     from powerinfer.hybrid.sparsity import HybridSparsity
     from powerinfer.hybrid.vram import Held, SavedMemory, hold_budget
@@ -143,9 +141,7 @@ def _load_neurons(
     return executor, sparsity
 
 
-def _load_planned(
-    resolved: Resolved, start: Held, progress: Progress | None
-) -> tuple[SplitExecutor, NeuronSplit, Held, int]:
+def _load_planned(resolved: Resolved, start: Held, progress: Progress) -> tuple[SplitExecutor, NeuronSplit, Held, int]:
     """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded, as often
     as the last number says."""
     from powerinfer.hybrid.vram import less_after_failure
@@ -181,7 +177,7 @@ def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
 
 
 def _settle_prompts(
-    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress | None
+    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress
 ) -> None:
     """Measure the crossing, if cold neurons can be streamed. GpuMemoryError if the GPU has too little memory for it."""
     from powerinfer.hybrid.crossing import settle

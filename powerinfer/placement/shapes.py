@@ -43,7 +43,7 @@ MOST_NEURONS = 1 << 24
 """Maximum for a plan; OPT-175B has 4.7 million."""
 
 GPU_MARGIN = RECORDED_BYTES + (112 << 20)
-"""Bytes of a GPU for recorded steps, and for what is not counted: a piece of a quantised matrix as it is converted,
+"""Bytes of a GPU for recorded steps, and for uncounted memory: a piece of a quantised matrix as it is converted,
 attention's partial sums, segments of torch's allocator that are not full."""
 LAYER_MARGIN = 3 << 20
 """The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
@@ -71,8 +71,8 @@ class Model:
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: of the FFNs' neurons. fingerprint: of the weights'
-    origin, "" for a model that is only described. quantize: what its float matrices are quantised to on load, as the
-    engine's option; the types of the matrices are those then.
+    origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
+    load, as the engine's option; `type` of the matrices is then this type.
     """
 
     name: str
@@ -236,14 +236,14 @@ def described_model(
     share: of the weights, that predictors have, in Q8_0; fewer where they would take more than `MOST_PREDICTOR` of the
     model's bytes. Types of bundles follow `pack`.
     """
-    wanted = DTYPES[dtype]
+    type_name = DTYPES[dtype]
     _check_size(config)
     columns = {name: shape[-1] for name, shape in shapes(config)}
 
     def type_of(tensor: str) -> str:
-        return wanted if columns[tensor] % block_type(wanted).block == 0 else "F16"
+        return type_name if columns[tensor] % block_type(type_name).block == 0 else "F16"
 
-    gate = wanted if config.d_model % block_type(wanted).block == 0 else "F16"
+    gate = type_name if config.d_model % block_type(type_name).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS

@@ -47,7 +47,7 @@ _SLOPES = [2.0**n for n in range(-2, 9)]  # initial slopes of the logistic that 
 _SOME_ROWS = 256  # rows used for scales
 _PATIENCE = 5  # checks, of twenty, within which the loss must improve
 _EASILY = 0.75  # fraction of the allowed loss at which training ends early
-_AS_GOOD = 0.001  # what a trained predictor must gain over one of low rank
+_AS_GOOD = 0.001  # minimum gain of a trained predictor over one of low rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ Stored = tuple[Bytes, Bytes]
 """Bytes in the stored type of in [rank, d_model] and out [neurons, rank]."""
 
 
-# ---------------------------------------------------------------- what a layer computes
+# ---------------------------------------------------------------- margins
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Margins:
 
 
 def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
-    """What must be positive for a neuron to fire: the gate's margin (plain FFN: that of up), and for dReLU up's too.
+    """The margins that must be positive for a neuron to fire: the gate's (plain FFN: up's), and for dReLU up's too.
 
     The FFN's norm (weight, bias, subtraction of the mean) is folded into the weights.
     """
@@ -325,12 +325,12 @@ class LayerFit:
         every = bool(self.frequency.all())
         d_model = self._checkpoint.config.d_model
         inner, outer = (quantize(np.zeros(s, np.float32), self._type) for s in ((rank, d_model), (self._neurons, rank)))
-        named = 1.0 if every else 0.0
+        selected = 1.0 if every else 0.0
         found = []
         for rows in (self._rows.choose, self._rows.report):
             bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._neurons)
             active = float(bits.mean())
-            found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, named, active))
+            found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, selected, active))
         predictor = Predictor(rank, 0.0 if every else 1.0, 0)
         return Fitted(predictor, "constant", found[0], found[1], found[1], "constant", 0), (inner, outer)
 
@@ -587,11 +587,11 @@ def _lowest_of(bin: int) -> float:
 
 
 def _figures(fires: Tensor, every: Tensor, at: int) -> Figures:
-    found, named = int(fires[at:].sum()), int(every[at:].sum())
+    found, selected = int(fires[at:].sum()), int(every[at:].sum())
     active, total = int(fires.sum()), int(every.sum())
     return Figures(
         found / active if active else 1.0,
-        found / named if named else 1.0,
-        named / total,
+        found / selected if selected else 1.0,
+        selected / total,
         active / total,
     )
