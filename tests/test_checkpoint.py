@@ -57,6 +57,9 @@ def take_all(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 def expected_config(architecture: str, tied: bool, biases: str, interleaved: bool, name: str) -> ModelConfig:
     attention = AttentionConfig(
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
         rope=RopeConfig(theta=20000.0, dim=HEAD_DIM, interleaved=interleaved),
         qkv_bias=architecture == "qwen2" or "qkv" in biases,
         o_bias="o" in biases,
@@ -65,9 +68,6 @@ def expected_config(architecture: str, tied: bool, biases: str, interleaved: boo
     return ModelConfig(
         architecture=architecture,
         d_model=D,
-        n_heads=HEADS,
-        n_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
         vocab_size=VOCAB,
         context_length=128,
         norm_eps=1e-5,
@@ -347,13 +347,13 @@ def test_configurations_mean_what_transformers_says(tmp_path: Path, architecture
     theirs = transformers.CONFIG_MAPPING[architecture](**json.loads(json.dumps(raw)))
     rope, (own,) = theirs.rope_parameters, ours.ropes
     attention, ffn = ours.layers[0].attention, ours.layers[0].ffn
-    assert ours.n_kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or D // HEADS)
+    assert attention.n_kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps
+    assert attention.head_dim == (getattr(theirs, "head_dim", None) or D // HEADS)
     assert ours.tied_embeddings == theirs.tie_word_embeddings and ffn.activation == theirs.hidden_act
     assert attention.qkv_bias == (architecture == "qwen2" or getattr(theirs, "attention_bias", False))
     assert attention.o_bias == (architecture != "qwen2" and getattr(theirs, "attention_bias", False))
     assert ffn.bias == getattr(theirs, "mlp_bias", False)
-    assert own.theta == rope["rope_theta"] and own.dim == ours.head_dim and not own.interleaved
+    assert own.theta == rope["rope_theta"] and own.dim == attention.head_dim and not own.interleaved
     assert (own.scaling or "default") == rope["rope_type"]
     assert own.factor == rope.get("factor", 1.0)
     assert own.original_context_length == rope.get("original_max_position_embeddings", 0)
@@ -888,7 +888,8 @@ def test_smollm2(smollm2: Path) -> None:
     assert min(times) < 0.1
     assert checkpoint.parameters == 134_515_008 and checkpoint.main_type == "Q4_1"
     config = checkpoint.config
-    assert (config.n_layers, config.d_model, config.n_heads, config.n_kv_heads) == (30, 576, 9, 3)
+    attention = config.layers[0].attention
+    assert (config.n_layers, config.d_model, attention.n_heads, attention.n_kv_heads) == (30, 576, 9, 3)
     assert config.tied_embeddings and config.ropes == (RopeConfig(theta=100000.0, dim=64, interleaved=True),)
     for name in list(checkpoint.names()):
         checkpoint.take(name)

@@ -25,8 +25,8 @@ SELECTED = (1.5, 2.5)
 
 
 def small(activation: str = "relu", gated: bool = True, d_ff: int = 200, dtype: str = "f16") -> Model:
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), FfnConfig(d_ff, activation, gated=gated))
-    config = ModelConfig("llama", 256, 4, 2, 64, 1000, 512, 1e-5, uniform(2, layer))
+    layer = LayerConfig(AttentionConfig(4, 2, 64, RopeConfig(dim=64)), FfnConfig(d_ff, activation, gated=gated))
+    config = ModelConfig("llama", 256, 1000, 512, 1e-5, uniform(2, layer))
     return replace(described_model(config, dtype, "small"), selected=SELECTED)
 
 
@@ -51,7 +51,7 @@ def ffn_seconds(
             continue
         first = row_seconds(device, model, "first")
         sparse += first * (some(min(1.0, SELECTED[layer] * p)) if way == "predicted" else 1.0)
-        sparse += row_seconds(device, model, "up") * fires if model.config.gated else 0.0
+        sparse += row_seconds(device, model, "up") * fires if model.bundles.gated else 0.0
         sparse += row_seconds(device, model, "down") * some(p)
     return sparse
 
@@ -149,11 +149,11 @@ def test_attention_and_ends() -> None:
     """Four matrices, keys and values in whole pages, three operators; a window bounds what attention sees."""
     model = small()
     nbytes = sum(one.panels for one in model.attention[0])
-    kv = model.kv_bytes("f16", 100, 2)
+    kv = model.kv_bytes("f16", 100, 2, slice(1))
     wanted = nbytes / (1e9 * CPU.dense_gb_s["F16"]) + kv / (1e9 * CPU.kv_gb_s) + 3e-6 * CPU.op_us
     assert cost.attention_seconds(CPU, model, 0, "f16", 100, 2, panels=True) == pytest.approx(wanted, rel=1e-12)
     slides = replace(model, config=changed(model.config, window=32))
-    saved = (kv - model.kv_bytes("f16", 32, 2)) / (1e9 * CPU.kv_gb_s)
+    saved = (kv - model.kv_bytes("f16", 32, 2, slice(1))) / (1e9 * CPU.kv_gb_s)
     found = cost.attention_seconds(CPU, slides, 0, "f16", 100, 2, panels=True)
     assert found == pytest.approx(wanted - saved, rel=1e-9)
     post = replace(model, config=changed(model.config, norms="post"))

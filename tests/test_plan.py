@@ -38,8 +38,8 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def small_model(layers: int = 3, d_ff: int = 256, gated: bool = True, predictors: bool = True) -> Model:
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), FfnConfig(d_ff, "relu", gated=gated))
-    config = ModelConfig("llama", 512, 8, 8, 64, 1000, 512, 1e-5, uniform(layers, layer))
+    layer = LayerConfig(AttentionConfig(8, 8, 64, RopeConfig(dim=64)), FfnConfig(d_ff, "relu", gated=gated))
+    config = ModelConfig("llama", 512, 1000, 512, 1e-5, uniform(layers, layer))
     model = described_model(config, "f16", "small", 0.07 if predictors else 0.0)
     assert bool(model.predictors) is predictors
     return model
@@ -293,7 +293,7 @@ def test_the_order_of_claim() -> None:
             assert min(sum(made.choice.gpu), 12) == expected[2], vram
         norms = claims.gpu["norms"] + claims.cpu["norms"]
         kv = claims.gpu["kv"] + claims.cpu["kv"]
-        assert norms == model.vectors + model.rotation_bytes and kv == layers * model.kv_bytes("f16", 64, 1)
+        assert norms == model.vectors + model.rotation_bytes and kv == model.kv_bytes("f16", 64, 1)
         assert claims.gpu["predictor"] == claims.gpu_layers * model.gpu_predictor(model.predictors[0])
         rest = model.predictors[claims.gpu_layers :]
         assert claims.cpu["predictor"] == sum(one.panels for pair in rest for one in pair)
@@ -304,7 +304,7 @@ def test_the_order_of_claim() -> None:
             attention = cost.attention_seconds(cpu, model, layers - 1, "f16", request.past, 1, True)
             assert other == pytest.approx(attention + cost.matrix_seconds(cpu, model.predictors[layers - 1], True))
         check(made)
-    nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1)))
+    nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1, slice(1))))
     assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)
 
 
@@ -330,14 +330,13 @@ def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
 
 def test_the_types_of_a_cache_on_a_gpu() -> None:
     """8 bits and a scale of 16 for 32 values: 1.0625 bytes, for heads of whole blocks."""
-    config = replace(small_model().config, head_dim=64)
-    model = replace(small_model(), config=config)
-    values = 2 * 64 * config.n_kv_heads * 64  # keys and values of two pages
+    model = small_model()
+    values = model.config.n_layers * 2 * 64 * 8 * 64  # keys and values of two pages, 8 heads of 64
     for kv_type, each in (("f16", 2), ("f32", 4), ("q8_0", 1.0625)):
         assert model.gpu_kv_bytes(kv_type, 33, 1) == values * each
     made = make_plan(request_of(small_model(), kv_type="q8_0"))
     assert made.claims.gpu_layers == small_model().config.n_layers
-    assert made.claims.gpu["kv"] == made.claims.gpu_layers * small_model().gpu_kv_bytes("q8_0", 64, 1)
+    assert made.claims.gpu["kv"] == small_model().gpu_kv_bytes("q8_0", 64, 1)
 
 
 def test_insisting_on_a_gpu_that_is_slow() -> None:
@@ -376,7 +375,7 @@ def test_whole_layers() -> None:
     work = budget.Workload("f16", context=64, chunk=32, requests=4)
     layer = (
         sum(one.stored for one in (*model.attention[0], *model.ffn[0]))
-        + model.gpu_kv_bytes("f16", 64, 1)
+        + model.gpu_kv_bytes("f16", 64, 1, slice(1))
         + model.layer_vectors(dense=True)
         + model.gpu_scratch(32, 4, 1)
         - model.gpu_scratch(32, 4, 0)
@@ -406,7 +405,7 @@ def test_ram_beside_whole_layers() -> None:
 
     alone = make_plan(request_of(model, selector="all", vram=0, requests=4))
     assert alone.claims.panels and beside(0) == sum(alone.bytes["cpu"].values())
-    layer = sum(one.panels for one in (*model.attention[0], *model.ffn[0])) + model.kv_bytes("f16", 64, 1)
+    layer = sum(one.panels for one in (*model.attention[0], *model.ffn[0])) + model.kv_bytes("f16", 64, 1, slice(1))
     layer += model.layer_vectors(dense=True) - 2 * 8 * model.config.widest_ffn
     assert beside(1) - beside(2) == beside(2) - beside(3) == layer
     assert beside(3) - beside(3, True) == model.head.panels + model.end_vectors

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import changed
 from model_files import PLAIN, family_gguf, plain_folder, tiny_config, tiny_folder, tiny_gguf
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
@@ -48,8 +49,8 @@ def test_opt_175b_to_the_byte() -> None:
     assert model.bundles.stride == 2 * 2 * 12288 and len(model.attention) == 96
     assert sum(one.stored for one in model.ffn[0]) == model.config.widest_ffn * model.bundles.stride
     assert model.tables == 2 * 12288 * (50272 + 2050) and model.head.stored == 2 * 12288 * 50272
-    assert model.kv_bytes("f16", 2048, 1) == 2048 * 2 * 2 * 12288
-    assert model.kv_bytes("f16", 2049, 2) == 2 * (2048 + cpu.PAGE) * 2 * 2 * 12288, "whole pages"
+    assert model.kv_bytes("f16", 2048, 1) == 96 * 2048 * 2 * 2 * 12288
+    assert model.kv_bytes("f16", 2049, 2, slice(1)) == 2 * (2048 + cpu.PAGE) * 2 * 2 * 12288, "whole pages"
     # two norms and the biases of q, k, v, o, up and down of each layer, and the final norm
     assert model.vectors == 4 * (96 * (2 * 2 * 12288 + 4 * 12288 + 49152 + 12288) + 2 * 12288)
 
@@ -60,7 +61,7 @@ def test_types() -> None:
     assert bits == {"f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5}
     quantised = described_model(config, "q4_0").bundles
     assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q4_0X32"), "as pack makes them"
-    odd = described_model(replace(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
+    odd = described_model(changed(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
     assert odd.bundles.gate_type == "F16" and not odd.predictors, "rows that are not whole blocks"
 
 

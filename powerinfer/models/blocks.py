@@ -49,7 +49,7 @@ class Builder(Protocol[Matrix, Norm]):
     """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which document the methods."""
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> Matrix: ...
-    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None: ...
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None: ...
     def norm(self, weight: NDArray[np.float32], bias: Vector = None) -> Norm: ...
     def attention(
         self,
@@ -137,13 +137,11 @@ def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, o
 
 
 def _attention(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
-    config = checkpoint.config
-    name = f"layers.{layer}."
-    heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
+    about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
+    heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
     # Values are not rotated: their rows may be padded, but are never reordered.
-    rope = config.layers[layer].attention.rope
-    interleaved = rope is not None and rope.interleaved
-    maps = {part: builder.head_rows(n, interleaved and part != "v") for part, n in heads.items()}
+    interleaved = about.rope is not None and about.rope.interleaved
+    maps = {part: builder.head_rows(n, about.head_dim, interleaved and part != "v") for part, n in heads.items()}
     builder.attention(
         layer,
         norm,

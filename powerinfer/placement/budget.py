@@ -123,9 +123,9 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: 
     held = {
         "runtime": hardware.gpu.reserved_bytes,
         "scratch": model.gpu_scratch(work.tokens, work.requests, layers),
-        "norms": model.rotation_bytes + layers * model.layer_vectors(dense) + head * model.end_vectors,
+        "norms": model.rotation_bytes + model.layer_vectors(dense, layers) + head * model.end_vectors,
         "attention": sum(map(_stored, model.attention[:layers])),
-        "kv": layers * model.gpu_kv_bytes(work.kv_type, work.context, work.batch),
+        "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers)),
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
@@ -153,10 +153,10 @@ def in_ram(
         "runtime": RUNTIME_BYTES + (host_bytes if layers else 0),
         "scratch": scratch,
         "embedding": model.tables,
-        "norms": model.vectors - layers * model.layer_vectors(panels) - head * model.end_vectors,
+        "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
-        "kv": (config.n_layers - layers) * model.kv_bytes(work.kv_type, work.context, work.batch),
+        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None)),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
     }
     if panels:

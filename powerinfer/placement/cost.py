@@ -172,7 +172,7 @@ def attention_seconds(
     config = model.config.layers[layer]
     window = config.attention.window
     seen = past if window is None else min(past, window)
-    kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch)
+    kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
     norms = 2 if config.norms == "post" else 0  # separate operators
     fixed = 1e-6 * (3 + norms) * device.op_us
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed

@@ -420,6 +420,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
     sync = 1e-6 * hardware.sync_us
+    parallel = np.array([layer.parallel for layer in config.layers])
     attention = np.zeros(layers)
     for layer in range(layers):
         here = gpu if gpu is not None and layer < first else cpu
@@ -433,8 +434,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
                 mine[:first] = its[:first]
-            if config.layers[0].parallel:  # the CPU's neurons do not wait for attention
-                ffn.gpu[:first] += attention[:first, None]
+            ffn.gpu[:first] += np.where(parallel, attention, 0.0)[:first, None]  # the CPU's do not wait for attention
         other = np.zeros(layers)
         if way == "predicted":
             for layer in range(layers):
@@ -448,7 +448,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         return np.asarray(np.take_along_axis(np.array(arrays), best[None], axis=0)[0])
 
     parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
-    apart = np.where(np.arange(layers) < (first if config.layers[0].parallel else 0), 0.0, attention)
+    apart = np.where(parallel & (np.arange(layers) < first), 0.0, attention)
     parts["other"] = of_best([other for _, other in ways]) + apart[:, None]
     disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
     mass = np.zeros((layers, groups + 1))
@@ -476,7 +476,7 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
     """Bytes that a step without a GPU reads: dense matrices, keys and values, and the FFNs' on the selector's way."""
     model = request.model
     dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
-    kv = model.config.n_layers * model.kv_bytes(request.kv_type, request.past, request.batch)
+    kv = model.kv_bytes(request.kv_type, request.past, request.batch)
     if request.goes == "predicted":
         dense += sum(one.panels for pair in model.predictors for one in pair)
     if request.goes == "all" and claims.panels:

@@ -51,6 +51,7 @@ LAYER_MARGIN = 3 << 20
 _PREDICTOR_TYPE = "Q8_0"
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
 _CONFIG_LIMIT = 1 << 20  # bytes of a config.json
+_EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +101,15 @@ class Model:
         """The type of most of the FFNs' weights."""
         return max(self.ffn[0], key=lambda matrix: matrix.panels).type
 
-    def kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
-        """Keys and values of one layer, `batch` requests of `context` tokens each, in whole pages."""
-        config = self.config
-        page = cpu.kv_page_bytes(kv_type, 1, config.n_kv_heads, config.head_dim)
+    def kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
+        """Keys and values of these layers, `batch` requests of `context` tokens each, in whole pages."""
+        page = sum(cpu.kv_page_bytes(kv_type, layer.attention) for layer in self.config.layers[layers])
         return batch * -(-context // cpu.PAGE) * page
 
-    def gpu_kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
+    def gpu_kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """The same on a GPU, where heads are not padded."""
-        config = self.config
-        token = 2 * config.n_kv_heads * gpu.kv_bytes(kv_type, config.head_dim)
+        heads = (layer.attention for layer in self.config.layers[layers])
+        token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     @property
@@ -117,19 +117,26 @@ class Model:
         """The frequencies of the rotary embedding, on a GPU."""
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
-    def layer_vectors(self, dense: bool) -> int:
-        """Norms and biases of one layer; without `dense` not those of gate and up, which go with neurons."""
-        left_out = () if dense else ("layers.0.gate_bias", "layers.0.up_bias")
-        return 4 * sum(size for name, size in self._vectors if name.startswith("layers.0.") and name not in left_out)
-
-    @property
-    def end_vectors(self) -> int:
-        """Bytes of the norm before the head."""
-        return 4 * sum(size for name, size in self._vectors if name.startswith("final_norm"))
+    def layer_vectors(self, dense: bool, layers: int = 1) -> int:
+        """Norms and biases of the first layers; without `dense` not those of gate and up, which go with neurons."""
+        left_out = () if dense else ("gate_bias", "up_bias")
+        return 4 * sum(size for each in self._vectors[:layers] for name, size in each.items() if name not in left_out)
 
     @cached_property
-    def _vectors(self) -> list[tuple[str, int]]:
-        return [(name, shape[0]) for name, shape in shapes(self.config) if len(shape) == 1]
+    def end_vectors(self) -> int:
+        """Bytes of the norm before the head."""
+        return 4 * sum(shape[0] for name, shape in shapes(self.config) if name.startswith("final_norm"))
+
+    @cached_property
+    def _vectors(self) -> list[dict[str, int]]:
+        """Of each layer, name -> elements."""
+        every: list[dict[str, int]] = [{} for _ in self.config.layers]
+        for name, shape in shapes(self.config):
+            _, _, inner = name.partition(".")
+            if inner and len(shape) == 1:
+                layer, _, own = inner.partition(".")
+                every[int(layer)][own] = shape[0]
+        return every
 
     @cached_property
     def gpu_neuron(self) -> int:
@@ -159,9 +166,11 @@ class Model:
         (`hybrid/vram.py`).
         """
         config = self.config
-        heads, first = (7 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim // 2, 1 + config.gated
-        piece = min(max(first * config.widest_ffn, heads), _PIECE // config.d_model)
-        row = 5 * config.d_model + max(heads, (2 * first + 5) * config.widest_ffn // 2) + 2 * piece
+        every = [layer.attention for layer in config.layers]
+        heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
+        ffns = [(1 + layer.ffn.gated, layer.ffn.size) for layer in config.layers]
+        piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
+        row = 5 * config.d_model + max(heads, *((2 * first + 5) * size // 2 for first, size in ffns)) + 2 * piece
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
@@ -172,10 +181,11 @@ class Model:
         the forms of activations that kernels want.
         """
         config = self.config
-        pad = cpu.round_up(config.head_dim, cpu.LANES)
-        wide = max(config.d_model, config.n_heads * config.head_dim, config.embed_dim)
+        every = [layer.attention for layer in config.layers]
+        qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
+        wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
-        floats = config.d_model + (config.n_heads + 2 * config.n_kv_heads) * pad + wide + 2 * hidden
+        floats = config.d_model + qkv + wide + 2 * hidden
         floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
@@ -282,12 +292,16 @@ def _model(
 ) -> Model:
     _check_size(config)
     known = dict(shapes(config))
-    lanes = cpu.round_up(config.head_dim, cpu.LANES)
-    heads = {"q": config.n_heads * lanes, "k": config.n_kv_heads * lanes, "v": config.n_kv_heads * lanes}
 
-    def matrix(tensor: str) -> Matrix:
+    def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
         rows, cols = known[tensor]
-        return _matrix(rows, cols, type_of(tensor), heads.get(tensor.rpartition(".")[2]))
+        return _matrix(rows, cols, type_of(tensor), packed_rows)
+
+    def attention(layer: int) -> tuple[Matrix, ...]:
+        about = config.layers[layer].attention
+        lanes = cpu.round_up(about.head_dim, cpu.LANES)
+        packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
+        return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
 
     layers = [f"layers.{layer}." for layer in range(config.n_layers)]
     tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
@@ -295,7 +309,7 @@ def _model(
         name=name,
         config=config,
         bundles=layout,
-        attention=tuple(tuple(matrix(layer + part) for part in ("q", "k", "v", "o")) for layer in layers),
+        attention=tuple(map(attention, range(config.n_layers))),
         ffn=tuple(
             tuple(matrix(layer + part) for part in one.ffn.matrices)
             for layer, one in zip(layers, config.layers, strict=True)
@@ -326,19 +340,20 @@ def _check_size(config: ModelConfig) -> None:
 
 
 def _opt(layers: int, width: int, heads: int) -> ModelConfig:
-    attention = AttentionConfig(qkv_bias=True, o_bias=True)
+    attention = AttentionConfig(heads, heads, width // heads, qkv_bias=True, o_bias=True)
     layer = LayerConfig(attention, FfnConfig(4 * width, "relu", gated=False, bias=True))
     return ModelConfig(
-        "opt", width, heads, heads, width // heads, 50272, 2048, 1e-5, uniform(layers, layer),
+        "opt", width, 50272, 2048, 1e-5, uniform(layers, layer),
         norm="layer", positions="learned", position_offset=2, tied_embeddings=True,
     )  # fmt: skip
 
 
 def _falcon(layers: int, width: int, heads: int, kv_heads: int) -> ModelConfig:
     ffn = FfnConfig(4 * width, "relu", gated=False)
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), ffn, parallel=True, shared_norm=kv_heads == 1)
+    attention = AttentionConfig(heads, kv_heads, 64, RopeConfig(dim=64))
+    layer = LayerConfig(attention, ffn, parallel=True, shared_norm=kv_heads == 1)
     return ModelConfig(
-        "falcon", width, heads, kv_heads, 64, 65024, 2048, 1e-5, uniform(layers, layer),
+        "falcon", width, 65024, 2048, 1e-5, uniform(layers, layer),
         norm="layer", tied_embeddings=True,
     )  # fmt: skip
 
@@ -347,8 +362,9 @@ def _llama(
     layers: int, width: int, heads: int, kv_heads: int, neurons: int, activation: str = "relu", context: int = 4096
 ) -> ModelConfig:
     head_dim = width // heads
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=head_dim)), FfnConfig(neurons, activation))
-    return ModelConfig("llama", width, heads, kv_heads, head_dim, 32000, context, 1e-5, uniform(layers, layer))
+    attention = AttentionConfig(heads, kv_heads, head_dim, RopeConfig(dim=head_dim))
+    layer = LayerConfig(attention, FfnConfig(neurons, activation))
+    return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
 
 
 @dataclass(frozen=True)
