@@ -212,19 +212,25 @@ class ModelConfig:
         return max(self.ffn_sizes)
 
     @property
-    def gated(self) -> bool:
-        """Whether the FFNs have a gate matrix: all or none do."""
-        return self.layers[0].ffn.gated
-
-    @property
     def activations(self) -> str:
         """The activations of the layers, each once, for people."""
         return ", ".join(dict.fromkeys(layer.ffn.activation for layer in self.layers))
 
     @property
+    def activations_never_zero(self) -> str:
+        """The same, of those that are never exactly zero."""
+        every = (layer.ffn for layer in self.layers)
+        return ", ".join(dict.fromkeys(ffn.activation for ffn in every if not ffn.rectified))
+
+    @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero in every layer."""
         return all(layer.ffn.rectified for layer in self.layers)
+
+    @property
+    def partly_rectified(self) -> bool:
+        """Whether they are in some layer: it can be computed sparsely without loss."""
+        return any(layer.ffn.rectified for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

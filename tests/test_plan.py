@@ -145,7 +145,7 @@ def test_ilp_by_brute_force_over_all_sets_of_groups(seed: int, layers: int, d_ff
     request = request_of(model, profile_of(layers, d_ff, seed), machine(4 * GIB, sync_us=sync), policy="ilp")
     request = with_groups(request, room)
     gpu_s, cpu_s = (
-        device.rows_seconds("F16", 3, model.bundles.stride) for device in (request.hardware.gpu, request.hardware.cpu)
+        device.rows_seconds("F16", 3, model.bundle.stride) for device in (request.hardware.gpu, request.hardware.cpu)
     )
     assert gpu_s < cpu_s
     impact = impact_of(request)
@@ -178,7 +178,7 @@ def test_time_by_brute_force_over_all_splits(
     request = request_of(model, profile_of(layers, d_ff, seed), machine(4 * GIB, sync_us=3), selector=selector)
     request = with_groups(request, room)
     claims = request.claims()
-    ram = sum(claims.cpu.values()) + kept * GROUP * model.bundles.stride
+    ram = sum(claims.cpu.values()) + kept * GROUP * model.bundle.stride
     request = replace(request, ram=ram)
     made = make_plan(request)
     check(made)
@@ -186,8 +186,8 @@ def test_time_by_brute_force_over_all_splits(
         return  # the CPU alone is faster
     tables = plan._tables(request, claims, [request.profile.order(layer) for layer in range(layers)])
     groups = -(-d_ff // GROUP)
-    everything = model.bundles.stride * d_ff * layers
-    left = kept * GROUP * model.bundles.stride
+    everything = model.bundle.stride * d_ff * layers
+    left = kept * GROUP * model.bundle.stride
     best = np.inf
     for chosen in itertools.product([(k, j) for k in range(groups + 1) for j in range(k, groups + 1)], repeat=layers):
         held = sum(j - k for k, j in chosen) <= kept or everything <= left
@@ -312,7 +312,7 @@ def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
     """Scales of Q4_0X32: once for every group of 32 neurons that has one there, however few these are."""
     config = small_model(layers=2, d_ff=512).config
     model = described_model(config, "q4_0", "small", 0.0)
-    assert model.bundles.shared_bytes == 2 * 512 == model.gpu_shared
+    assert model.bundle.shared_bytes == 2 * 512 == model.gpu_shared
     request = with_groups(request_of(model, hardware=machine(4 * GIB, sync_us=3), policy="greedy"), 5)
     made = make_plan(request)
     check(made)
@@ -324,7 +324,7 @@ def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
             sides[tier] += len({int(neuron) // 32 for neuron in parts[tier]}) * 1024
     neurons = {tier: sum(layer[tier] for layer in made.neurons) for tier in Tier}
     assert made.bytes["gpu"]["ffn"] == neurons[Tier.GPU] * model.gpu_neuron + sides[Tier.GPU]
-    assert made.bytes["cpu"]["ffn"] == neurons[Tier.CPU] * model.bundles.pitch + sides[Tier.CPU]
+    assert made.bytes["cpu"]["ffn"] == neurons[Tier.CPU] * model.bundle.pitch + sides[Tier.CPU]
     assert sum(sides.values()) > 2 * 16 * 1024, "more than if each scale were in one place"
 
 
@@ -420,7 +420,7 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     base = make_plan(replace(request, ram=None))
     assert base.fits
     needed = sum(request.claims().cpu.values()) - request.claims().cpu.get("panels", 0)
-    tight = make_plan(replace(request, ram=needed + 2 * GROUP * request.model.bundles.stride))
+    tight = make_plan(replace(request, ram=needed + 2 * GROUP * request.model.bundle.stride))
     assert not tight.fits and tight.choice.seconds > base.choice.seconds
     [more] = [one for one in tight.helps if one.flag == "--ram"]
     assert make_plan(replace(request, ram=more.bytes)).fits and not make_plan(replace(request, ram=more.bytes - 1)).fits
@@ -476,7 +476,7 @@ def test_without_a_disk_everything_must_fit() -> None:
     request = request_of(small_model(), hardware=machine(4 * GIB, disk=False), vram=0)
     whole = make_plan(request)
     dense = sum(nbytes for part, nbytes in whole.claims.cpu.items() if part != "panels")
-    neurons = 3 * 256 * request.model.bundles.stride
+    neurons = 3 * 256 * request.model.bundle.stride
     assert make_plan(replace(request, ram=dense + neurons)).fits
     with pytest.raises(
         RequestError, match=r"needs 1.00MiB|needs .*MiB more of RAM or VRAM, and pc-low describes no disk"

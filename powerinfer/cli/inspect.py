@@ -126,8 +126,7 @@ def _predictor(file: PredictorFile) -> dict[str, Any]:
 
 
 def _bundles(file: BundleFile) -> dict[str, Any]:
-    gate = file.layout.gate_type if file.layout.gated else None
-    return {"types": {"gate": gate, "up": file.layout.gate_type, "down": file.layout.down_type}}
+    return {"types": file.types_by_part}
 
 
 def _plan(plan: PlanDocument) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Kind:
     format: int = 1
 
 
-BUNDLES = Kind("neurons", "bundles", "pack", format=3)
+BUNDLES = Kind("neurons", "bundles", "pack", format=4)
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.bundle_file import ACROSS, bundle_layout
+from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
@@ -71,14 +71,14 @@ class Model:
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
-    projections: around an embedding of another width. bundles: of the FFNs' neurons. fingerprint: of the weights'
-    origin, "" for a model that is only described. quantize: what its float matrices are quantised to on load, as the
-    engine's option; the types of the matrices are those then.
+    projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint: of the
+    weights' origin, "" for a model that is only described. quantize: what its float matrices are quantised to on load,
+    as the engine's option; the types of the matrices are those then.
     """
 
     name: str
     config: ModelConfig
-    bundles: BundleLayout
+    bundles: tuple[BundleLayout, ...]
     attention: tuple[tuple[Matrix, ...], ...]
     ffn: tuple[tuple[Matrix, ...], ...]
     vectors: int
@@ -139,19 +139,28 @@ class Model:
         return every
 
     @cached_property
+    def bundle(self) -> BundleLayout:
+        """The layout of the largest bundles: plans count all of a model's neurons as large."""
+        return max(self.bundles, key=lambda layout: layout.stride)
+
+    @cached_property
     def gpu_neuron(self) -> int:
+        """Bytes of one of the largest neurons on a GPU, as a plan counts all."""
+        return max(map(self.gpu_neuron_of, range(self.config.n_layers)))
+
+    def gpu_neuron_of(self, layer: int) -> int:
         """Bytes of one neuron on a GPU, `gpu_shared` aside: its rows, its biases, where its group is, its counter."""
-        config, bundles = self.config, self.bundles
+        bundles, bias = self.bundles[layer], self.config.layers[layer].ffn.bias
         first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
         across = bundles.down_type == ACROSS
         down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
         rows = 2 if bundles.gated else 1
-        return rows * (first + (4 if config.layers[0].ffn.bias else 0)) + down + 8
+        return rows * (first + (4 if bias else 0)) + down + 8
 
     @property
     def gpu_shared(self) -> int:
         """Bytes on a GPU that each group of bundles shares, once one of its neurons is there."""
-        return 2 * self.bundles.d_model if self.bundles.down_type == ACROSS else 0
+        return 2 * self.bundle.d_model if self.bundle.down_type == ACROSS else 0
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
         """Bytes of a layer's predictor on a GPU, with the numbers of its hot and cold neurons."""
@@ -209,10 +218,10 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
 
     config = checkpoint.config
     if PreparedFile(BUNDLES, checkpoint, prepared).exists() and not fresh:
-        layout = open_bundles(checkpoint, prepared, cpu.part_bytes).layout
+        layouts = open_bundles(checkpoint, prepared, cpu.part_bytes).layouts
     else:
         types = choose_types(checkpoint)
-        layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
+        layouts = bundle_layouts(config, types.gate, types.down, cpu.part_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
@@ -229,7 +238,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
             for layer, (inner, outer) in enumerate(ends)
         )
     name = config.name or checkpoint.path.name
-    model = _model(config, name, checkpoint.taken_type, layout, predictors, ratios)
+    model = _model(config, name, checkpoint.taken_type, layouts, predictors, ratios)
     return replace(
         model, parameters=checkpoint.parameters, fingerprint=checkpoint.fingerprint, quantize=checkpoint.quantize
     )
@@ -257,8 +266,8 @@ def described_model(
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
-    layout = bundle_layout(config, gate, down, cpu.part_bytes)
-    bare = _model(config, name or config.name, type_of, layout, (), (SELECTED_PER_FIRING,) * config.n_layers)
+    layouts = bundle_layouts(config, gate, down, cpu.part_bytes)
+    bare = _model(config, name or config.name, type_of, layouts, (), (SELECTED_PER_FIRING,) * config.n_layers)
     bytes_of_rank = (
         (config.n_layers * config.d_model + config.n_neurons) * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
     )
@@ -286,7 +295,7 @@ def _model(
     config: ModelConfig,
     name: str,
     type_of: Callable[[str], str],
-    layout: BundleLayout,
+    layouts: tuple[BundleLayout, ...],
     predictors: tuple[tuple[Matrix, Matrix], ...],
     selected: tuple[float, ...],
 ) -> Model:
@@ -308,7 +317,7 @@ def _model(
     return Model(
         name=name,
         config=config,
-        bundles=layout,
+        bundles=layouts,
         attention=tuple(map(attention, range(config.n_layers))),
         ffn=tuple(
             tuple(matrix(layer + part) for part in one.ffn.matrices)
@@ -426,7 +435,7 @@ def find_shape(name: str) -> Shape:
 
 
 def law_of(config: ModelConfig) -> Law:
-    if not config.gated:
+    if not any(layer.ffn.gated for layer in config.layers):
         return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
     if config.activations == "drelu":
         return FAMILIES["drelu"]
