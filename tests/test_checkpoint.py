@@ -288,7 +288,9 @@ def test_gguf_layers_of_several_sizes(tmp_path: Path) -> None:
     config = open_checkpoint(builder.write(tmp_path / "m.gguf")).config
     assert config.ffn_sizes == (FF, FF // 2) and config.widest_ffn == FF and config.n_neurons == FF + FF // 2
     builder.put("llama.feed_forward_length", ARRAY, Array(U32, [FF, FF // 2, FF]))
-    refused(builder.write(tmp_path / "m.gguf"), "feed_forward_length is .*, not a size for every layer")
+    refused(
+        builder.write(tmp_path / "m.gguf"), "feed_forward_length is .*, not a number from 1 to 1048576 for every layer"
+    )
 
 
 FOLDER_CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -577,7 +579,12 @@ GGUF_REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "no key-value heads": (put("llama.attention.head_count_kv", U32, 0), "head_count_kv is '0'"),
     "heads that do not share": (put("llama.attention.head_count_kv", U32, 3), "evenly"),
     "heads that do not divide": (put("llama.attention.head_count", U32, 7), "do not divide"),
-    "heads by layer": (put("llama.attention.head_count", ARRAY, Array(I32, [4, 2])), "head_count is"),
+    "heads by layer": (put("llama.attention.head_count", ARRAY, Array(I32, [4, 2])), "2 or 4 heads do not divide"),
+    "heads of too many layers": (
+        put("llama.attention.head_count", ARRAY, Array(I32, [4] * 3)),
+        "number .* every layer",
+    ),
+    "a layer without heads": (put("llama.attention.head_count_kv", ARRAY, Array(I32, [2, 0])), "number .* every layer"),
     "odd head": (put("llama.attention.key_length", U32, 15), "rope.dimension_count|pairs"),
     "no width": (put("llama.embedding_length", U32, 0), "embedding_length"),
     "another width": (put("llama.embedding_length", U32, 128), "shape|dimension_count"),
