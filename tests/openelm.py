@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class OpenELMConfig(PretrainedConfig):
     """Lists have a value for each layer."""
 
     model_type = "openelm"
-    attribute_map = {
+    attribute_map: ClassVar = {
         "hidden_size": "model_dim",
         "num_hidden_layers": "num_transformer_layers",
         "max_position_embeddings": "max_context_length",
