@@ -82,7 +82,7 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(config: ModelConfig) -> list[dict[str, Any]]:
-    """The kinds of layers that there are: which layers, and what they are like."""
+    """The kinds of layers: their numbers and their configuration."""
     kinds: dict[LayerConfig, list[int]] = {}
     for number, layer in enumerate(config.layers):
         kinds.setdefault(layer, []).append(number)

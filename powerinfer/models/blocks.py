@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from powerinfer.config import AttentionConfig, FfnConfig
 from powerinfer.devices.cpu import CpuExecutor, Weights
 from powerinfer.formats import layout
-from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
+from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Vector, vector
 from powerinfer.models.ffn import sum_neurons
+from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
     from powerinfer import _native
@@ -57,7 +58,7 @@ what it reads, norm of what it adds, who else wires it: `OwnFfn` or None)."""
 def wire(
     executor: CpuExecutor,
     checkpoint: Checkpoint,
-    progress: Progress | None,
+    progress: Progress,
     first: GpuLayers | None = None,
     *,
     neurons: Neurons | None = None,
@@ -83,8 +84,7 @@ def wire(
                 own = partial(_bundled, executor, neurons, layer)
             _layer(executor, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
-        if progress is not None:
-            progress("loading weights", layer + 1, config.n_layers)
+        progress("loading weights", layer + 1, config.n_layers)
     if first is not None and head:
         _head(first, checkpoint, embedding)
     else:

@@ -16,7 +16,7 @@ Norm = TypeVar("Norm")
 
 OwnFfn = Callable[[Norm | None, Sequence[Vector], Norm | None], None]
 """Wires an FFN whose matrices are not the checkpoint's: called with its norm, the biases of gate, up and down, and the
-norm of what it adds."""
+norm of its output."""
 
 
 class Builder(Protocol[Matrix, Norm]):
