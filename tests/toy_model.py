@@ -140,7 +140,7 @@ class ToyTokenizer:
 
 def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
     config = ModelConfig(
-        architecture="toy", d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, vocab_size=VOCAB, context_length=context,
-        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(), FfnConfig(1)),),
+        architecture="toy", d_model=1, vocab_size=VOCAB, context_length=context,
+        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(1, 1, 1), FfnConfig(1)),),
     )  # fmt: skip
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]
