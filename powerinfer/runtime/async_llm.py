@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.progress import silent
 from powerinfer.runtime.engine import LLM, Message, Prompt
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Progress
+    from powerinfer.progress import Progress
     from powerinfer.runtime.sampling import TokenMask
 
 AsyncStream = AsyncGenerator[StreamEvent, None]
@@ -38,7 +39,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
-        self.llm = LLM(model, progress=progress, **options)
+        self.llm = LLM(model, progress=progress or silent, **options)
         self._mailbox: _Mailbox | None = None
 
     @classmethod
