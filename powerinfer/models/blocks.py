@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.cpu import CpuExecutor, Weights
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
 
