@@ -1,4 +1,4 @@
-"""FFNs that have their neurons as bundles alone: some of a layer's, named or all, in steps of any size.
+"""FFNs with their neurons as bundles only: some of a layer's, selected or all, in steps of any size.
 
 What is expected, and how far off it may be, is that of tests/test_neuron_kernels.py.
 """

@@ -382,7 +382,7 @@ def test_predictors_of_turbosparse(tmp_path: Path) -> None:
     checkpoint, _ = read(folder)  # where nobody takes them, and finish() does not mind
     assert checkpoint.predictor_threshold == 0.0
     assert checkpoint.parameters == sum(values.size for values in weights("mistral", False).values())
-    assert checkpoint.notes == ["the files bring predictors along, with threshold 0"]
+    assert checkpoint.notes == ["the files include predictors, with threshold 0"]
     for layer in range(LAYERS):
         for ours, theirs in (("in", "fc1"), ("out", "fc2")):
             taken = checkpoint.take(f"layers.{layer}.predictor_{ours}").float32()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from stored_weights import stored_evenly
 
@@ -21,7 +22,7 @@ from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConf
 from powerinfer.formats.bundle_file import bundle_layout
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import cpu, gpu, reference
+from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
 EPS = float(np.finfo(np.float32).eps)

@@ -590,7 +590,7 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_key_hangs_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_of(small_model(d_ff=256))
     assert {field.name for field in dataclasses.fields(request)} == {"model", "profile", "hardware", *CHANGES}
     changed = [replace(request, **{name: value}) for name, value in CHANGES.items()]

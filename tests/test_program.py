@@ -14,12 +14,12 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+import reference
 from stored_weights import stored_evenly
 
 from powerinfer import _native
 from powerinfer.config import ACTIVATIONS
 from powerinfer.formats.quant import dequantize
-from powerinfer.kernels import reference
 from powerinfer.kernels.cpu import LANES, PAGE, round_up
 
 LEVELS = _native.levels()

@@ -17,7 +17,6 @@ from powerinfer.config import FfnConfig, ModelConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
-from powerinfer.kernels.reference import rope, rotations
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.power_law import hot_share
 
@@ -204,7 +203,11 @@ def _attention(config: ModelConfig, tensors: _Tensors, n: Float32) -> Float32:
 def _rotated(config: ModelConfig, x: Float32) -> Float32:
     """Rotary positions; neighbouring pairs are first put half a head apart, in keys and queries alike."""
     frequencies, factor = rope_frequencies(config.ropes[0])
-    cos, sin = rotations(np.arange(x.shape[1], dtype=np.int32), frequencies, factor)
     if config.ropes[0].interleaved:
         x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-    return np.stack([rope(sequence, cos, sin).astype(np.float32) for sequence in x])
+    angles = (np.arange(x.shape[1], dtype=np.float32)[:, None] * frequencies).astype(np.float64)
+    cos, sin = (turn(angles)[:, None] * np.float32(factor) for turn in (np.cos, np.sin))
+    pairs = len(frequencies)
+    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    turned = [first * cos - second * sin, first * sin + second * cos, rest]
+    return np.concatenate(turned, axis=-1).astype(np.float32)

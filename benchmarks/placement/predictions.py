@@ -152,7 +152,7 @@ class Subject:
         )
 
 
-def read_anew(path: Path) -> None:
+def read_again(path: Path) -> None:
     """Have the system read a file in one go, whatever it has of it."""
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -168,7 +168,7 @@ def alone(subject: Subject, hardware: Hardware, selector: str, repeat: int) -> d
     predicted = make_plan(subject.request(hardware, selector, 0, GENERATED)).document().predicted.ms_per_token
     options = subject.options | {"selector": selector, "recall_every": 0, "prepared": subject.prepared}
     if selector != "all":
-        read_anew((Path(subject.prepared) / "neurons.safetensors").resolve())
+        read_again((Path(subject.prepared) / "neurons.safetensors").resolve())
     many = SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True)
     taken = []
     with LLM(subject.path, retrial=True, **options) as llm:

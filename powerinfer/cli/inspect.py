@@ -74,7 +74,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _kinds(config: ModelConfig) -> list[dict[str, Any]]:
-    """The kinds of layers that there are: which layers, and what they are like."""
+    """The kinds of layers: their numbers and their configuration."""
     kinds: dict[LayerConfig, list[int]] = {}
     for number, layer in enumerate(config.layers):
         kinds.setdefault(layer, []).append(number)

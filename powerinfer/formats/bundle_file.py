@@ -29,7 +29,7 @@ ACROSS = "Q4_0X32"
 DOWN_TYPES = (*PART_TYPES, ACROSS)
 
 PartBytes = Callable[[str, int], tuple[int, int]]
-"""part_bytes(type, k): bytes of a row of k elements, and of what a group's rows share; `kernels.cpu.part_bytes`."""
+"""part_bytes(type, k): bytes of a row of k elements, and of a group's shared scales; `kernels.cpu.part_bytes`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which types the parts of a model's bundles have: what `pack` makes and what a plan counts."""
+"""The types of the parts of a model's bundles, for `pack` and for plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values out of metadata that somebody else wrote: the right type, in range, or a ModelError that names the key."""
+"""Values from foreign metadata: of the right type and in range, or a ModelError that names the key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fields:
         self.where = where
 
     def bad(self, key: str, why: str) -> ModelError:
-        """The error for a key with a value that will not do."""
+        """The error for a key with an unsupported value."""
         return ModelError(f"{self.where}: {self._prefix}{key} {why}")
 
     def get(self, key: str, default: T) -> Any | T:
@@ -86,7 +86,7 @@ class Fields:
             raise self.bad(key, f"is {shown(value)}, which this engine does not support")
 
     def unread(self) -> list[str]:
-        """Keys below the prefix that nobody read."""
+        """Keys below the prefix that were not read."""
         start = len(self._prefix)
         keys = (key[start:] for key in self._values if key.startswith(self._prefix))
         return sorted(key for key in keys if key not in self._read)

@@ -89,7 +89,7 @@ def _names(config: ModelConfig) -> Names:
 
 
 def _fused(config: ModelConfig) -> list[Fused]:
-    """What the files of a family have in one tensor."""
+    """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.n_kv_heads)]
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if config.architecture == "phi3" else []
@@ -117,7 +117,7 @@ def open_folder(folder: Path) -> Source:
     if not predictors:
         return source
     # The model's own code skips neurons whose predicted probability is at most a half.
-    return replace(source, predictor_threshold=0.0, notes=["the files bring predictors along, with threshold 0"])
+    return replace(source, predictor_threshold=0.0, notes=["the files include predictors, with threshold 0"])
 
 
 def _add_one_to_norms(tensors: dict[str, RawTensor], files: list[MappedFile]) -> None:

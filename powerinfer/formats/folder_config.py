@@ -40,7 +40,7 @@ _WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausa
 
 
 def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
-    """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it will not do."""
+    """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it is not supported."""
     where = str(folder / "config.json")
     architecture = _architecture(Fields(metadata, where))
     stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
@@ -86,17 +86,17 @@ def _architecture(fields: Fields) -> str:
 
 
 def _replaced(code: Any, name: str | None) -> bool:
-    """Whether no code of the folder is asked for, or code in whose place this engine's own stands."""
+    """Whether the folder asks for no code of its own, or only for code that this engine replaces."""
     return code is None or (name in _WITH_OWN_CODE and type(code) is str and code.rpartition(".")[2] == name)
 
 
 # --- families --------------------------------------------------------------------------------------------------------
-# A reader gets the configuration without its layers, and adds them and what else the family has of its own.
+# A reader gets the configuration without its layers, and adds them and the settings of the family.
 
 _GATED = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
 _PLAIN = {"relu": "relu", "relu2": "relu2"}
 
-# What missing keys mean in the family's class, where it is not the same for all.
+# Defaults of missing keys in the family's class, where families differ.
 _LLAMA = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _OLMO = {"vocab_size": 50304, "max_position_embeddings": 2048, "hidden_act": "silu", "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -282,7 +282,7 @@ def _ffn_size(fields: Fields) -> int:
 
 
 def _activation(fields: Fields, key: str, known: dict[str, str]) -> str:
-    """The activation: `known` maps what the family's files call it to what this engine does."""
+    """The activation: `known` maps the family's names to those of this engine."""
     name = fields.text(key)
     if name not in known:
         raise fields.bad(key, f"is {shown(name)}; of this family only {', '.join(known)} is supported")

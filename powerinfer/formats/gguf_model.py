@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
 
 @dataclass(frozen=True)
 class _Family:
-    """What an architecture implies; the rest follows from the metadata and from which tensors exist.
+    """The properties of an architecture; the rest follows from the metadata and from which tensors exist.
 
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
@@ -121,7 +122,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
-    """What the file has in one tensor."""
+    """The matrices that the file stores in one tensor."""
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
     return [*qkv, *ARCHITECTURES[config.architecture].fused]
 
@@ -283,6 +284,31 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
         dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
     fields.only("rope.dimension_count", dim)
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
+    divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
+    plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
+    kind, factor, original, gain, yarn = _rope_scaling(fields)
+    if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
+        raise ModelError(f"{fields.where}: has both rope_freqs.weight and RoPE scaling {kind!r}")
+    original = original or fields.integer("context_length", 1, layout.MAX_CONTEXT)
+    if short and long:
+        context = fields.integer("context_length", 1, layout.MAX_CONTEXT)
+        own: dict[str, Any]
+        own = {"factor": context / original, "attention_factor": gain, "divisors": short, "long_divisors": long}
+        return replace(plain, scaling="longrope", original_context_length=original, **own)
+    if short or long or kind == "longrope":
+        raise ModelError(f"{fields.where}: has not both rope_factors_short.weight and rope_factors_long.weight")
+    if kind == "yarn":
+        attention = None if gain == 1 else gain * (1 + 0.1 * math.log(max(factor, 1)))
+        return replace(
+            plain, scaling="yarn", factor=factor, original_context_length=original, attention_factor=attention, **yarn
+        )
+    if gain != 1:
+        raise fields.bad("rope.scaling.attn_factor", f"is {gain:g}, which this engine supports for yarn scaling only")
+    return plain if kind == "none" or factor == 1 else replace(plain, scaling="linear", factor=factor)
+
+
+def _rope_scaling(fields: Fields) -> tuple[str, float, int, float, dict[str, Any]]:
+    """(kind, factor, original context or 0, factor of attention, the fields of `RopeConfig` for yarn)."""
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
     kind = fields.text("rope.scaling.type", "linear")
     known = "none", "linear", "yarn", "longrope"
@@ -292,45 +318,14 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
     factor = fields.number("rope.scaling.factor", 0, layout.MAX_SCALE, old) or 1.0
     original = fields.integer("rope.scaling.original_context_length", 1, layout.MAX_CONTEXT, 0)
     gain = fields.number("rope.scaling.attn_factor", 1e-6, layout.MAX_SCALE, 1.0)
-    fast = fields.number("rope.scaling.yarn_beta_fast", 1e-6, layout.MAX_SCALE, 32.0)
-    slow = fields.number("rope.scaling.yarn_beta_slow", 1e-6, layout.MAX_SCALE, 1.0)
+    betas = {"beta_fast": 32.0, "beta_slow": 1.0}
+    yarn = {key: fields.number(f"rope.scaling.yarn_{key}", 1e-6, layout.MAX_SCALE, betas[key]) for key in betas}
     fields.flag("rope.scaling.finetuned", False)
     fields.only("rope.scaling.alpha", 0.0)
     fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_attn_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_log_multiplier", 0.0)
-    divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
-    if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
-        raise ModelError(f"{fields.where}: has both rope_freqs.weight and RoPE scaling {kind!r}")
-    plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
-    if short and long:
-        context = fields.integer("context_length", 1, layout.MAX_CONTEXT)
-        return replace(
-            plain,
-            scaling="longrope",
-            factor=context / (original or context),
-            original_context_length=original or context,
-            attention_factor=gain,
-            divisors=short,
-            long_divisors=long,
-        )
-    if short or long or kind == "longrope":
-        raise ModelError(f"{fields.where}: has not both rope_factors_short.weight and rope_factors_long.weight")
-    if kind == "yarn":
-        return replace(
-            plain,
-            scaling="yarn",
-            factor=factor,
-            original_context_length=original or fields.integer("context_length", 1, layout.MAX_CONTEXT),
-            beta_fast=fast,
-            beta_slow=slow,
-            attention_factor=None if gain == 1 else gain * (1 + 0.1 * math.log(max(factor, 1))),
-        )
-    if gain != 1:
-        raise fields.bad("rope.scaling.attn_factor", f"is {gain:g}, which this engine supports for yarn scaling only")
-    if kind == "none" or factor == 1:
-        return plain
-    return replace(plain, scaling="linear", factor=factor)
+    return kind, factor, original, gain, yarn
 
 
 def _ffn_sizes(fields: Fields, n_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""JSON: parsed strictly, and checked against the dataclass that says what it holds.
+"""JSON: parsed strictly, and checked against a dataclass.
 
     hardware = checked(Hardware, parse_json(raw, str(path)), str(path))
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def parse_json(raw: bytes, where: str) -> Any:
-    """JSON that somebody else wrote; ModelError for bad UTF-8, duplicate keys, NaN, or nesting without end."""
+    """Foreign JSON; ModelError for bad UTF-8, duplicate keys, NaN, or excessive nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -36,7 +36,7 @@ def environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what an assistant wrote, for training: here its body is all there is to it."""
+        """{% generation %} marks an assistant's text, for training; here only its body is rendered."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -102,7 +102,7 @@ def _limit(seconds: float, memory: int | None) -> None:
         import resource
     except ImportError:  # Windows: the caller's timeout is the only limit
         return
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which nobody handles
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which has no handler
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if memory is None or (hard != resource.RLIM_INFINITY and memory > hard):
         memory = hard

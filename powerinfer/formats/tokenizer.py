@@ -45,10 +45,10 @@ class Added:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer needs besides its engine.
+    """The data of a tokenizer, besides its engine.
 
     piece: text of a token id in the vocabulary, None if there is none. byte_level: pieces spell bytes in
-    GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to the byte they stand for.
+    GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to bytes.
     strip_space: decoding drops one leading space, the one that encoding puts there.
     """
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.devices.wanted import wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Resolved:
     vram: int | None = None
 
 
-def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> Resolved:
+def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
@@ -62,7 +63,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | N
     return resolved
 
 
-def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None) -> Resolved:
+def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) -> Resolved:
     selection = select(checkpoint, engine)
     name, why = wanted_gpu(engine)
     if name is not None:
@@ -181,7 +182,7 @@ def _too_little_ram(
 
 
 def _beside_gpu(
-    checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, gpu: str, progress: Progress | None
+    checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, gpu: str, progress: Progress
 ) -> Resolved | str:
     """What is placed where; the reason if the GPU is not used."""
     from powerinfer.devices.torch_device import choose_device

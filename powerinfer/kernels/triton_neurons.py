@@ -47,10 +47,10 @@ def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
     """counts: neurons of each block that any token selects. fired: set to 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
-    wanted = tl.zeros((BLOCK,), tl.int32)
+    chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
-        wanted |= (tl.load(selected + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum(wanted, 0))
+        chosen |= (tl.load(selected + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(chosen, 0))
 
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
@@ -61,8 +61,8 @@ def _list_kernel(
     """List, ascending, the neurons that are not zero for some token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
-    [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, what
-    source has of them, side by side as they are listed.
+    [pieces] of neurons to list, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, their
+    values in source, in the order of the list.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
@@ -70,22 +70,22 @@ def _list_kernel(
     if LISTED:
         here &= i < tl.load(length)
         neuron = tl.load(before + i, mask=here, other=0)
-    wanted = tl.zeros((BLOCK,), tl.int32)
+    chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
-        wanted |= (tl.load(source + t * n + i, mask=here, other=0) != 0).to(tl.int32)
+        chosen |= (tl.load(source + t * n + i, mask=here, other=0) != 0).to(tl.int32)
     first = tl.minimum(tl.program_id(0) * per, pieces)
     earlier = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, first, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
         earlier += tl.load(counts + c, mask=c < first, other=0)
     base = tl.sum(earlier, 0)
-    place = base + tl.cumsum(wanted, 0) - wanted
-    tl.store(listed + place, neuron, mask=wanted != 0)
+    place = base + tl.cumsum(chosen, 0) - chosen
+    tl.store(listed + place, neuron, mask=chosen != 0)
     if KEEP:
         for t in range(tokens):
-            tl.store(kept + t * n + place, tl.load(source + t * n + i, mask=here, other=0), mask=wanted != 0)
+            tl.store(kept + t * n + place, tl.load(source + t * n + i, mask=here, other=0), mask=chosen != 0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(total, base + tl.sum(wanted, 0))
+        tl.store(total, base + tl.sum(chosen, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _products_kernel(
 
 @triton.jit
 def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """Of R places of the list: rows of down, rows of what they share, and h [R], of several tokens [T, R]."""
+    """Of R places of the list: rows of down, rows of their shared scales, and h [R], of several tokens [T, R]."""
     i = first + tl.arange(0, R)
     live = i < end
     row = tl.load(listed + i, mask=live, other=0).to(tl.int64)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
-from powerinfer.formats.checkpoint import Checkpoint, Progress, RawTensor
+from powerinfer.formats.checkpoint import Checkpoint, RawTensor
+from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
     from powerinfer import _native
@@ -27,7 +28,7 @@ Norm = TypeVar("Norm")
 
 OwnFfn = Callable[[Norm | None, Sequence[Vector], Norm | None], None]
 """Wires an FFN whose matrices are not the checkpoint's: called with its norm, the biases of gate, up and down, and the
-norm of what it adds."""
+norm of its output."""
 
 SplitFfns = Callable[["CpuExecutor", "GpuLayers", int, Sequence[Vector]], "FfnParts"]
 """Makes the FFN of a layer on a GPU as a sum of parts, given the biases of gate, up and down; that of down is added by
@@ -80,7 +81,7 @@ class Builder(Protocol[Matrix, Norm]):
 def wire(
     executor: CpuExecutor,
     checkpoint: Checkpoint,
-    progress: Progress | None,
+    progress: Progress,
     first: GpuLayers | None = None,
     *,
     neurons: Neurons | None = None,
@@ -106,8 +107,7 @@ def wire(
                 own = partial(_bundled, executor, neurons, layer)
             _layer(executor, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
-        if progress is not None:
-            progress("loading weights", layer + 1, config.n_layers)
+        progress("loading weights", layer + 1, config.n_layers)
     if first is not None and head:
         _head(first, checkpoint, embedding)
     else:

@@ -34,7 +34,7 @@ RUNTIME_BYTES = 80 << 20
 STAGED = 16
 """Staging gets at most 1/STAGED of the room for neurons on a GPU."""
 
-_GIB = 1 << 30
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
@@ -278,5 +278,5 @@ def _stored(matrices: tuple[Matrix, ...]) -> int:
 
 def gib(nbytes: float) -> str:
     """Bytes as text, rounded up, in the format of the flags."""
-    unit, name = (_GIB, "GiB") if nbytes >= _GIB else (1 << 20, "MiB")
+    unit, name = next((pair for pair in _UNITS if nbytes >= pair[0]), (1, "B"))
     return f"{-int(-nbytes * 100 // unit) / 100:.2f}{name}".replace(".00", "")

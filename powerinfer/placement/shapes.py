@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.recording import RECORDED_BYTES
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layout
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
@@ -43,14 +43,13 @@ MOST_NEURONS = 1 << 24
 """Maximum for a plan; OPT-175B has 4.7 million."""
 
 GPU_MARGIN = RECORDED_BYTES + (112 << 20)
-"""Bytes of a GPU for recorded steps, and for what is not counted: a piece of a quantised matrix as it is converted,
+"""Bytes of a GPU for recorded steps, and for uncounted memory: a piece of a quantised matrix as it is converted,
 attention's partial sums, segments of torch's allocator that are not full."""
 LAYER_MARGIN = 3 << 20
 """The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
 
 _PREDICTOR_TYPE = "Q8_0"
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
-_CONFIG_LIMIT = 1 << 20  # bytes of a config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ class Model:
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: of the FFNs' neurons. fingerprint: of the weights'
-    origin, "" for a model that is only described. quantize: what its float matrices are quantised to on load, as the
-    engine's option; the types of the matrices are those then.
+    origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
+    load, as the engine's option; `type` of the matrices is then this type.
     """
 
     name: str
@@ -236,14 +235,14 @@ def described_model(
     share: of the weights, that predictors have, in Q8_0; fewer where they would take more than `MOST_PREDICTOR` of the
     model's bytes. Types of bundles follow `pack`.
     """
-    wanted = DTYPES[dtype]
+    type_name = DTYPES[dtype]
     _check_size(config)
     columns = {name: shape[-1] for name, shape in shapes(config)}
 
     def type_of(tensor: str) -> str:
-        return wanted if columns[tensor] % block_type(wanted).block == 0 else "F16"
+        return type_name if columns[tensor] % block_type(type_name).block == 0 else "F16"
 
-    gate = wanted if config.d_model % block_type(wanted).block == 0 else "F16"
+    gate = type_name if config.d_model % block_type(type_name).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
@@ -394,15 +393,9 @@ def find_shape(name: str) -> Shape:
     if not path.is_file():
         raise RequestError(f"no shape {shown(name)}: neither a config.json nor one of {', '.join(SHAPES)}")
     from powerinfer.formats.folder_config import read_config
-    from powerinfer.formats.json_file import parse_json
+    from powerinfer.formats.json_file import read_json
 
-    with open(path, "rb") as file:
-        raw = file.read(_CONFIG_LIMIT + 1)
-    if len(raw) > _CONFIG_LIMIT:
-        raise ModelError(f"{path}: too large for a config.json")
-    metadata = parse_json(raw, str(path))
-    if type(metadata) is not dict:
-        raise ModelError(f"{path}: not a JSON object")
+    metadata, _ = read_json(path)
     config = read_config(metadata, path.parent)
     check(config, str(path))
     _check_size(config)

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from powerinfer.errors import ModelError
 from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layout, n_groups, open_bundles, write_bundles
 from powerinfer.formats.bundle_types import PartTypes, by_neuron, row_parts, tensor_name
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
+from powerinfer.progress import Progress, silent
 from powerinfer.system import usable_cores
 
 Squares = NDArray[np.float64]
@@ -70,7 +71,7 @@ def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> B
     return bundles if (bundles.layout.gate_type, bundles.layout.down_type) == (types.gate, types.down) else None
 
 
-def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progress: Progress | None = None) -> Packed:
+def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progress: Progress = silent) -> Packed:
     """Write the bundles of a model into the folder `prepared` (None: beside the model).
 
     Memory: about 40 MB for each core while d_model is below 4096, in proportion to it above, and one matrix where the
@@ -99,8 +100,7 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
                     part.put(data, count, groups, layout, cores)
                 write(layer, groups)
                 done += count
-                if progress is not None:
-                    progress("packing neurons", done, config.n_neurons)
+                progress("packing neurons", done, config.n_neurons)
             checkpoint.release()
     errors = {name: float(np.sqrt(wrong / whole)) if wrong else 0.0 for name, (wrong, whole) in squares.items()}
     return Packed(open_bundles(checkpoint, prepared, cpu.part_bytes), errors, time.perf_counter() - begin)

@@ -1,7 +1,7 @@
 """The steps of `powerinfer prepare`: measure, profile, train, pack, plan, report.
 
-Each step makes what the command of its name makes, unless that is up to date, so an interrupted run resumes. `check`
-and `check_budgets` find what would stop the work later.
+Each step does the work of the command of its name, unless its result is up to date, so an interrupted run resumes.
+`check` and `check_budgets` find errors that would stop the work later.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.prepare.counting import Task
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.plan import PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
 DONE, SKIPPED, NOT_NEEDED = "done", "skipped", "not needed"
 SPARE = 16 << 20  # bytes of the disk that small files may take
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Work:
     task: Task
     train: bool = True
     force: bool = False
-    say: Say = lambda line: None
+    say: Say = silent
     hardware: Hardware | None = field(default=None, init=False)
     plan: PlanDocument | None = field(default=None, init=False)
     plan_path: Path = field(default=Path(), init=False)
@@ -285,7 +284,7 @@ def _not_needed(why: str) -> Outcome:
     return Outcome(NOT_NEEDED, why, {"path": None, "why": why})
 
 
-# ---------------------------------------------------------------- what can be known beforehand
+# ---------------------------------------------------------------- checks before the work
 
 
 def check(work: Work) -> None:

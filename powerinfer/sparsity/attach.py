@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.formats.bundle_file import BundleFile
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.quant import Bytes
     from powerinfer.sparsity.saved_trials import SavedTrials
     from powerinfer.sparsity.selection import Selection
@@ -103,7 +104,7 @@ def attach(
     engine: EngineConfig,
     selection: Selection,
     sample: Callable[[], Sequence[int]],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Sparsity:
     """Attach bundles and predictors to the executor's FFNs, and find where the selector is faster than dense.
 
@@ -144,7 +145,7 @@ def _tried(
     ways: Sequence[Way],
     sizes: Sequence[int],
     sample: Sequence[int],
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[Verdict]:
     """The verdicts of a trial, which are saved."""
     from powerinfer.sparsity.trial import trial
@@ -163,7 +164,7 @@ the rows of those that fire (docs/selectors.md)."""
 
 
 def _load(
-    executor: CpuExecutor, engine: EngineConfig, selection: Selection, bundles: BundleFile, progress: Progress | None
+    executor: CpuExecutor, engine: EngineConfig, selection: Selection, bundles: BundleFile, progress: Progress
 ) -> None:
     from powerinfer.system import available_memory
 
@@ -180,5 +181,4 @@ def _load(
                 recall_every=engine.recall_every,
                 dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # --no-trial: no fallback
             )
-            if progress is not None:
-                progress("loading neurons", layer + 1, len(bundles.layers))
+            progress("loading neurons", layer + 1, len(bundles.layers))

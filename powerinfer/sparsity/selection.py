@@ -32,7 +32,7 @@ ASKED = "asked for"
 
 @dataclass(frozen=True)
 class Selection:
-    """A selector, by its name, and what it needs.
+    """A selector, by its name, with the data that it needs.
 
     why: the reason, for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
