@@ -181,11 +181,8 @@ def _stored_or_fail(name: str) -> StoredModel:
 @contextmanager
 def _locked(folder: Path, say: Say) -> Iterator[None]:
     """Lock a model's folder for this process; others wait. The lock ends with the process."""
-    try:
-        import fcntl
-    except ImportError:  # no flock: renames are still atomic, but two processes may do the same work
-        yield
-        return
+    import fcntl
+
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="ascii") as lock:
         try:

@@ -230,7 +230,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
-    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layout
+    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layouts[0]
     for share in SPLITS:
         with split(path, share) as (executor, ffns):
             placement = placed(executor.cpu.config, share)

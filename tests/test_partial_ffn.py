@@ -48,8 +48,8 @@ class Case:
 
     def executor(self, neurons: np.ndarray, threads: int) -> CpuExecutor:
         """One FFN of these neurons between an embedding and a head that returns the residual stream."""
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
-        config = ModelConfig("sample", D_MODEL, 1, 1, 16, D_MODEL, 64, 1e-5, uniform(2, layer))
+        layer = LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
+        config = ModelConfig("sample", D_MODEL, D_MODEL, 64, 1e-5, uniform(2, layer))
         rotations = dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0))
         executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), rotations)
         table = np.zeros((D_MODEL, D_MODEL), np.float32)

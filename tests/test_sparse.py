@@ -140,6 +140,8 @@ def residual_of(case: families.Case, layer: Any) -> Any:
         if hasattr(layer, "ln_mlp"):
             return layer.ln_mlp
         return layer.input_layernorm if layer.config.parallel_attn else layer.post_attention_layernorm
+    if case.base == "openelm":
+        return layer.ffn_norm
     return layer.mlp if case.base == "olmo2" else layer.post_attention_layernorm
 
 
@@ -148,6 +150,7 @@ def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: 
     config, model = model_of(case)
     tokens = families.prompt(case)
     blocks = {"falcon": lambda: model.transformer.h, "opt": lambda: model.model.decoder.layers}
+    blocks["openelm"] = lambda: model.transformer.layers
     expected: list[Any] = []
     for layer in blocks.get(case.base, lambda: model.model.layers)():
         keep = lambda module, args: expected.append(args[0].detach().numpy().reshape(len(tokens), -1).copy())  # noqa: E731

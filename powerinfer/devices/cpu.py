@@ -112,35 +112,32 @@ class CpuExecutor:
         self._workspace = _native.Workspace(self._pool, isa)
         self._pack = partial(pack, self._pool, _native.Arena())
         self.parts = PartMaker(config, self._workspace, self._pack)
-        self._program = self._empty_program(self._cache(engine, pages, room))
+        self._program = self._empty_program(engine, pages, room)
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
-    def _cache(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Cache:
-        """The KV cache, arguments as of the executor."""
+    def _empty_program(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Program:
+        """A program without operators, and its KV cache; arguments as of the executor."""
         config, reason = self.config, "given"
         layers = config.n_layers - self.first_layer
         if pages is None:
-            pages, reason = choose_pages(config, engine, engine.context or config.context_length, layers, room)
+            pages, reason = choose_pages(
+                config, engine, engine.context or config.context_length, self.first_layer, room
+            )
         self.n_pages = pages
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
-        cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
-        mib = cache.nbytes * layers // max(1, layers) >> 20
+        own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
+        cache = _native.Cache(engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages)
+        mib = cache.nbytes * bool(layers) >> 20
         self.choices["kv_cache"] = f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {mib} MiB ({reason})"
-        return cache
-
-    def _empty_program(self, cache: _native.Cache) -> _native.Program:
-        config = self.config
         return _native.Program(
             self._workspace,
             cache,
             self.max_tokens,
             config.d_model,
             config.widest_ffn,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_dim,
+            [one.n_heads for one in own],
             config.embed_dim or config.d_model,
         )
 
@@ -150,12 +147,12 @@ class CpuExecutor:
         self.bytes_per_token += packed.nbytes
         return packed
 
-    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are heads: padded to whole lanes, rotary pairs brought to (i, i + dim/2).
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: padded to whole lanes, rotary pairs
+        brought to (i, i + dim/2).
 
         None where the rows are right as they are.
         """
-        dim = self.config.head_dim
         padded = cpu.round_up(dim, cpu.LANES)
         if padded == dim and not interleaved:
             return None
@@ -215,7 +212,7 @@ class CpuExecutor:
         self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
     ) -> None:
         """x += norm(matrix . attended)."""
-        self._program.project(matrix, bias, norm)
+        self._program.project(layer - self.first_layer, matrix, bias, norm)
 
     def ffn(
         self,
@@ -393,14 +390,14 @@ class CpuExecutor:
 
 
 def choose_pages(
-    config: ModelConfig, engine: EngineConfig, context: int, layers: int, room: int | None = None
+    config: ModelConfig, engine: EngineConfig, context: int, first_layer: int = 0, room: int | None = None
 ) -> tuple[int, str]:
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
-    layers: how many of the model's have their cache here; room: bytes that it must not exceed, enough for one context.
+    first_layer: the first that has its cache here; room: bytes that it must not exceed, enough for one context.
     RequestError when not even one context fits the memory.
     """
-    page = layers * _native.kv_page_bytes(engine.kv_type, 1, config.n_kv_heads, config.head_dim)
+    page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
     memory = available_memory() or 1 << 62
     if one * page > memory:
