@@ -68,7 +68,7 @@ def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: 
 
 NEURON_TOKENS: int = 32
 
-def part_bytes(type: str, k: int) -> int:
+def bundle_row_bytes(type: str, k: int) -> int:
     """Bytes of one neuron's row of a part."""
 
 def shared_bytes(type: str, k: int) -> int:
@@ -76,7 +76,7 @@ def shared_bytes(type: str, k: int) -> int:
 
 GROUP: int = 32
 
-def pack_part(
+def pack_bundle_rows(
     pool: Pool,
     type: str,
     kind: str,
@@ -97,10 +97,10 @@ def pack_part(
 def code_bytes(type: str, k: int) -> int:
     """Bytes of the codes of one neuron's row of a part, behind which its own scales lie."""
 
-def part_order(type: str, kind: str, k: int) -> NDArray[np.int32]:
+def bundle_row_order(type: str, kind: str, k: int) -> NDArray[np.int32]:
     """The byte of a part's row at which each of its k elements lies, int32; two codes of 4 bits share a byte."""
 
-def unpack_part(
+def unpack_bundle_rows(
     type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]
 ) -> None:
     """The values of one part of bundles: data [groups, bytes of a group], out [rows, k]."""
