@@ -15,6 +15,8 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from powerinfer.formats.checkpoint import Checkpoint, Progress
     from powerinfer.runtime.engine import LLM
 
@@ -240,19 +242,24 @@ def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
     from powerinfer.hub import resolve_model
 
     path = resolve_model(model, say=out.note)
+    with Bar() as bar:
+        llm = load_llm(path, engine, bar)
+    for note in llm.checkpoint.notes if llm.checkpoint else ():
+        out.note(note)
+    return llm
+
+
+def load_llm(path: Path, engine: EngineConfig, progress: Progress) -> LLM:
+    """The engine for a model's file or folder."""
     # Loading makes a hundred thousand objects and no garbage: collection would take 10 ms.
     gc.disable()
     try:
         from powerinfer.runtime.engine import LLM
 
-        with Bar() as bar:
-            llm = LLM(path, progress=bar, **dataclasses.asdict(engine))
+        return LLM(path, progress=progress, **dataclasses.asdict(engine))
     finally:
         gc.freeze()
         gc.enable()
-    for note in llm.checkpoint.notes if llm.checkpoint else ():
-        out.note(note)
-    return llm
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
