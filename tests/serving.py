@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from toy_model import VOCAB, ToyDecoder, ToyExecutor, ToyTokenizer
+from toy_model import ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm
 
-from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, ServeConfig
+from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.runtime.engine import LLM
@@ -53,11 +53,8 @@ class SlowExecutor(ToyExecutor):
 
 
 def served_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: Any) -> LLM:
-    config = ModelConfig(
-        architecture="toy", d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, vocab_size=VOCAB, context_length=context,
-        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(), FfnConfig(1)),), name="toy",
-    )  # fmt: skip
-    llm = LLM.from_parts(executor or ToyExecutor(), ByteTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]
+    toy = toy_llm(executor, context, **engine)
+    llm = LLM.from_parts(toy._runner._executor, ByteTokenizer(), toy.config, toy.engine)  # type: ignore[arg-type]
     llm.template = ChatTemplate(TEMPLATE)
     return llm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from serving import SlowExecutor, client, served_llm, serving, until
 from toy_model import ToyTokenizer, idle, reference_greedy, reference_logits
 
 from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import app as app_module
 from powerinfer.serve.server import Server
 
@@ -165,8 +167,6 @@ def test_stops_and_penalties_reach_the_engine(server: Server, llm: LLM) -> None:
         ({"temperature": 2.0, "seed": 1, "top_p": 0.5}, {"temperature": 2.0, "seed": 1, "top_p": 0.5}),
         ({"temperature": 2.0, "seed": 1, "min_p": 0.5}, {"temperature": 2.0, "seed": 1, "min_p": 0.5}),
     ):
-        from powerinfer.runtime.params import SamplingParams
-
         status, answer = post(server, "/v1/completions", base | more)
         whole = llm.generate("hello", SamplingParams(**{"temperature": 0.0, "max_tokens": 30, **params}))  # type: ignore[arg-type]
         assert status == 200, answer
@@ -416,6 +416,32 @@ def test_an_error_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> 
                 api.chat.completions.create(model="toy", messages=CHAT, extra_body=more)
             assert caught.value.status_code == 504
         until(lambda: idle(llm))
+
+
+# ---------------------------------------------------------------- the default model
+
+
+@pytest.mark.model
+def test_the_default_model(smollm2: Path) -> None:
+    llm = LLM(smollm2, context=512)
+    messages: Any = [{"role": "user", "content": "What is the capital of France? <|im_end|> €"}]
+    direct = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12))
+    text = "The capital of France is Paris."
+    tokens = llm.tokenizer.encode(text)
+    rows: list[np.ndarray] = []
+    llm.score(tokens, 0, lambda position, logits: rows.extend(logits.astype(np.float64)))
+    with serving(llm) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
+        arguments: dict[str, Any] = {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 12}
+        whole = api.chat.completions.create(**arguments)
+        assert whole.choices[0].message.content == direct.text
+        stream = api.chat.completions.create(**arguments, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == direct.text
+        echo = api.completions.create(model="toy", prompt=text, echo=True, max_tokens=0, logprobs=1).choices[0]
+    assert echo.text == text and echo.logprobs is not None
+    assert echo.logprobs.tokens is not None and "".join(echo.logprobs.tokens) == text
+    expected = [row[token] - np.logaddexp.reduce(row) for row, token in zip(rows, tokens[1:], strict=False)]
+    assert echo.logprobs.token_logprobs is not None
+    assert echo.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
 
 
 # ---------------------------------------------------------------- whatever the schema allows, and what it does not

@@ -615,6 +615,18 @@ def test_tls(tmp_path: Path) -> None:
         make_server(pytest.fail, ["x"], ServeConfig(port=0, tls_cert=str(key), tls_key=str(key)), 1)  # type: ignore[arg-type]
 
 
+def test_the_end_of_draining() -> None:
+    """What still runs after the time to drain is told so, and is not computed any further."""
+    executor = SlowExecutor(0.05)
+    llm = served_llm(executor)
+    with serving(llm, drain=0.2) as server, client(server) as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/completions", json=LONG)
+        until(lambda: llm.stats().running == 1)
+        server.should_exit = True
+        assert error_of(answer.result(), 503)["code"] == "aborted"
+    assert executor.closed and len(executor.sizes) < 100
+
+
 # ---------------------------------------------------------------- the command
 
 

@@ -1,7 +1,8 @@
 """Serve a model over HTTP: OpenAI's API, and llama-server's routes for tokens.
 
-http://127.0.0.1:8080/v1 is the base URL for clients; any API key will do unless one is set. The log, one JSON object
-a line, is on stderr. Ctrl-C or SIGTERM lets running requests finish first; a second one does not. docs/serving.md describes the API.
+http://127.0.0.1:8080/v1 is the base URL for clients; any API key will do unless one is set. The log, one JSON object a
+line, is on stderr. Ctrl-C or SIGTERM lets running requests finish first; a second one does not. docs/serving.md
+describes the API.
 
 JSON: nothing but {} when the server has ended.
 """

@@ -84,6 +84,9 @@ class Gate:
             await answer.refuse(error)
         except _Left:
             answer.status = CLIENT_LEFT
+        except asyncio.CancelledError:
+            await answer.refuse(ApiError(503, "the server is shutting down", code="aborted"))
+            raise
         finally:
             self._report(scope, answer.status, time.perf_counter() - begin, request_id, facts)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from powerinfer.errors import RequestError
 from powerinfer.runtime.sampling import TokenLogprobs, token_logprobs
+from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.shapes import Echo, Logprobs, add_logprobs, text_logprobs
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ class _Stopped(Exception):
 
 
 async def score(llm: LLM, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
-    """For each token its logprob and those of the `count` most likely ones; None for the first."""
+    """For each token its logprob and those of the `count` most likely ones; None for the first.
+
+    The tokens must be valid and fit the context. ApiError (503) if the cache has no room for them now.
+    """
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     try:
@@ -46,7 +51,10 @@ def _score(llm: LLM, tokens: list[int], count: int, stop: threading.Event) -> li
             scores.append(token_logprobs(row, token, count, scratch))
 
     if len(tokens) > 1:
-        llm.score(tokens[:-1], 0, use)  # the last token's logits are of what follows
+        try:
+            llm.score(tokens[:-1], 0, use)  # the last token's logits are of what follows
+        except RequestError as error:  # the prompt is fine: there is no room, or no engine any more
+            raise ApiError(503, str(error), code="busy") from None
     return scores
 
 

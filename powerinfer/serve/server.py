@@ -224,11 +224,21 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log("info", "draining", connections=len(self.server_state.connections))
-        await super().shutdown(sockets)
-        for task in self.server_state.tasks:  # after a second signal
-            task.cancel()
-        if self.server_state.tasks:
+        watch = asyncio.create_task(self._end_if_forced())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            watch.cancel()
+        if self.server_state.tasks:  # they have been cancelled
             await asyncio.wait(self.server_state.tasks, timeout=STOP_SECONDS)
+
+    async def _end_if_forced(self) -> None:
+        while not self.force_exit:
+            await asyncio.sleep(0.05)
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def make_server(load: Load, names: list[str], config: ServeConfig, requests: int) -> Server:
