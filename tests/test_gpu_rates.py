@@ -35,6 +35,7 @@ from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.progress import silent  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
 
@@ -106,7 +107,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def work() -> Any:
-    return gpu_rates._GpuSamples(torch.device("cpu"), LITTLE, None)
+    return gpu_rates._GpuSamples(torch.device("cpu"), LITTLE, silent)
 
 
 def test_dense_rates_are_those_of_the_products(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

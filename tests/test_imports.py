@@ -12,12 +12,12 @@ PACKAGE = Path(__file__).parent.parent / "powerinfer"
 
 # A room may import rooms of a smaller rank, and itself; rooms of one rank do not know each other.
 RANK = {
-    **dict.fromkeys(("config", "errors", "neurons", "system"), 0),
+    **dict.fromkeys(("config", "errors", "neurons", "progress", "system"), 0),
     **{"formats": 1, "kernels": 2, "hub": 2, "devices": 3, "models": 4, "sparsity": 5, "hardware": 5, "placement": 6},
     **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "serve": 10, "cli": 11},
 }
 # Imported when they are used: slow to import, or not in the core install.
-LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy"}
+LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy", "llguidance"}
 # Files that are themselves imported when they are used, and only then: their kernels are decorated at the top.
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "kernels", "neurons")}
 NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}

@@ -11,13 +11,14 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+import reference
 from stored_weights import FLOATS, float_bytes, stored, with_scales
 
 from powerinfer import _native
 from powerinfer.config import ACTIVATIONS
 from powerinfer.errors import RequestError
 from powerinfer.formats.quant import block_type, dequantize
-from powerinfer.kernels import cpu, reference
+from powerinfer.kernels import cpu
 
 LEVELS = _native.levels()
 POOLS = {threads: _native.Pool(threads) for threads in (1, 2, 3)}

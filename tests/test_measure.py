@@ -81,7 +81,7 @@ def test_kept_and_taken_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("what", "value"),
     [("__version__", "99.0"), ("METHOD", 99), ("total_memory", lambda: 1 << 40)],
 )
-def test_another_engine_or_machine_is_measured_anew(
+def test_another_engine_or_machine_is_measured_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, what: str, value: object
 ) -> None:
     machine = keep_something(ONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -55,3 +56,15 @@ def test_module_exports_its_entry_point_only() -> None:
     names = {line.split()[-1] for line in lines}
     assert "PyInit__native" in names
     assert not [name for name in names if "pi_" in name or "kernels" in name]
+
+
+@pytest.mark.parametrize("source", ["test_kernels.cpp", "test_neurons.cpp"])
+def test_standalone_tests_fit_the_sources(source: str) -> None:
+    """They run in `make test-native` only; here the compiler reads them, so that they cannot fall behind."""
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    flags = ["-std=c++17", "-fsyntax-only", "-I", str(ROOT / "powerinfer" / "csrc")]
+    command = [*compiler.split(), *flags, str(ROOT / "tests" / "native" / source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

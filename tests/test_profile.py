@@ -230,7 +230,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, corpora: list[str]) ->
     [{"window": 32}, {"tokens": 500}, {"samples": 1 << 18}, {"corpus": ["corpus2.txt", "corpus1.txt"]}],
     ids=lambda change: next(iter(change)),
 )
-def test_other_options_start_anew(
+def test_other_options_start_again(
     change: dict[str, Any], tmp_path: Path, corpora: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counting, "SAVE_EVERY", 0.0)

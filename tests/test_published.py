@@ -1,10 +1,8 @@
-"""What PowerInfer published: PWRI files of every architecture, and counts of activations that run no code."""
+"""PWRI files of every architecture; pickles are refused."""
 
 from __future__ import annotations
 
-import io
-import sys
-import zipfile
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import pytest
 from gguf_bytes import F32, STRING, U32, Builder
 from model_files import FF, LAYERS, D, family_gguf, family_weights
 
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.published import read_activation_counts
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import RawTensor, transpose
 
@@ -47,12 +44,11 @@ def test_models(tmp_path: Path, architecture: str, two_norms: bool) -> None:
     checkpoint = open_checkpoint(family_gguf(architecture, two_norms, published=True).write(tmp_path / "m.gguf"))
     config = checkpoint.config
     assert (config.architecture, config.activations) == (architecture, ARCHITECTURES[architecture])
-    assert config.gated == (architecture in ("llama", "bamboo")) and config.layers[0].parallel == (
+    assert config.layers[0].ffn.gated == (architecture in ("llama", "bamboo")) and config.layers[0].parallel == (
         architecture == "falcon"
     )
-    assert all(rope.interleaved == config.gated for rope in config.ropes) and config.layers[0].shared_norm == (
-        architecture == "falcon" and not two_norms
-    )
+    assert all(rope.interleaved == config.layers[0].ffn.gated for rope in config.ropes)
+    assert config.layers[0].shared_norm == (architecture == "falcon" and not two_norms)
     plain = family_gguf(architecture, two_norms).put(f"{architecture}.hidden_act", STRING, ARCHITECTURES[architecture])
     assert config == open_checkpoint(plain.write(tmp_path / "plain.gguf")).config
     assert checkpoint.predictor_threshold == 0.25
@@ -214,162 +210,6 @@ def test_tokenizers_of_files_that_name_no_pre_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("ab abc")) == "ab abc"
 
 
-# --- counts of activations
-
-
-@pytest.fixture
-def torch() -> Any:
-    return pytest.importorskip("torch")
-
-
-def counts(torch: Any, folder: Path, tensors: list[Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number, tensor in enumerate(tensors):
-        torch.save(tensor, folder / f"activation_{number}.pt")
-    return folder
-
-
-def test_counts_come_in_the_order_of_the_layers(tmp_path: Path, torch: Any) -> None:
-    tensors = [torch.arange(5) + 100 * layer for layer in range(12)]  # as texts, 10 would come before 2
-    layers = read_activation_counts(counts(torch, tmp_path, tensors))
-    assert len(layers) == 12 and all(layer.dtype == np.int64 for layer in layers)
-    for ours, theirs in zip(layers, tensors, strict=True):
-        assert np.array_equal(ours, theirs.numpy())
-
-
-@pytest.mark.parametrize(
-    "kind", ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
-)
-def test_types_of_counts(tmp_path: Path, torch: Any, kind: str) -> None:
-    tensor = torch.tensor([0, 3, 64, 120]).to(getattr(torch, kind))
-    (layer,) = read_activation_counts(counts(torch, tmp_path, [tensor]))
-    assert layer.dtype == np.int64 and layer.tolist() == [0, 3, 64, 120]
-
-
-def test_large_counts_are_exact(tmp_path: Path, torch: Any) -> None:
-    (layer,) = read_activation_counts(counts(torch, tmp_path, [torch.tensor([2**53 - 1, 2**40 + 1])]))
-    assert layer.tolist() == [2**53 - 1, 2**40 + 1]
-
-
-def refused_counts(folder: Path, message: str) -> None:
-    with pytest.raises(ModelError, match=message) as caught:
-        read_activation_counts(folder)
-    assert "\n" not in str(caught.value)
-
-
-def test_counts_that_are_none(tmp_path: Path, torch: Any) -> None:
-    good = torch.arange(4)
-    refused_counts(counts(torch, tmp_path / "none", []), "holds no activation_0.pt")
-    bad = {
-        "negative": torch.tensor([1, -1, 0, 0]),
-        "fraction": torch.tensor([0.5, 1, 1, 1]),
-        "nan": torch.tensor([float("nan")] * 4),
-        "infinite": torch.tensor([float("inf")] * 4),
-        "too large": torch.tensor([2**53, 0, 0, 0]),
-    }
-    for name, tensor in bad.items():
-        refused_counts(
-            counts(torch, tmp_path / name, [good, tensor]), r"activation_1\.pt: holds values that are no counts"
-        )
-    for tensor in (torch.zeros(2, 2), torch.zeros(0), torch.tensor(1), torch.zeros(4, dtype=torch.bool)):
-        refused_counts(counts(torch, tmp_path / "shape", [tensor]), "does not count neurons")
-    refused_counts(
-        counts(torch, tmp_path / "complex", [torch.zeros(4, dtype=torch.complex64)]), "does not count neurons"
-    )
-    refused_counts(counts(torch, tmp_path / "differ", [good, torch.arange(5)]), "counts 5 neurons, not 4")
-    refused_counts(counts(torch, tmp_path / "meta", [torch.zeros(4, device="meta")]), "not one tensor")
-    refused_counts(counts(torch, tmp_path / "sparse", [torch.eye(4).to_sparse()]), "not one tensor|plain tensor")
-    for other in ({"a": good}, [1, 2], "text"):
-        refused_counts(counts(torch, tmp_path / "object", [other]), "not one tensor|does not hold a plain tensor")
-
-
-def test_missing_layers_are_named(tmp_path: Path, torch: Any) -> None:
-    folder = counts(torch, tmp_path, [torch.arange(4)] * 4)
-    (folder / "activation_2.pt").unlink()
-    refused_counts(folder, r"activation_2\.pt is missing")
-    (folder / "activation_00.pt").write_bytes((folder / "activation_0.pt").read_bytes())
-    refused_counts(folder, "is missing, or a number occurs twice")
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.mark,)
-
-
-def test_no_code_runs(tmp_path: Path, torch: Any) -> None:
-    mark = tmp_path / "ran"
-    folder = counts(torch, tmp_path / "evil", [[torch.arange(4), Evil(mark)]])
-    refused_counts(folder, "torch cannot read it without running code")
-    assert not mark.exists()
-    torch.load(folder / "activation_0.pt", weights_only=False)
-    assert mark.exists()  # the trap was set
-
-
-def rebuilt(path: Path, change: Callable[[str, bytes], bytes], method: int = zipfile.ZIP_STORED) -> None:
-    """Write a file of torch.save again with other members."""
-    with zipfile.ZipFile(path) as archive:
-        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    raw = io.BytesIO()
-    with zipfile.ZipFile(raw, "w", method) as archive:
-        for name, data in members:
-            archive.writestr(name, change(name, data))
-    path.write_bytes(raw.getvalue())
-
-
-def test_files_that_claim_more_than_they_hold(tmp_path: Path, torch: Any) -> None:
-    folder = counts(torch, tmp_path, [torch.arange(4, dtype=torch.int64)])
-    path = folder / "activation_0.pt"
-    whole = path.read_bytes()
-    rebuilt(path, lambda name, data: data)
-    assert read_activation_counts(folder)[0].tolist() == [0, 1, 2, 3]
-    rebuilt(path, lambda name, data: data[:8] if "/data/" in name else data)
-    refused_counts(folder, "another size than it has|cannot read it")
-    path.write_bytes(whole)
-    rebuilt(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
-    refused_counts(folder, "not one tensor as torch.save writes it")
-    base = torch.zeros(1, dtype=torch.int64)
-    torch.save(base.expand(1 << 30), path)  # eight bytes that look like 8 GB
-    refused_counts(folder, "does not count neurons")
-    torch.save(torch.arange(4), path, _use_new_zipfile_serialization=False)
-    refused_counts(folder, "not a file that torch.save writes")
-    with path.open("r+b") as file:
-        file.truncate(1 << 30)
-    refused_counts(folder, "absurd")
-
-
-def test_every_truncation_is_refused(tmp_path: Path, torch: Any) -> None:
-    folder = counts(torch, tmp_path, [torch.arange(4)])
-    path = folder / "activation_0.pt"
-    whole = path.read_bytes()
-    rng = np.random.default_rng(0)
-    for length in range(0, len(whole), 31):
-        path.write_bytes(whole[:length])
-        refused_counts(folder, "activation_0")
-    for _ in range(200):  # damaged ones are refused, or the damage was where nobody looks
-        raw = bytearray(whole)
-        for at in rng.integers(0, len(raw), 3):
-            raw[at] = rng.integers(256)
-        path.write_bytes(raw)
-        try:
-            (layer,) = read_activation_counts(folder)
-            assert layer.shape == (4,) and (layer >= 0).all()
-        except ModelError as error:
-            assert "\n" not in str(error)
-
-
-def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "activation_0.pt").touch()
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(RequestError, match=r"pip install 'powerinfer\[train\]'"):
-        read_activation_counts(tmp_path)
-
-
-def test_a_pickle_is_no_model(tmp_path: Path, torch: Any) -> None:
-    folder = counts(torch, tmp_path, [torch.arange(4)])
-    refused(folder / "activation_0.pt", "pickle files can run code and are never read")
-    assert read_activation_counts(folder)[0].tolist() == [0, 1, 2, 3]
+def test_a_pickle_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "activation_0.pt").write_bytes(pickle.dumps([1, 2, 3]))
+    refused(tmp_path / "activation_0.pt", "pickle files can run code and are never read")

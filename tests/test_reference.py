@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-
-from powerinfer.kernels import reference
+import reference
 
 EPS = 2.0**-52
 

@@ -38,6 +38,7 @@ from powerinfer.models import load
 from powerinfer.prepare import fitting, training
 from powerinfer.prepare.fitting import LayerFit, margins, split_rows
 from powerinfer.prepare.training import MIN_ROWS, current, model_bytes, train
+from powerinfer.progress import silent
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 
@@ -445,7 +446,7 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path) -> None:
     assert left_in(tmp_path / "stopped") == left_in(tmp_path / "whole")
 
 
-def test_what_was_kept_under_other_options_is_made_anew(model: Path, tmp_path: Path) -> None:
+def test_what_was_kept_under_other_options_is_made_again(model: Path, tmp_path: Path) -> None:
     path = copied(model, tmp_path)
     checkpoint = open_checkpoint(path)
 
@@ -463,10 +464,10 @@ def test_what_was_kept_under_other_options_is_made_anew(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["cut", "other key", "other point", "no rank"])
-def test_damaged_leftovers_are_made_anew(model: Path, tmp_path: Path, damage: str) -> None:
+def test_damaged_leftovers_are_made_again(model: Path, tmp_path: Path, damage: str) -> None:
     path = copied(model, tmp_path)
     checkpoint = open_checkpoint(path)
-    work = training._Work(checkpoint, None, UNREACHED, open_samples(checkpoint), "cpu", None)
+    work = training._Work(checkpoint, None, UNREACHED, open_samples(checkpoint), "cpu", silent)
     work._point(0, 32)
     place = work._place(0, 32)
     if damage == "cut":
@@ -580,7 +581,7 @@ def test_samples_cut_short_while_open(model: Path, tmp_path: Path) -> None:
     path = copied(model, tmp_path)
     checkpoint = open_checkpoint(path)
     samples = open_samples(checkpoint)
-    work = training._Work(checkpoint, None, QUICK, samples, "cpu", None)
+    work = training._Work(checkpoint, None, QUICK, samples, "cpu", silent)
     samples.path.write_bytes(samples.path.read_bytes()[:5000])
     with pytest.raises(ModelError, match="changed while it was in use"):
         work.run()

@@ -17,7 +17,6 @@ from powerinfer.config import FfnConfig, ModelConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
-from powerinfer.kernels.reference import rope, rotations
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.power_law import hot_share
 
@@ -187,10 +186,11 @@ def _neurons(config: FfnConfig, tensors: _Tensors, n: Float32) -> tuple[Float32,
 def _attention(config: ModelConfig, tensors: _Tensors, n: Float32) -> Float32:
     """Causal attention within each sequence, [sequences, length, d_model]."""
     sequences, length, _ = n.shape
-    dim, groups = config.head_dim, config.n_heads // config.n_kv_heads
-    q = tensors.linear("q", n).reshape(sequences, length, config.n_heads, dim)
-    k = tensors.linear("k", n).reshape(sequences, length, config.n_kv_heads, dim)
-    v = tensors.linear("v", n).reshape(sequences, length, config.n_kv_heads, dim)
+    own = config.layers[0].attention  # of models whose layers are alike
+    dim, groups = own.head_dim, own.n_heads // own.n_kv_heads
+    q = tensors.linear("q", n).reshape(sequences, length, own.n_heads, dim)
+    k = tensors.linear("k", n).reshape(sequences, length, own.n_kv_heads, dim)
+    v = tensors.linear("v", n).reshape(sequences, length, own.n_kv_heads, dim)
     if config.positions == "rope":
         q, k = (_rotated(config, part) for part in (q, k))
     k, v = (np.repeat(part, groups, axis=2).transpose(0, 2, 1, 3) for part in (k, v))
@@ -204,7 +204,11 @@ def _attention(config: ModelConfig, tensors: _Tensors, n: Float32) -> Float32:
 def _rotated(config: ModelConfig, x: Float32) -> Float32:
     """Rotary positions; neighbouring pairs are first put half a head apart, in keys and queries alike."""
     frequencies, factor = rope_frequencies(config.ropes[0])
-    cos, sin = rotations(np.arange(x.shape[1], dtype=np.int32), frequencies, factor)
     if config.ropes[0].interleaved:
         x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-    return np.stack([rope(sequence, cos, sin).astype(np.float32) for sequence in x])
+    angles = (np.arange(x.shape[1], dtype=np.float32)[:, None] * frequencies).astype(np.float64)
+    cos, sin = (turn(angles)[:, None] * np.float32(factor) for turn in (np.cos, np.sin))
+    pairs = len(frequencies)
+    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    turned = [first * cos - second * sin, first * sin + second * cos, rest]
+    return np.concatenate(turned, axis=-1).astype(np.float32)

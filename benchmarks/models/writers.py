@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.models.speed_models import vocabulary, write_tokenizer
 from benchmarks.models.weights import Plan, Weights, shapes
 from powerinfer.formats.quant import quantize
-from powerinfer.kernels.reference import bfloat16_rounded
 
 Progress = Callable[[str], None]
 
@@ -90,7 +89,7 @@ TYPES = {  # --type -> (GGUF file type, GGUF tensor type, safetensors type, nump
 def stored(values: np.ndarray, kind: str) -> np.ndarray:
     """float32 values as they lie in a file of that type."""
     if kind == "bf16":
-        return (bfloat16_rounded(values).view(np.uint32) >> 16).astype("<u2")
+        return quantize(values.reshape(1, -1), "BF16").view("<u2").reshape(values.shape)
     if kind == "q4_0":
         return quantize(values, "Q4_0")
     return values.astype(TYPES[kind][3])

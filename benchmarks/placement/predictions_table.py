@@ -57,7 +57,7 @@ def heading(document: dict[str, Any]) -> Iterator[str]:
 
 
 def alone_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
-    yield "| model | selector | layers by the way they went | rounds | measured | predicted | off |"
+    yield "| model | selector | layers by way | rounds | measured | predicted | off |"
     yield "|---|---|---|---|---|---|---|"
     for (model, selector, share), rounds in sorted(found.items(), key=lambda item: item[0][:2]):
         if share is None:

@@ -15,9 +15,11 @@ NAMES = {"opt": "OPT", "falcon": "Falcon", "llama": "LLaMA", "bamboo": "Bamboo"}
 MACHINES = {"pc-high": "PC-High", "pc-low": "PC-Low"}
 
 
-def origin(result: dict[str, Any], more: str) -> str:
+def origin(result: dict[str, Any], part: str, more: str) -> str:
+    """The command that measures a part, with the options that the result was made with; machine, commit and date."""
+    options = "".join(result["command"].partition(" --")[1:])
     where = f"{result['cpu']['name']}, commit {result['commit']}, {result['date'][:10]}"
-    return f"`{result['command']}`; {where}. {more}\n\n"
+    return f"`python -m benchmarks.placement.compare {part}{options}`; {where}. {more}\n\n"
 
 
 def model_name(entry: dict[str, Any]) -> str:
@@ -33,7 +35,7 @@ def solve_table(result: dict[str, Any]) -> str:
         mass = [percent(one["mass"]), percent(one["greedy_mass"])]
         proven = "yes" if one["optimal"] else "no"
         body.append([str(one["least_groups"]), f"{100 * one['budget']:g} %", times, proven, *mass])
-    text = origin(result, "Median, least and most of the repeats.") + table(head, body)
+    text = origin(result, "solve", "Median, least and most of the repeats.") + table(head, body)
     for one in result["solve"]:
         plain = one["plain"]
         if plain:
@@ -70,7 +72,7 @@ def policy_table(result: dict[str, Any]) -> str:
         f"s. The largest gain of time over ilp: {best[0]:.2f} times ({best[1]}, {MACHINES[best[2]['machine']]}, "
         f"{100 * best[2]['budget']:g} %)."
     )
-    return origin(result, more) + table(head, body)
+    return origin(result, "policies", more) + table(head, body)
 
 
 def paper_table(result: dict[str, Any]) -> str:
@@ -82,7 +84,7 @@ def paper_table(result: dict[str, Any]) -> str:
         shares = [percent(one["work_on_gpu"]), percent(one["mass_on_gpu"])]
         rates = [f"{one['tok_s']:.1f}", reported]
         body.append([model_name(one), MACHINES[one["machine"]], *shares, str(one["gpu_layers"]), *rates])
-    return origin(result, "Context of 640 tokens, of which 320 are in the cache.") + table(head, body)
+    return origin(result, "paper", "Context of 640 tokens, of which 320 are in the cache.") + table(head, body)
 
 
 def tables() -> dict[str, str | None]:

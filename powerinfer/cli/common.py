@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
 
 
@@ -228,7 +229,7 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------- the engine
 
 
-def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress | None = None) -> Checkpoint:
+def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent) -> Checkpoint:
     """The files of a model (-m), opened with --quantize."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model

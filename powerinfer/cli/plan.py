@@ -62,9 +62,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.plan import make_plan, save_plan
     from powerinfer.placement.request import check_options, machine, model_subject, shape_subject
 
-    wanted, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
+    planning, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
     _check(args)
-    check_options(wanted, engine)
+    check_options(planning, engine)
     place: Path | None = None
     if args.shape is None:
         checkpoint = open_model(args.model, engine, out)
@@ -73,8 +73,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     else:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
-        hardware = machine(wanted, engine, bar, out.note)
-    request = subject.request(hardware, engine, wanted)
+        hardware = machine(planning, engine, bar, out.note)
+    request = subject.request(hardware, engine, planning)
     plan = make_plan(request)
     kept = None if place is None else save_plan(plan, place)
     document = replace(plan.document(kept), assumed=list(subject.assumed))

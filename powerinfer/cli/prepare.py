@@ -2,7 +2,7 @@
 
 Each step does what the command of its name does and writes the same files, into MODEL.powerinfer or the folder of
 --prepared. Steps that are up to date are skipped, so the command can be stopped at any time and run again: it resumes.
-Whatever can be checked before the long work is checked first: the corpus, the budgets, disk space, torch.
+Everything that can be checked before the long work is checked first: the corpus, the budgets, disk space, torch.
 
 ReLU models get a profile, predictors and bundles. Others (SwiGLU) never have a neuron that is exactly zero: they get a
 profile with thresholds, no predictors, and bundles only if skipping neurons is predicted to be faster. With --selector

@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Progress
+    from powerinfer.progress import Progress
     from powerinfer.runtime.engine import LLM
 
 MAX_QUEUE = 32

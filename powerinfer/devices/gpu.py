@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_weights import GpuNorm, Matrices, StoredMatrix
 from powerinfer.devices.link import Link
@@ -23,6 +24,7 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
+from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 
@@ -30,11 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 else:
     Tensor = device = Any
-
-Float32 = NDArray[np.float32]
-
-Rotation = tuple[Float32, float]
-"""A rotary embedding: float32 [rotated pairs], radians per position; factor of sine and cosine."""
 
 
 class GpuLayers:
@@ -80,8 +77,8 @@ class GpuLayers:
         self._head: Operator | None = None
         self._operators: list[Operator] | None = None
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
-        shape = (kv_type, pages, config.n_kv_heads, config.head_dim, device)
-        self._cache = [(gpu.new_cache(*shape), gpu.new_cache(*shape)) for _ in range(layers)]
+        heads = [(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in config.layers[:layers]]
+        self._cache = [tuple(gpu.new_cache(kv_type, pages, *one, device) for _ in "kv") for one in heads]
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         totals = split and any(layer.norms in ("output", "both") for layer in config.layers[:layers])
         self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=totals)
@@ -106,11 +103,11 @@ class GpuLayers:
         self.bytes_per_token += together.nbytes
         return together
 
-    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are heads: rotary pairs brought to (i, i + dim/2). None: as they are."""
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: rotary pairs moved to
+        (i, i + dim/2). None: as they are."""
         if not interleaved:
             return None
-        dim = self._config.head_dim
         within = np.arange(dim).reshape(-1, 2).T.reshape(-1)
         return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
 
@@ -146,8 +143,8 @@ class GpuLayers:
 
         q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width".
         """
-        config, about = self._config, self._config.layers[layer].attention
-        heads, kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
+        about = self._config.layers[layer].attention
+        heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
         matrices = self._upload("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
         keys, values = self._cache[layer]
@@ -316,7 +313,7 @@ class GpuLayers:
         return result
 
     def _begin(self, batch: Batch, x: Float32) -> Step:
-        """Bring a step to the device."""
+        """Upload a step."""
         step = self.buffers.upload(batch, x)
         step.read = None if self.link is None else self.link.read(len(step.x))
         if self.has_head:
@@ -337,8 +334,8 @@ class GpuLayers:
     def memory(self) -> dict[str, int]:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
 
-        scratch: what is kept from step to step and, once steps were rehearsed, what operators pass to each other and
-        what recordings may come to; allocator: what torch holds of CUDA's memory beside all tensors, these and others'.
+        scratch: buffers that are kept from step to step and, once steps were rehearsed, the operators' temporaries and
+        the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others'.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = 0 if self.link is None else self.link.gpu_bytes

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels.cpu import NEURON_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 
 def link_bytes(max_tokens: int, d_model: int, neurons: int) -> int:
@@ -86,18 +83,18 @@ class Link:
     # ---------------------------------------------------------------- on the CPU
 
     def mark(self) -> None:
-        """`wait` waits for what was sent so far. The host can only wait for events that are not part of a recording."""
+        """`wait` waits for everything sent so far. The host can only wait for events outside of recordings."""
         if self._came is not None:
             self._came.record()
 
     def wait(self) -> None:
-        """Wait until what was sent has arrived."""
+        """Wait until all that was sent has arrived."""
         if self._came is not None:
             self._came.synchronize()
 
     def views(self, tokens: int, cold: int) -> tuple[Float32, Bytes | None, Float32]:
-        """What arrived: the input, float32 [tokens, d_model], and the selection, uint8 [tokens, cold], None where cold
-        is 0; and where the sums are to be written, float32 [tokens, d_model]."""
+        """The received input, float32 [tokens, d_model], and selection, uint8 [tokens, cold], None if cold is 0; and
+        the buffer for the sums, float32 [tokens, d_model]."""
         key = tokens, cold
         if key not in self._views:
             here = self._here.numpy()

@@ -25,7 +25,7 @@ RECORDED_BYTES = 256 << 20
 """Limit of the GPU memory of recordings, which the driver allocates; it may allow fewer shapes."""
 
 State = tuple["Tensor | None", "tuple[Norm, Tensor] | None"]
-"""What operators pass on besides x, read and total: attended and normed of a step."""
+"""State that operators pass on besides x, read and total: attended and normed of a step."""
 
 Run = Callable[[State], State]
 

@@ -28,15 +28,13 @@ from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels import gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.system import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 PIECE = 32 << 20
 """Maximum bytes of a buffer: large enough for the bus's full speed, and small compared with a layer."""
@@ -84,7 +82,7 @@ class Stage:
         self._side = torch.cuda.Stream(to) if cuda else None
         self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if cuda else []
         self._summed = [torch.cuda.Event() for _ in range(BUFFERS)] if cuda else []
-        for event in self._summed:  # what had this memory before may still be read
+        for event in self._summed:  # earlier contents of this memory may still be read
             event.record(torch.cuda.current_stream(to))
         self._threads = min(_MOST_THREADS, usable_cores()[0])
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
@@ -126,11 +124,11 @@ class Stage:
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, gate_bias, up_bias)
                 gpu.unpack(layout, rows, at, shared, neurons)
                 total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
-                del neurons  # the next piece's take their memory
+                del neurons  # the next piece reuses their memory
 
     @contextmanager
     def _sent(self, parts: Sequence[NDArray[Any] | None]) -> Iterator[list[Tensor | None]]:
-        """Arrays, one behind the other in a buffer on the GPU: their bytes there, while in the context."""
+        """Arrays, one after another in a buffer on the GPU: their bytes there, within the context."""
         import torch
 
         slot, self._turn = self._turn, (self._turn + 1) % BUFFERS

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Norm = Callable[..., Tensor]
-    """Called with what it normalises and, if it is to write there, where the result goes."""
+    """Called with its input and, optionally, the tensor to write the result into."""
 
 
 @dataclass(slots=True)

@@ -1,15 +1,15 @@
-"""The buffers through which a step comes to a GPU and its result comes back."""
+"""Buffers for uploading a step to a GPU and downloading its result."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import import_torch
+from powerinfer.formats.quant import Float32
 from powerinfer.kernels import cpu
 from powerinfer.kernels.gpu_types import tensor_bytes
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 else:
     Tensor = device = Any
-
-Float32 = NDArray[np.float32]
 
 
 class StepBuffers:
@@ -51,7 +49,7 @@ class StepBuffers:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where a step's description and its logits are; they change when one comes that is larger than any before."""
+        """Addresses of a step's description and its logits; they change with a step that is larger than all before."""
         return self._description.address, int(self._host_logits.data_ptr())
 
     def upload(self, batch: Batch, x: Float32) -> Step:
@@ -94,7 +92,7 @@ class StepBuffers:
 
 
 class _Description:
-    """The numbers of a batch, which go to the device in one transfer from memory that stays in place."""
+    """The numbers of a batch, uploaded in one transfer from memory at a fixed address."""
 
     def __init__(self, to: device) -> None:
         self._device = to
@@ -113,7 +111,7 @@ class _Description:
 
     @property
     def address(self) -> int:
-        """Where they are on the device."""
+        """Their address on the device."""
         return int(self._there.data_ptr())
 
     def upload(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ _OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Trito
 
 
 def choose_device(name: str) -> device:
-    """The torch device of that name: "cuda", "cuda:1", or "cpu", which stands in for a GPU.
+    """The torch device of that name: "cuda", "cuda:1", or "cpu", which emulates a GPU.
 
     RequestError where there is no such device, or it cannot be used.
     """

@@ -84,7 +84,7 @@ class Piece:
 
     first, last: which of its neurons, from `first` up to `last`; rows: uint8 [bytes], a view of their bytes; at:
     int32 [n], the cache line of `rows` at which each bundle begins; group: int32 [n], the number of its group among
-    those that are there; shared: int32 [those], the line at which what a group shares begins.
+    those that are there; shared: int32 [those], the line at which a group's shared scales begin.
     """
 
     first: int

@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 
 
 class ChatTemplate:
-    """A model's chat template, in Jinja. `bos`, `eos`: what it knows as bos_token and eos_token."""
+    """A model's chat template, in Jinja. `bos`, `eos`: its bos_token and eos_token."""
 
     def __init__(self, source: str, bos: str = "", eos: str = "") -> None:
         self.source, self.bos, self.eos = source, bos, eos
@@ -56,7 +56,7 @@ class ChatTemplate:
         return (text, []) if marks is None else marks.take(text)
 
     def prepare(self) -> None:
-        """Does now, and in any thread, what the first `render` would wait for: importing Jinja, compiling."""
+        """Import Jinja and compile the template now, in any thread, so that the first `render` need not."""
         if self.source.replace("\\n", "\n") not in _WRITTEN_OUT:
             from powerinfer.formats import sandbox
 
@@ -96,7 +96,7 @@ _WRITTEN_OUT = {
 
 
 def _written_out(source: str, messages: list[Any], add_prompt: bool) -> str | None:
-    """What a template in `_WRITTEN_OUT` renders; None for every other, and for messages that are not plain text."""
+    """The output of a template in `_WRITTEN_OUT`; None for every other, and for messages that are not plain text."""
     known = source.replace("\\n", "\n")
     if known not in _WRITTEN_OUT:
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +27,11 @@ from powerinfer.formats.layout import matrix_names
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.source import Source
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, convert, transpose
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.tokenizer import Tokenizer
-
-Progress = Callable[[str, int, int], None]
-"""Called with (label, done, total) while something takes long."""
 
 __all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
 
@@ -52,7 +50,7 @@ class Checkpoint:
     `config.tied_embeddings` is then False.
     """
 
-    def __init__(self, source: Source, quantize: str | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, source: Source, quantize: str | None = None, progress: Progress = silent) -> None:
         """RequestError if `quantize` is not "q8_0" or "q4_0", or there is nothing to quantise."""
         self._tensors = dict(source.tensors)
         self._files = source.files
@@ -153,7 +151,7 @@ class Checkpoint:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
     def skip(self, name: str) -> None:
-        """Count a tensor as taken without reading it, because what it holds is had from elsewhere.
+        """Count a tensor as taken without reading it, because its contents come from elsewhere.
 
         ModelError if it is missing.
         """
@@ -166,11 +164,10 @@ class Checkpoint:
 
     def _tick(self, elements: int) -> None:
         self._converted += elements
-        if self._progress is not None:
-            self._progress("converting weights", min(self._converted, self._to_convert), self._to_convert)
+        self._progress("converting weights", min(self._converted, self._to_convert), self._to_convert)
 
     def finish(self) -> None:
-        """ModelError naming the tensors that nobody took: the model would run without part of itself.
+        """ModelError naming the tensors that were not taken: the model would run without part of itself.
 
         Predictors may be left over: they are optional.
         """
@@ -180,7 +177,7 @@ class Checkpoint:
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
 
     def release(self) -> None:
-        """Give back the memory of what was read from the files so far. Views stay valid: pages come back on access."""
+        """Release the memory of the pages read so far. Views stay valid: pages come back on access."""
         for file in self._files:
             file.release()
 
@@ -261,7 +258,7 @@ def _fallback(tensor: RawTensor) -> str:
     return "F32" if tensor.type == "F64" else "Q8_0"
 
 
-def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Progress | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Progress = silent) -> Checkpoint:
     """Open a GGUF file (any part of a split one), a Hugging Face folder, or a folder that holds one GGUF model.
 
     quantize: "q8_0" or "q4_0", to quantise the matrices of a float model as they are taken. ModelError if the model

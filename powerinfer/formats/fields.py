@@ -1,4 +1,4 @@
-"""Values out of metadata that somebody else wrote: the right type, in range, or a ModelError that names the key."""
+"""Values from foreign metadata: of the right type and in range, or a ModelError that names the key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fields:
         self.where = where
 
     def bad(self, key: str, why: str) -> ModelError:
-        """The error for a key with a value that will not do."""
+        """The error for a key with an unsupported value."""
         return ModelError(f"{self.where}: {self._prefix}{key} {why}")
 
     def get(self, key: str, default: T) -> Any | T:
@@ -61,6 +61,15 @@ class Fields:
 
         return self._typed(key, default, accept, f"a number from {low} to {high}")
 
+    def integers(self, key: str, count: int, low: int, high: int, default: Any = _REQUIRED) -> list[int]:
+        """Of `count` layers an integer each, from `low` to `high`: one for all of them, or a list with one for each."""
+        values = self.get(key, None)
+        if type(values) is not list:
+            return [self.integer(key, low, high, default)] * count
+        if len(values) != count or not all(type(value) is int and low <= value <= high for value in values):
+            raise self.bad(key, f"is {shown(values)}, not a number from {low} to {high} for every layer")
+        return values
+
     def number(self, key: str, low: float, high: float, default: Any = _REQUIRED) -> Any:
         """A finite float from `low` to `high`."""
 
@@ -86,7 +95,7 @@ class Fields:
             raise self.bad(key, f"is {shown(value)}, which this engine does not support")
 
     def unread(self) -> list[str]:
-        """Keys below the prefix that nobody read."""
+        """Keys below the prefix that were not read."""
         start = len(self._prefix)
         keys = (key[start:] for key in self._values if key.startswith(self._prefix))
         return sorted(key for key in keys if key not in self._read)

@@ -234,7 +234,7 @@ def _alignment(header: _Header, metadata: dict[str, Any]) -> int:
 
 
 def _read_part(path: Path) -> GGUFFile:
-    """One file, whatever it says about being a part of several."""
+    """One file, alone or one of several parts."""
     file = MappedFile(path)
     header = _Header(file)
     magic = header.buffer[:4]

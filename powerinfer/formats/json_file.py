@@ -1,4 +1,4 @@
-"""JSON: parsed strictly, and checked against the dataclass that says what it holds.
+"""JSON: parsed strictly, and checked against a dataclass.
 
     hardware = checked(Hardware, parse_json(raw, str(path)), str(path))
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def parse_json(raw: bytes, where: str) -> Any:
-    """JSON that somebody else wrote; ModelError for bad UTF-8, duplicate keys, NaN, or nesting without end."""
+    """Foreign JSON; ModelError for bad UTF-8, duplicate keys, NaN, or excessive nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -68,7 +68,7 @@ def read_limited(path: Path, limit: int, pipe: bool = False) -> bytes:
 
     pipe: accept pipes too, for paths that the user gave; reading one waits for its writer.
     """
-    flags = 0 if pipe else getattr(os, "O_NONBLOCK", 0)  # opening a named pipe waits for a writer
+    flags = 0 if pipe else os.O_NONBLOCK  # opening a named pipe waits for a writer
     try:
         with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
             if not pipe and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -40,7 +40,7 @@ class _LayerDescription:
 
 @dataclass(frozen=True)
 class _LayerTraining:
-    """What a report shows of a layer; there is more."""
+    """The fields of a layer that a report shows; others are allowed."""
 
     others: ClassVar[bool] = True
     rank: Count
@@ -55,7 +55,7 @@ class _LayerTraining:
 
 @dataclass(frozen=True)
 class _Training:
-    """What a report shows; there is more."""
+    """The fields that a report shows; others are allowed."""
 
     others: ClassVar[bool] = True
     recall_target: Share
@@ -96,7 +96,7 @@ class PredictorFile:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """The file."""
         return self.file.path
 
     @property

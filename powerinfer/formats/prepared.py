@@ -1,8 +1,8 @@
-"""Files of what was prepared for a model: where they lie, how they are written, when they are refused.
+"""Prepared files of a model: where they are stored, how they are written, when they are refused.
 
 A model `x.gguf` has the folder `x.gguf.powerinfer` beside it, a folder `dir` has `dir.powerinfer`. A prepared file is a
 safetensors file. Its metadata holds one JSON object under "powerinfer": `format`, `kind`, `fingerprint` and `quantize`
-(the model it was made for, and the option it was opened with), `made_with`, and what the kind adds. The first tensor
+(the model it was made for, and the option it was opened with), `made_with`, and fields of its kind. The first tensor
 begins at a multiple of 4096 bytes of the file, every tensor at a multiple of 64.
 
 A file has its final name only when it is complete and on disk: it is written as NAME.part, synced and renamed.
@@ -11,6 +11,7 @@ A file has its final name only when it is complete and on disk: it is written as
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -47,7 +48,7 @@ Tensor = tuple[str, str, tuple[int, ...]]
 """(name, dtype of safetensors, shape) of a tensor that will be written."""
 
 Write = Callable[[str, Bytes], None]
-"""write(name, data): the bytes of a tensor, uint8; in the announced order, in as many pieces as one likes."""
+"""write(name, data): the bytes of a tensor, uint8; in the announced order, in any number of pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Kind:
     format: int = 1
 
 
-BUNDLES = Kind("neurons", "bundles", "pack", format=3)
+BUNDLES = Kind("neurons", "bundles", "pack", format=4)
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")
@@ -71,7 +72,7 @@ PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 
 
 def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
-    """The folder of what is prepared for a model: `prepared` if it is given, else MODEL.powerinfer beside the model."""
+    """The folder of a model's prepared files: `prepared` if it is given, else MODEL.powerinfer beside the model."""
     if prepared is not None:
         return Path(prepared).expanduser()
     return Path(os.path.abspath(model) + ".powerinfer")  # abspath resolves `.` and `dir/`
@@ -94,7 +95,7 @@ class PreparedFile:
         self.command = shlex.join(command)
 
     def exists(self) -> bool:
-        """Whether a file lies at the path, good or not."""
+        """Whether there is a file, valid or not."""
         return os.path.exists(self.path)
 
     def bad(self, why: str) -> ModelError:
@@ -121,7 +122,7 @@ class PreparedFile:
         return description, {name: data for name, data in tensors.items() if not _is_padding(name, data)}, file
 
     def described(self, kind: type[T], description: dict[str, Any]) -> T:
-        """What the description that `read` gave says beyond what all have, as a `kind`; ModelError if it does not."""
+        """The fields of a description that are its kind's own, as a `kind`; ModelError if they do not fit."""
         common = ("format", "kind", "fingerprint", "quantize", "made_with")
         own = {name: value for name, value in description.items() if name not in common}
         try:
@@ -130,14 +131,14 @@ class PreparedFile:
             raise ModelError(f"{error}; `{self.command}` recreates it") from None
 
     def holds(self, tensors: dict[str, RawTensor], name: str, dtype: str, shape: tuple[int, ...]) -> RawTensor:
-        """Takes a tensor out of those that `read` gave; ModelError where there is none of this type and shape."""
+        """Remove a tensor from those of `read` and return it; ModelError if there is none of this type and shape."""
         tensor = tensors.pop(name, None)
         if tensor is None or (tensor.type, tensor.shape) != (dtype, shape):
             raise self.bad(f"does not hold {name} as {list(shape)} of type {dtype}")
         return tensor
 
     def holds_no_more(self, tensors: dict[str, RawTensor]) -> None:
-        """ModelError where tensors are left."""
+        """ModelError if tensors are left."""
         if tensors:
             raise self.bad(f"holds tensors that do not belong there, such as {shown(next(iter(tensors)))}")
 
@@ -146,8 +147,8 @@ class PreparedFile:
             raise self.bad(f"holds {shown(description.get('kind'))}, not {self.kind.name}")
         found = description.get("format")
         if type(found) is not int or found != self.kind.format:
-            wanted = self.kind.format
-            raise self.bad(f"was written by another version of powerinfer (format {shown(found)}, not {wanted})")
+            own = self.kind.format
+            raise self.bad(f"was written by another version of powerinfer (format {shown(found)}, not {own})")
         if description.get("fingerprint") != self._fingerprint:
             raise self.bad("was made for another model, or the model has changed")
         quantize = description.get("quantize")
@@ -197,12 +198,12 @@ class PreparedFile:
             part.close(keep)
 
     def remove(self) -> None:
-        """Remove the file and what `fill` left of one; PowerInferError where that cannot be done."""
+        """Remove the file and the incomplete one of `fill`; PowerInferError if that fails."""
         self.remove_part()
         self._unlink(self.path)
 
     def remove_part(self) -> None:
-        """Remove what `fill` left of a file that was not finished."""
+        """Remove the incomplete file of `fill`."""
         self._unlink(self.path.with_name(self.path.name + ".part"))
 
     def _unlink(self, path: Path) -> None:
@@ -224,7 +225,7 @@ class PreparedFile:
 
 
 def opened_with(quantize: object) -> str:
-    """How a model was opened, for messages; quantize: the option, or what a file states."""
+    """How a model was opened, for messages; quantize: the option, or the value in a file."""
     return "without --quantize" if quantize is None else f"with --quantize {shown(quantize)}"
 
 
@@ -236,10 +237,10 @@ def _is_padding(name: str, tensor: RawTensor) -> bool:
 
 
 def _header(description: str, tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
-    """What a file of these tensors begins with, and the bytes of each tensor in their order, padding included.
+    """The header of a file of these tensors, and the bytes of each tensor in order, padding included.
 
-    The header is the length of the JSON text, the text and spaces. Where a tensor does not end at a whole line, one of
-    U8 comes behind it.
+    The header is the length of the JSON text, the text and spaces. A tensor that does not end at a whole
+    line is followed by one of U8.
     """
     header: dict[str, Any] = {"__metadata__": {_METADATA: description}}
     sizes: dict[str, int] = {}
@@ -310,7 +311,7 @@ class PartFile:
         self._failed = False
 
     def open(self, resume: bool, reserve: bool) -> None:
-        """Begin the file, or go on with it. reserve: allocate all of it, so that later no `put` finds the disk full."""
+        """Begin or continue the file. reserve: allocate all of it, so that no later `put` finds the disk full."""
         with self._file_errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = _open_alone(self._part)
@@ -330,7 +331,7 @@ class PartFile:
             self._put(data.reshape(-1).data, self._starts[name] + at)
 
     def sync(self) -> None:
-        """Bring to the disk what was put so far."""
+        """Sync to disk."""
         with self._file_errors():
             os.fsync(self._fd)
 
@@ -370,7 +371,7 @@ class PartFile:
             return file.read(len(self._header)) == self._header
 
     def _check_space(self) -> None:
-        """Fail before the work, not after, where the disk is known to be too small."""
+        """Fail before the work, not after, if the disk is too small."""
         from shutil import disk_usage
 
         usage = disk_usage(self._path.parent)
@@ -379,7 +380,7 @@ class PartFile:
             raise OSError(errno.ENOSPC, why)
 
     def _reserve(self) -> None:
-        """Give the file its length, and its blocks where the system can."""
+        """Give the file its length, and allocate its blocks if the system can."""
         os.ftruncate(self._fd, self._bytes)
         if hasattr(os, "posix_fallocate"):
             try:
@@ -394,15 +395,12 @@ class PartFile:
 
 
 def _open_alone(part: Path) -> int:
-    """A descriptor of the file, locked; it may hold what a killed process left. The lock dies with us.
+    """A descriptor of the file, locked; it may hold the remains of a killed process. The lock ends with this process.
 
     PowerInferError if another process is writing it. A symbolic link in a model's folder is not followed.
     """
-    flags = os.O_WRONLY | os.O_CREAT
-    for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
-        flags |= getattr(os, name, 0)
     while True:
-        fd = os.open(part, flags, 0o666)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             _lock(fd, part)
             with suppress(FileNotFoundError):
@@ -417,10 +415,6 @@ def _open_alone(part: Path) -> int:
 
 def _lock(fd: int, part: Path) -> None:
     try:
-        import fcntl
-    except ImportError:  # a system without flock: the rename is still atomic
-        return
-    try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise PowerInferError(f"another process is writing {part}; wait for it to end") from None
@@ -429,9 +423,7 @@ def _lock(fd: int, part: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a rename to the disk."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
+    """Sync a rename to disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

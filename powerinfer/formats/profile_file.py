@@ -2,7 +2,7 @@
 
 For each layer `layers.N.counts` I64 [corpora, neurons], tokens that the neuron fired for, and `layers.N.active` I64
 [101], tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds are in the
-file's description, and under "about" how it was made.
+file's description, with "about", which says how it was made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Description:
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile, where it lies, and how it was made."""
+    """A profile, its file, and how it was made."""
 
     profile: Profile
     about: dict[str, Any]
@@ -126,6 +126,6 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
 
 
 def _taken(place: PreparedFile, tensors: dict[str, RawTensor], name: str, shape: tuple[int, ...]) -> Counts:
-    """A tensor of whole numbers, copied: profiles are small, and the file may go."""
+    """A tensor of whole numbers, copied: profiles are small, and the file may be replaced."""
     tensor = place.holds(tensors, name, "I64", shape)
     return np.frombuffer(tensor.data.tobytes(), "<i8").reshape(shape).astype(np.int64)

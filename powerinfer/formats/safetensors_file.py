@@ -25,7 +25,7 @@ _BYTES = {
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], dict[str, Any], MappedFile]:
-    """All tensors of a file under their own names, what stands under `__metadata__`, and the mapped file.
+    """All tensors of a file under their own names, the object `__metadata__`, and the mapped file.
 
     Tensors are views; one of an integer or 8-bit type is listed with that type, and reading it fails later, by name.
     ModelError if the file is malformed.

@@ -1,4 +1,4 @@
-"""Samples on disk: what a layer's predictor reads for a token, and the neurons that fire for it.
+"""Samples on disk: the input of a layer's predictor for a token, and the neurons that fire for it.
 
 For each layer `layers.N.x` F16 [rows, d_model], the residual stream before the FFN's norm (where attention and FFN read
 the same, the layer's input), clipped to the range of F16, and `layers.N.active` U8 [rows, ceil(neurons / 8)]: bit i % 8
@@ -48,7 +48,7 @@ class SamplesFile:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """The file."""
         return self.file.path
 
 
@@ -88,7 +88,7 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
 
 
 class SamplesWriter:
-    """Where `write_samples` takes rows. resumed: it goes on with what an earlier process put."""
+    """Takes the rows for `write_samples`. resumed: it continues the file of an earlier process."""
 
     def __init__(self, checkpoint: Checkpoint, part: PartFile) -> None:
         self._checkpoint = checkpoint
@@ -105,7 +105,7 @@ class SamplesWriter:
             self._part.put(name, first * width * values.itemsize, data)
 
     def sync(self) -> None:
-        """Bring to the disk what was put so far."""
+        """Sync to disk."""
         self._part.sync()
 
 

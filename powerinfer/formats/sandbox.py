@@ -25,7 +25,7 @@ SECONDS = 1.0  # CPU seconds for compiling and rendering; real templates need mi
 WAIT = 10.0  # wall-clock seconds for question and answer, even on a busy machine
 MEMORY = 512 << 20  # bytes of address space, plus 16 times the request
 MAX_SOURCE = 1 << 16  # characters, four times the longest template in use
-ENVIRONMENT = ("LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")  # all that the process gets: to start Python, and for the date
+ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")  # all that the process gets: to start Python, and for the date
 
 
 class Refused(Exception):
@@ -65,7 +65,7 @@ def _exchange(line: bytes) -> tuple[str, str]:
     try:
         worker, start = _started()
         kind, text = json.loads(_ask(worker, start + line, time.monotonic() + WAIT))
-        reusable = kind not in ("limit", "broken")  # else its memory goes with it
+        reusable = kind not in ("limit", "broken")  # else the process ends, with its memory
         return str(kind), str(text)
     except TimeoutError:
         return "limit", f"it takes longer than {WAIT:g} s"
@@ -103,7 +103,7 @@ def _ask(worker: subprocess.Popen[bytes], question: bytes, deadline: float) -> b
 
 
 def _written(fd: int, data: memoryview) -> int:
-    """Bytes that a pipe took; all of them if nobody reads it any more."""
+    """Bytes that a pipe took; all of them if it has no reader any more."""
     try:
         return os.write(fd, data)
     except BrokenPipeError:
@@ -116,7 +116,7 @@ def _why_it_ended(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
         status = worker.wait(1.0)  # its pipes close before it ends
     except subprocess.TimeoutExpired:
         return "broken", "the process that renders it closed its output"
-    if status == -getattr(signal, "SIGPROF", 0):
+    if status == -signal.SIGPROF:
         return "limit", f"it takes longer than {SECONDS:g} s"
     if status == OUT_OF_MEMORY:
         return "limit", "it takes too much memory"
@@ -126,7 +126,7 @@ def _why_it_ended(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 def _started() -> tuple[subprocess.Popen[bytes], bytes]:
-    """The process, a new one where there is none that runs, and what it reads before the first question."""
+    """The process, a new one where there is none that runs, and its input before the first question."""
     global _worker
     if _worker is not None and _worker.poll() is None:
         return _worker, b""

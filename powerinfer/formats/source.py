@@ -1,4 +1,4 @@
-"""What a model file, of whatever format, is turned into before anything is loaded."""
+"""A model file of any format, as a configuration and named tensors, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from powerinfer.formats.tensors import RawTensor
 
 @dataclass(frozen=True)
 class Source:
-    """A model as it lies on disk: its configuration and its tensors under their canonical names, all checked."""
+    """A model on disk: its configuration and its tensors under their canonical names, all checked."""
 
     kind: str  # "gguf" or "hf"
     path: Path
@@ -74,7 +74,7 @@ class Fused:
 def predictor_shapes(
     config: ModelConfig, stored: dict[str, RawTensor], names: Names
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(canonical name, shape) of each layer's predictor, of whatever rank the file gives it."""
+    """(canonical name, shape) of each layer's predictor, of the rank that the file gives it."""
     for layer in range(config.n_layers):
         first = stored.get(names(f"layers.{layer}.predictor_in"))
         rank = max(1, first.shape[0]) if first is not None else 1

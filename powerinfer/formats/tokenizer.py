@@ -45,10 +45,10 @@ class Added:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer needs besides its engine.
+    """The data of a tokenizer, besides its engine.
 
     piece: text of a token id in the vocabulary, None if there is none. byte_level: pieces spell bytes in
-    GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to the byte they stand for.
+    GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to bytes.
     strip_space: decoding drops one leading space, the one that encoding puts there.
     """
 
@@ -247,8 +247,18 @@ class Tokenizer:
         """Text of one token on its own, a leading space and special tokens included."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` hides."""
+        return self._special_ids
+
+    @property
+    def strips_space(self) -> bool:
+        """Whether decoding drops a space that the text begins with."""
+        return self._vocabulary.strip_space
+
     def token_bytes(self, token: int) -> bytes:
-        """The same in bytes, which need not be whole characters."""
+        """UTF-8 bytes of one token on its own, which may be part of a character; empty for no token."""
         token = int(token)
         known = self._bytes.get(token)
         if known is None:

@@ -160,11 +160,11 @@ def _spelling(engine: tokenizers.Tokenizer) -> dict[str, Any]:
     else:
         name = "+".join(steps)[:60]
         raise ModelError(f"tokenizer.json: decoder {name} is not supported (those of byte-level and SentencePiece are)")
-    named = {engine.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)} if "ByteFallback" in steps else {}
+    bytes_of = {engine.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)} if "ByteFallback" in steps else {}
     return {
         "byte_level": False,
         "strip_space": strip,
-        "byte_pieces": {at: byte for at, byte in named.items() if at is not None},
+        "byte_pieces": {at: byte for at, byte in bytes_of.items() if at is not None},
     }
 
 
@@ -177,8 +177,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
             raise ModelError(f"{folder / 'chat_template.jinja'} is not UTF-8 text") from error
     value = _side_file(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = templates.get("default")
     if value is not None and not isinstance(value, str):
         raise ModelError(f"the chat template in {folder} must be a string")
     return value

@@ -165,7 +165,7 @@ class _GGUF:
         return data
 
     def vocabulary(self, **fields: Any) -> Vocabulary:
-        """A Vocabulary with what is read the same way for every model, completed by `fields`."""
+        """A Vocabulary with the fields that all models share, completed by `fields`."""
         ends = {at for at in map(self.token, ("eos", "eot", "eom")) if at is not None}
         special = {at for at, kind in self.types.items() if kind in (CONTROL, UNKNOWN)} | ends
         special |= {at for at in (self.token("bos"),) if at is not None}
@@ -279,8 +279,8 @@ def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
             engine.normalizer = normalizers.Sequence(steps)
         engine.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always" if prefix else "never")
         # The model would find its special tokens in plain text too, so it gets them under names that occur in no text.
-        named = {at: f"\ufffe{at}" for at, kind in gguf.types.items() if kind in (CONTROL, UNKNOWN)}
-        plain = [(named.get(at, piece), score) for at, (piece, score) in enumerate(pairs)]
+        hidden = {at: f"\ufffe{at}" for at, kind in gguf.types.items() if kind in (CONTROL, UNKNOWN)}
+        plain = [(hidden.get(at, piece), score) for at, (piece, score) in enumerate(pairs)]
         return _with_added(engine, vocabulary, models.Unigram(plain, *options))
 
     return Tokenizer(_with_bos(vocabulary), build)

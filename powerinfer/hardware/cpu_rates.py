@@ -23,13 +23,13 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.formats.bundle_memory import owned
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.hardware.description import OTHER
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
+from powerinfer.progress import Progress, silent
 from powerinfer.system import available_memory
 
 
@@ -62,7 +62,7 @@ _SAMPLE_SECONDS = 0.6  # after which a sample gets only the minimum of steps
 _OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
 
 
-def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress | None = None) -> dict[str, Any]:
+def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent) -> dict[str, Any]:
     """The fields of a `Device` from `dense_gb_s` on. PowerInferError where memory is short."""
     nbytes = effort.sample_bytes or min(max(2 * largest_cache(), SAMPLE_BYTES[0]), SAMPLE_BYTES[1])
     free = available_memory()
@@ -155,7 +155,7 @@ class Sample:
 class _CpuSamples(Samples):
     """The samples, one after another; each is freed before the next is made."""
 
-    def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress | None) -> None:
+    def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress) -> None:
         total = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
         super().__init__("measuring the CPU", total, effort.context, progress)
         self._effort = effort
@@ -190,12 +190,7 @@ class _CpuSamples(Samples):
                 self._matrix(type_name, rows, cols)
                 for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
             )
-            for layer in range(layers):
-                executor.attention(layer, self._norm(executor), [executor.matrix(square) for _ in range(3)])
-                executor.project(layer, executor.matrix(square))
-                executor.ffn(
-                    layer, self._norm(executor), executor.matrix(up), executor.matrix(up), executor.matrix(down)
-                )
+            wire(executor, d_model, layers, [square] * 3, square, [up, up, down])
             executor.head(self._norm(executor), executor.matrix(self._matrix(type_name, vocab, d_model)))
             seconds, beside = self._operators(executor, logits=True)
             layer_s = sum(seconds[name] for name in _OPERATORS) / layers
@@ -211,11 +206,7 @@ class _CpuSamples(Samples):
         with self._transformer(layers, d_model, d_model, heads, kv_heads) as executor:
             q, kv = (self._matrix("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
             out, square = (self._matrix("F16", d_model, cols) for cols in (heads * HEAD_DIM, d_model))
-            for layer in range(layers):
-                executor.attention(layer, self._norm(executor), [executor.matrix(part) for part in (q, kv, kv)])
-                executor.project(layer, executor.matrix(out))
-                gate, up, down = (executor.matrix(square) for _ in range(3))
-                executor.ffn(layer, self._norm(executor), gate, up, down)
+            wire(executor, d_model, layers, [q, kv, kv], out, [square] * 3)
             self._fill(executor, tokens)
             seconds = self._operators(executor, tokens)[0]["attention"] / layers
         return _rate(tokens * each, seconds, op_us)

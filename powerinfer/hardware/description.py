@@ -141,12 +141,13 @@ READERS = 8
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine. source: where its figures come from; assumed: which of them nobody measured or published, "" for none.
+    """A machine. source: where its figures come from; assumed: those that were neither measured nor
+    published, "" for none.
 
     gpu, disk: None where there is none. sync_us: the cost of a layer on both devices: its input out, the partial
     sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
     of CPU and GPU. host_bytes: RAM of the GPU's libraries and driver. All three are 0 without a GPU.
-    key: what a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
+    key: everything that a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
     """
 
     name: Line

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hardware.description import READERS, Disk
+from powerinfer.progress import Progress, silent
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Sizes in bytes of the timed reads."""
@@ -23,7 +23,7 @@ _WRITE_SECONDS = 2.0
 _SLAB = 1 << 20
 
 
-def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress | None = None) -> Disk | None:
+def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress = silent) -> Disk | None:
     """Random reads of a file in `folder` of up to `nbytes`, for `seconds` each size; the file is temporary.
 
     None if it cannot be measured: the folder cannot be written, the disk is full or too slow to write the file in a few
@@ -33,8 +33,7 @@ def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress | N
         with _scratch_file(folder, nbytes) as (fd, size, direct):
             rates = {}
             for done, each in enumerate(SIZES):
-                if progress is not None:
-                    progress("measuring the disk", done, len(SIZES))
+                progress("measuring the disk", done, len(SIZES))
                 rates[each] = _random_reads(fd, size, each, seconds, direct)
     except OSError:
         return None

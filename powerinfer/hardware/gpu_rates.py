@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import NormalDist, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
@@ -28,19 +28,15 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import PART_TYPES
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hardware.description import NO_GPU, OTHER, Device
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.progress import Progress, silent
 from powerinfer.system import available_memory, cpu_name, resident_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-    from powerinfer.devices.gpu_weights import GpuNorm
-
-Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ MOST_CONTEXT = 1 << 30
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
 _WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
-_SAMPLE_SECONDS = 0.3  # after which a sample gets no more steps than the least
+_SAMPLE_SECONDS = 0.3  # after which a sample gets only the minimum of steps
 _LEAST_STEPS = 3
 _LAYER_OPERATORS = 4  # attention's input, attention, projection, FFN
 _FEW_FIRE = 0.1  # of the neurons, where an FFN's fixed time is measured
@@ -92,7 +88,7 @@ def gpu_name(name: str) -> str:
 
 
 def software(name: str) -> dict[str, str]:
-    """What a GPU's rates depend on besides the engine: its kind, and the versions of the software."""
+    """Everything but the engine that a GPU's rates depend on: its model, and the versions of the software."""
     import torch
 
     triton = "none"
@@ -117,7 +113,7 @@ def free_memory(name: str) -> int:
     return int(torch.cuda.mem_get_info(chosen)[0]) + int(torch.cuda.memory_reserved(chosen))
 
 
-def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress | None = None) -> GpuRates:
+def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress = silent) -> GpuRates:
     """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError if it fails or has too little memory."""
     chosen = choose_device(name)
     effort = effort or (ON_CUDA if chosen.type == "cuda" else STAND_IN)
@@ -165,12 +161,12 @@ def with_free_memory(device: Device, name: str) -> Device:
 
 
 def _memory(name: str, reserved: int) -> int:
-    """What is free, and what is reserved, which was taken when it was measured."""
+    """Free memory, and the reserved part, which was in use when it was measured."""
     return max(1, free_memory(name) + reserved)
 
 
 def _driver_bytes(chosen: device) -> int:
-    """What is in use on a card beside torch's own memory: the driver's part, and other processes'."""
+    """Bytes in use on a card beside torch's own: the driver's part, and other processes'."""
     import torch
 
     if chosen.type != "cuda":
@@ -204,14 +200,14 @@ def host_bytes(name: str) -> int:
 def _host_bytes_here(name: str) -> int:
     before = resident_memory()
     chosen = choose_device(name)
-    _GpuSamples(chosen, STAND_IN, None).fixed()
+    _GpuSamples(chosen, STAND_IN, silent).fixed()
     return resident_memory() - before
 
 
 class _GpuSamples(Samples):
     """The samples, one after another; each is gone before the next is made."""
 
-    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress | None) -> None:
+    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress) -> None:
         super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(PART_TYPES), effort.context, progress)
         self._device = chosen
         self._cuda = chosen.type == "cuda"
@@ -249,10 +245,7 @@ class _GpuSamples(Samples):
         made = self._layers(shape, layers)
         parts = ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
         square, up, down = (self.normal(kind, *part) for part in parts)
-        for layer in range(layers):
-            made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-            made.project(layer, made.matrix(square))
-            made.ffn(layer, self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
+        wire(made, d_model, layers, [square] * 3, square, [up, up, down])
         return made
 
     def head(self, kind: str) -> float:
@@ -274,9 +267,7 @@ class _GpuSamples(Samples):
         made = self._layers((d_model, d_model), layers, heads, kv_heads, far)
         q, kv = (self.normal("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
         out = self.normal("F16", d_model, heads * HEAD_DIM)
-        for layer in range(layers):
-            made.attention(layer, self._norm(made), [made.matrix(part) for part in (q, kv, kv)])
-            made.project(layer, made.matrix(out))
+        wire(made, d_model, layers, [q, kv, kv], out)
         near = self._step_seconds(made, cpu.PAGE - 1, close=False)
         whole = self._step_seconds(made, far - 1)
         return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
@@ -313,7 +304,7 @@ class _GpuSamples(Samples):
         groups = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP))
         nbytes = first * layout.gate_bytes + active * (layout.gate_bytes + layout.down_bytes)
         nbytes += groups * layout.shared_bytes
-        calls = [_sum_of(neurons, x, selected, threshold) for neurons in copies]
+        calls = [partial(gpu.neuron_sum, neurons, x, selected, threshold) for neurons in copies]
         return first + 2.0 * active, float(nbytes), self._seconds(calls)
 
     def _neurons(self, kind: str, shape: tuple[int, int]) -> tuple[BundleLayout, gpu.Neurons]:
@@ -333,10 +324,10 @@ class _GpuSamples(Samples):
         times = []
         for exchange in (False, True):
             made = self._layers(shape, layers, split=True)
+            wire(made, shape[0], layers, [square] * 3, square)
             for layer in range(layers):
-                made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-                made.project(layer, made.matrix(square))
-                made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, threshold, exchange))
+                norm = made.norm(np.ones(shape[0], np.float32))
+                made.split_ffn(layer, norm, _Sample(made, layer, neurons, threshold, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and the firing rows of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -378,9 +369,6 @@ class _GpuSamples(Samples):
             rotations={rope: (np.ones(HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
             split=split,
         )
-
-    def _norm(self, layers: GpuLayers) -> GpuNorm:
-        return layers.norm(np.ones(layers.d_model, np.float32))
 
     def _input(self, rows: int, cols: int) -> Tensor:
         import torch
@@ -448,10 +436,6 @@ def _all(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
             call()
 
     return run
-
-
-def _sum_of(neurons: gpu.Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> Callable[[], Any]:
-    return lambda: gpu.neuron_sum(neurons, x, selected, threshold)
 
 
 def _copy(neurons: gpu.Neurons) -> gpu.Neurons:

@@ -8,22 +8,20 @@ separate file, together with its CPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
 from powerinfer.hardware.description import Device, Hardware, read, save
 from powerinfer.hardware.disk_rates import disk_rates
 from powerinfer.hub import cache_folder
 from powerinfer.kernels import cpu
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.system import available_memory, cpu_name, total_memory
-
-Say = Callable[[str], None]
 
 METHOD = 2
 """Incremented when the measuring changes so much that saved figures must not be reused."""
@@ -36,8 +34,8 @@ SOURCE = "measured with the engine's operators, on random weights larger than th
 
 def measured(
     engine: EngineConfig | None = None,
-    progress: Progress | None = None,
-    say: Say | None = None,
+    progress: Progress = silent,
+    say: Say = silent,
     gpu: str | None = None,
 ) -> Hardware:
     """This machine: the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of engine.
@@ -92,8 +90,8 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
 
 def measure_and_keep(
     engine: EngineConfig,
-    progress: Progress | None = None,
-    say: Say | None = None,
+    progress: Progress = silent,
+    say: Say = silent,
     effort: Effort = FULL,
     gpu: str | None = None,
     again: bool = False,
@@ -112,15 +110,14 @@ def measure_and_keep(
     return hardware
 
 
-def _keep(hardware: Hardware, say: Say | None) -> None:
+def _keep(hardware: Hardware, say: Say) -> None:
     try:
         save(hardware, kept_at(hardware.key))
     except PowerInferError as error:
-        if say is not None:
-            say(f"the result cannot be saved: {error}")
+        say(f"the result cannot be saved: {error}")
 
 
-def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress | None) -> Hardware:
+def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress) -> Hardware:
     from powerinfer.hardware.gpu_rates import gpu_rates, host_bytes
 
     rates = gpu_rates(gpu, progress=progress)
@@ -158,7 +155,7 @@ def kept_at(key: Mapping[str, str]) -> Path:
     return cache_folder() / f"hardware-{hashlib.sha256(name.encode()).hexdigest()[:12]}.json"
 
 
-def measure(engine: EngineConfig, progress: Progress | None = None, effort: Effort = FULL) -> Hardware:
+def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = FULL) -> Hardware:
     """Measure this machine without a GPU; about fifteen seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
     memory, free = total_memory(), available_memory()

@@ -1,4 +1,4 @@
-"""What the rates of CPU and GPU are measured through: random layers and neurons, and the fit of their times."""
+"""Samples for measuring the rates of CPU and GPU: random layers and neurons, and the fit of their times."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.formats.bundle_file import ACROSS, n_groups
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
+from powerinfer.models.builder import Builder, Matrix, Norm
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.progress import Progress
 
 FRACTIONS = (0.02, 0.1, 0.25, 0.5)
 """Of the neurons of sparse FFNs, those that fire."""
@@ -29,7 +30,7 @@ _ACROSS = {"Q4_0": ACROSS}  # what `pack` takes for down where it is not the typ
 class Samples:
     """Makes random weights, one sample after another, and reports how many are done. what, total: for `progress`."""
 
-    def __init__(self, what: str, total: int, context: int, progress: Progress | None) -> None:
+    def __init__(self, what: str, total: int, context: int, progress: Progress) -> None:
         """context: tokens that the sample models take."""
         self._random = np.random.default_rng(1)
         self._what = what
@@ -40,8 +41,7 @@ class Samples:
 
     def tick(self) -> None:
         """Another sample begins."""
-        if self._progress is not None:
-            self._progress(self._what, self._done, self._total)
+        self._progress(self._what, self._done, self._total)
         self._done += 1
 
     def config(
@@ -49,13 +49,12 @@ class Samples:
     ) -> ModelConfig:
         """A transformer of d_model and neurons `shape`; as many heads as d_model holds, unless they are given."""
         d_model, neurons = shape
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=HEAD_DIM)), FfnConfig(neurons, "relu"))
+        heads = heads or d_model // HEAD_DIM
+        attention = AttentionConfig(heads, kv_heads or d_model // HEAD_DIM, HEAD_DIM, RopeConfig(dim=HEAD_DIM))
+        layer = LayerConfig(attention, FfnConfig(neurons, "relu"))
         return ModelConfig(
             architecture="sample",
             d_model=d_model,
-            n_heads=heads or d_model // HEAD_DIM,
-            n_kv_heads=kv_heads or d_model // HEAD_DIM,
-            head_dim=HEAD_DIM,
             vocab_size=vocab,
             context_length=self._context,
             norm_eps=1e-5,
@@ -89,7 +88,25 @@ class Samples:
         return layout, bundles
 
 
-# ---------------------------------------------------------------- what the times say
+def wire(
+    builder: Builder[Matrix, Norm],
+    d_model: int,
+    layers: int,
+    qkv: Sequence[RawTensor],
+    out: RawTensor,
+    ffn: Sequence[RawTensor] = (),
+) -> None:
+    """Wire layers, each with its own copies of these matrices. ffn: gate, up and down; (): the caller adds FFNs."""
+    ones = np.ones(d_model, np.float32)
+    for layer in range(layers):
+        builder.attention(layer, builder.norm(ones), [builder.matrix(one) for one in qkv])
+        builder.project(layer, builder.matrix(out))
+        if ffn:
+            gate, up, down = (builder.matrix(one) for one in ffn)
+            builder.ffn(layer, builder.norm(ones), gate, up, down)
+
+
+# ---------------------------------------------------------------- fits
 
 
 @dataclass(frozen=True)
@@ -137,5 +154,5 @@ def fit_rows(times: Sequence[tuple[FitGroup, float, float, float]], peak_gb_s: f
 
 
 def figure(value: float) -> float:
-    """Four digits: a measurement has no more."""
+    """Rounded to four digits, the precision of a measurement."""
     return float(f"{value:.4g}")

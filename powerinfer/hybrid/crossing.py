@@ -18,11 +18,11 @@ import numpy as np
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current, gpu_failures
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.hardware.gpu_rates import software
 from powerinfer.kernels.gpu import FEW
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def settle(
     ffns: Sequence[HybridFfn],
     resolved: Resolved,
     sample: Callable[[], Sequence[int]],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> None:
     """Set `least` of the stage, from a saved measurement under the same conditions, or a new one.
 
@@ -110,8 +110,7 @@ def settle(
         executor.choices["prefill"] = "the CPU computes cold neurons (--no-trial: nothing was measured)"
         return
     else:
-        if progress is not None:
-            progress("trial of prompts", 0, 1)
+        progress("trial of prompts", 0, 1)
         begin = time.perf_counter()
         with gpu_failures("trying prompts", "give less --vram"):
             found = measured(stage, executor, ffns, sample())

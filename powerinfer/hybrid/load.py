@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
-from powerinfer.formats.checkpoint import Progress
 from powerinfer.hybrid.resolve import Resolved, with_fewer_layers, without_gpu
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.ffn import NeuronSplit
+    from powerinfer.hybrid.vram import Held
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.placement.plan import Plan
 
@@ -21,7 +24,7 @@ Sample = Callable[[], Sequence[int]]
 """Returns the token ids of a text for measuring the model's speed."""
 
 
-def load_resolved(resolved: Resolved, sample: Sample, progress: Progress | None = None) -> tuple[Executor, Sparsity]:
+def load_resolved(resolved: Resolved, sample: Sample, progress: Progress = silent) -> tuple[Executor, Sparsity]:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
@@ -50,7 +53,7 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     return without_gpu(resolved, str(problem))
 
 
-def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress | None = None) -> SplitExecutor:
+def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. Raises as
@@ -93,7 +96,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     return SplitExecutor(cpu, gpu)
 
 
-def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | None) -> tuple[SplitExecutor, Sparsity]:
+def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
@@ -110,30 +113,26 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress | No
     return executor, sparsity
 
 
-def _load_neurons(
-    resolved: Resolved, plan: Plan, sample: Sample, progress: Progress | None
-) -> tuple[SplitExecutor, Sparsity]:
+def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
-    from powerinfer.hybrid.vram import SavedMemory, hold_budget
-    from powerinfer.kernels.gpu import FEW
+    from powerinfer.hybrid.sparsity import HybridSparsity
+    from powerinfer.hybrid.vram import Held, SavedMemory, hold_budget
 
     saved = SavedMemory(resolved)
-    earlier = saved.plan(plan)
-    executor, split, placed = _load_planned(resolved, earlier or plan, progress)
+    earlier = saved.find(plan)
+    start = earlier or Held(plan)
+    executor, split, start, failures = _load_planned(resolved, start, progress)
     executor.choices["gpu"] += f", {resolved.why}"
+    settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
+    limits = resolved.engine.max_batch, resolved.vram
     try:
-        if split.stage is not None:
-            split.stage.least = FEW + 1  # what streaming passes on is part of the largest steps
-        replan = earlier is None and placed is plan
-        held, measured = hold_budget(executor, resolved.engine.max_batch, resolved.vram, placed, split, replan=replan)
-        assert held is not None
-        if measured and held is not earlier:
+        held = hold_budget(executor, *limits, start, split, failures=failures, settle=settle)
+        assert held.plan is not None
+        if held.measured is not None and (earlier is None or held.plan is not earlier.plan):
             saved.keep(held)
-        if held is not plan:
-            executor.choices["gpu"] += f", {100 * held.choice.mass_on_gpu:.0f} % since memory was measured"
-        if split.stage is not None:
-            split.stage.least = None
-        sparsity = _settled(executor, resolved, split, sample, progress)
+        if held.plan is not plan:
+            executor.choices["gpu"] += f", {100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured"
+        sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns, split.stage)
         sparsity.clear()  # counts of the measurements
     except BaseException:
         executor.close()
@@ -142,21 +141,23 @@ def _load_neurons(
     return executor, sparsity
 
 
-def _load_planned(resolved: Resolved, plan: Plan, progress: Progress | None) -> tuple[SplitExecutor, NeuronSplit, Plan]:
-    """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded."""
+def _load_planned(resolved: Resolved, start: Held, progress: Progress) -> tuple[SplitExecutor, NeuronSplit, Held, int]:
+    """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded, as often
+    as the last number says."""
     from powerinfer.hybrid.vram import less_after_failure
 
     failures = 0
     while True:
+        assert start.plan is not None
         try:
-            split = _planned_split(resolved, plan)
-            return load_split(resolved, split, progress), split, plan
+            split = _planned_split(resolved, start.plan)
+            return load_split(resolved, split, progress), split, start, failures
         except GpuMemoryError:
             failures += 1
-            less = less_after_failure(plan, failures)
+            less = less_after_failure(start.plan, failures)
             if less is None or not less.fits:
                 raise
-            plan = less
+            start = replace(start, plan=less)
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
@@ -175,16 +176,15 @@ def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
     return NeuronSplit(selection.bundles, placement, selection.threshold, selection.predictors, stage)
 
 
-def _settled(
-    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress | None
-) -> Sparsity:
-    """The `Sparsity` of the split layers, after the crossing is measured."""
+def _settle_prompts(
+    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress
+) -> None:
+    """Measure the crossing, if cold neurons can be streamed. GpuMemoryError if the GPU has too little memory for it."""
     from powerinfer.hybrid.crossing import settle
-    from powerinfer.hybrid.sparsity import HybridSparsity
 
-    ffns, stage = split.ffns, split.stage
-    if stage is not None:
-        settle(stage, executor, ffns, resolved, sample, progress)
-    elif any(len(ffn.cold) for ffn in ffns):
+    if not any(len(ffn.cold) for ffn in split.ffns):
+        return
+    if split.stage is not None:
+        settle(split.stage, executor, split.ffns, resolved, sample, progress)
+    else:
         executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
-    return HybridSparsity(resolved.selection.selector, executor, ffns, stage)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
+from powerinfer.formats.quant import Float32
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BundleLayout, Counts, Indices
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from powerinfer import _native
 
-Float32 = NDArray[np.float32]
 Biases = Sequence[Float32 | None]
 """float32 [neurons of the layer] of gate, up and down; None where there is none. A part uses those of gate and up."""
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.devices.wanted import wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Resolved:
     vram: int | None = None
 
 
-def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None) -> Resolved:
+def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
@@ -62,7 +63,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | N
     return resolved
 
 
-def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None) -> Resolved:
+def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) -> Resolved:
     selection = select(checkpoint, engine)
     name, why = wanted_gpu(engine)
     if name is not None:
@@ -138,7 +139,7 @@ def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:
 
 
 def _kv_bytes(model: Model, engine: EngineConfig) -> int:
-    return model.config.n_layers * model.kv_bytes(engine.kv_type, _context(model, engine), 1)
+    return model.kv_bytes(engine.kv_type, _context(model, engine), 1)
 
 
 def _context(model: Model, engine: EngineConfig) -> int:
@@ -155,7 +156,7 @@ def _too_little_ram(
 
     ram, context, kv = engine.ram or 0, _context(model, engine), _kv_bytes(model, engine)
     helps = [f"give --ram {gib(total)}"]
-    page = model.config.n_layers * model.kv_bytes(engine.kv_type, 1, 1)
+    page = model.kv_bytes(engine.kv_type, 1, 1)
     tokens = (ram - total + kv) // page * cpu.PAGE
     if tokens >= min(context // 2, _SHORT):
         helps.append(f"--context {tokens}")
@@ -181,7 +182,7 @@ def _too_little_ram(
 
 
 def _beside_gpu(
-    checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, gpu: str, progress: Progress | None
+    checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, gpu: str, progress: Progress
 ) -> Resolved | str:
     """What is placed where; the reason if the GPU is not used."""
     from powerinfer.devices.torch_device import choose_device

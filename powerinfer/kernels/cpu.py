@@ -1,4 +1,4 @@
-"""Access to the native module: what this CPU supports, what is chosen and why, and products with checked shapes."""
+"""Access to the native module: supported levels, choices with their reasons, and products with checked shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import EngineConfig
+from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.system import usable_cores
 
@@ -29,23 +29,23 @@ def levels() -> list[str]:
     return list(_native.levels())
 
 
-def choose_isa(wanted: str | None) -> tuple[str, str]:
-    """(level, reason). RequestError when `wanted` cannot run here."""
-    name = wanted or os.environ.get(ISA_VARIABLE)
+def choose_isa(requested: str | None) -> tuple[str, str]:
+    """(level, reason). RequestError when `requested` cannot run here."""
+    name = requested or os.environ.get(ISA_VARIABLE)
     try:
         level = _native.find_level(name or "")
     except ValueError as error:
         raise RequestError(str(error)) from None
-    if wanted:
+    if requested:
         return level, "asked for"
     return level, f"asked for by {ISA_VARIABLE}" if name else "the best this CPU runs"
 
 
-def choose_threads(wanted: int) -> tuple[int, str]:
-    """(threads, reason). RequestError when `wanted` is out of range; 0: automatic."""
-    if not 0 <= wanted <= 1024:
-        raise RequestError(f"threads must be between 0 (automatic) and 1024, not {wanted}")
-    return (wanted, "asked for") if wanted else usable_cores()
+def choose_threads(requested: int) -> tuple[int, str]:
+    """(threads, reason). RequestError when `requested` is out of range; 0: automatic."""
+    if not 0 <= requested <= 1024:
+        raise RequestError(f"threads must be between 0 (automatic) and 1024, not {requested}")
+    return (requested, "asked for") if requested else usable_cores()
 
 
 def build() -> str:
@@ -71,13 +71,13 @@ def matrix_bytes(type_name: str, rows: int, k: int) -> int:
     return round_up(rows, LANES) // LANES * _native.panel_bytes(type_name, k)
 
 
-def kv_page_bytes(kv_type: str, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one page of the KV cache, `PAGE` tokens of `layers` layers; kv_type: "f16", "q8_0" or "f32"."""
-    return _native.kv_page_bytes(kv_type, layers, kv_heads, head_dim)
+def kv_page_bytes(kv_type: str, attention: AttentionConfig) -> int:
+    """Bytes of one layer in a page of the KV cache, `PAGE` tokens; kv_type: "f16", "q8_0" or "f32"."""
+    return _native.kv_page_bytes(kv_type, attention.n_kv_heads, attention.head_dim)
 
 
 def part_bytes(type_name: str, k: int) -> tuple[int, int]:
-    """Bytes of a part of k elements: (of one neuron's row, of what the rows of a group share), multiples of 64.
+    """Bytes of a part of k elements: (of one neuron's row, of the scales that a group shares), multiples of 64.
 
     type_name: F16, BF16, Q8_0, Q4_0 or Q4_0X32; ValueError for others.
     """

@@ -283,7 +283,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
 
 
 def activate(activation: str, x: Tensor, up: Tensor | None = None, threshold: float = 0.0) -> Tensor:
-    """What an FFN makes of gate . n and up . n, or, without a gate, of up . n alone (here x), of their shape."""
+    """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape."""
     h = _activate(x, activation, threshold)
     if up is None:
         return h
@@ -315,7 +315,7 @@ def kv_bytes(kv_type: str, head_dim: int) -> int:
 
 
 def new_cache(kv_type: str, pages: int, kv_heads: int, head_dim: int, device: Any) -> Cached:
-    """An empty one. Zeros: attention multiplies what it masks by zero, which must not be NaN."""
+    """An empty cache, of zeros: attention multiplies masked values by zero, so they must not be NaN."""
     import torch
 
     kind = {"f16": torch.float16, "f32": torch.float32, "q8_0": torch.int8}[kv_type]
@@ -504,8 +504,8 @@ def unpack(
     """Rows of weights from bundles on the device, which are in the CPU's order (csrc/table.h).
 
     rows: uint8 [bytes], a multiple of a line's; at: int32 [n], the line at which each bundle begins; shared: int32 [g],
-    the line at which what their groups share begins. They become the rows of `neurons` from `row` on, what is shared
-    that from `group` on.
+    the line at which the scales of each group begin. They become the rows of `neurons` from `row` on, and its shared
+    scales from `group` on.
     """
     parts = [(neurons.up, "dot", layout.up_at), (neurons.down, "add", layout.down_at)]
     if neurons.gate is not None:
@@ -525,7 +525,7 @@ def unpack(
 def _order(kind: str, use: str, k: int, device: Any) -> tuple[Tensor | None, int]:
     """Where a row of a `Weight` lies in its part of a bundle: (int32 [units], bytes of a unit); None: in order.
 
-    A unit is what stays together: 4 bytes, 2 or 1.
+    A unit is 4, 2 or 1 bytes that are adjacent in both orders.
     """
     import torch
 
@@ -541,7 +541,7 @@ def _order(kind: str, use: str, k: int, device: Any) -> tuple[Tensor | None, int
 
 
 def _together(places: NDArray[np.int32], unit: int) -> bool:
-    """Whether each `unit` bytes in turn lie one behind the other, aligned."""
+    """Whether each `unit` bytes in turn lie adjacent and aligned."""
     first = places[::unit, None]
     return not (first % unit).any() and np.array_equal((first + np.arange(unit)).reshape(-1), places)
 
@@ -567,8 +567,8 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, unit: int, order: Te
     width = own.shape[1]
     lines = torch.arange(part // LINE, -(-(part + width * unit) // LINE), device=out.device)
     for begin, end in _pieces(len(out), width):
-        wanted = (at[begin:end, None] + lines).view(-1)
-        taken = rows.view(-1, LINE).index_select(0, wanted).view(end - begin, -1).view(dtype)
+        places = (at[begin:end, None] + lines).view(-1)
+        taken = rows.view(-1, LINE).index_select(0, places).view(end - begin, -1).view(dtype)
         taken = taken[:, :width] if order is None else taken.index_select(1, order)
         own[begin:end] = taken ^ flip if flip else taken
 
@@ -576,7 +576,7 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, unit: int, order: Te
 def neuron_sum(
     neurons: Neurons, x: Tensor, selected: Tensor | None = None, threshold: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """What the neurons add to the output of T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
+    """The neurons' sum for T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
 
     x: float32 [T, d_model]; selected: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
     activation of at most `threshold` in magnitude counts as zero. A neuron fires for a token when its product h is not

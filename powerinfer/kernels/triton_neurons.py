@@ -47,10 +47,10 @@ def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
     """counts: neurons of each block that any token selects. fired: set to 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
-    wanted = tl.zeros((BLOCK,), tl.int32)
+    chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
-        wanted |= (tl.load(selected + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum(wanted, 0))
+        chosen |= (tl.load(selected + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(chosen, 0))
 
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
@@ -61,8 +61,8 @@ def _list_kernel(
     """List, ascending, the neurons that are not zero for some token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
-    [pieces] of what is to be listed, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, what
-    source has of them, side by side as they are listed.
+    [pieces] of neurons to list, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, their
+    values in source, in the order of the list.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
@@ -70,22 +70,22 @@ def _list_kernel(
     if LISTED:
         here &= i < tl.load(length)
         neuron = tl.load(before + i, mask=here, other=0)
-    wanted = tl.zeros((BLOCK,), tl.int32)
+    chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
-        wanted |= (tl.load(source + t * n + i, mask=here, other=0) != 0).to(tl.int32)
+        chosen |= (tl.load(source + t * n + i, mask=here, other=0) != 0).to(tl.int32)
     first = tl.minimum(tl.program_id(0) * per, pieces)
     earlier = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, first, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
         earlier += tl.load(counts + c, mask=c < first, other=0)
     base = tl.sum(earlier, 0)
-    place = base + tl.cumsum(wanted, 0) - wanted
-    tl.store(listed + place, neuron, mask=wanted != 0)
+    place = base + tl.cumsum(chosen, 0) - chosen
+    tl.store(listed + place, neuron, mask=chosen != 0)
     if KEEP:
         for t in range(tokens):
-            tl.store(kept + t * n + place, tl.load(source + t * n + i, mask=here, other=0), mask=wanted != 0)
+            tl.store(kept + t * n + place, tl.load(source + t * n + i, mask=here, other=0), mask=chosen != 0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(total, base + tl.sum(wanted, 0))
+        tl.store(total, base + tl.sum(chosen, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _products_kernel(
 
 @triton.jit
 def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """Of R places of the list: rows of down, rows of what they share, and h [R], of several tokens [T, R]."""
+    """Of R places of the list: rows of down, rows of their shared scales, and h [R], of several tokens [T, R]."""
     i = first + tl.arange(0, R)
     live = i < end
     row = tl.load(listed + i, mask=live, other=0).to(tl.int64)
@@ -210,6 +210,34 @@ def _add_floats(
 
 
 @triton.jit
+def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
+    """Codes [R, B, E] times their scales and, for one token, times h [R]: the low and the high ones, of Q8_0 all twice.
+
+    d: scales [R, B]; of Q4_0X32 [R, B, E], and d_high those of the high codes.
+    """
+    if TYPE == "Q8_0":
+        low = codes.to(tl.float32)
+        high = low
+    else:
+        low, high = nibbles(codes)
+        low *= 0.0625
+        high *= 0.0625
+    if TYPE == "Q4_0X32":
+        low *= d.to(tl.float32)
+        high *= d_high.to(tl.float32)
+        if not T:
+            low *= by[:, None, None]
+            high *= by[:, None, None]
+    else:
+        if not T:
+            d *= by[:, None]
+        low *= d[:, :, None]
+        if TYPE != "Q8_0":
+            high *= d[:, :, None]
+    return low, high
+
+
+@triton.jit
 def _add_blocks(
     data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
@@ -234,29 +262,13 @@ def _add_blocks(
         codes = tl.load(codes_at, mask=here[:, :, None], other=0)
         if TYPE == "Q4_0X32":
             d_at = shared + of[:, None, None] * k + first[None]
-            d_low = tl.load(d_at, mask=here[:, :, None], other=0)
+            d = tl.load(d_at, mask=here[:, :, None], other=0)
             d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0)
         else:
             d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+            d_high = d
         row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
-        if PAIRS:
-            low, high = nibbles(codes)
-            low *= 0.0625
-            high *= 0.0625
-        else:
-            low = codes.to(tl.float32)
-        if TYPE == "Q4_0X32":
-            low *= d_low.to(tl.float32)
-            high *= d_high.to(tl.float32)
-            if not T:
-                low *= by[:, None, None]
-                high *= by[:, None, None]
-        else:
-            if not T:
-                d *= by[:, None]
-            low *= d[:, :, None]
-            if PAIRS:
-                high *= d[:, :, None]
+        low, high = _weighted(codes, d, d_high, by, TYPE, T)
         if T:
             acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
             if PAIRS:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from powerinfer.config import EngineConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor, Rotation
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.blocks import wire
 from powerinfer.models.rope import rope_frequencies
+from powerinfer.progress import Progress, silent
 
 __all__ = ["load", "rotations"]
 
 
 def load(
-    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress | None = None, room: int | None = None
+    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, room: int | None = None
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 

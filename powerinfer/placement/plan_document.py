@@ -1,4 +1,4 @@
-"""The document of a plan: what is kept beside the model, what `powerinfer plan --json` ends with, what a report shows.
+"""The document of a plan: saved beside the model, printed by `powerinfer plan --json`, and shown in a report.
 
     {"format": 1, "kind": "plan", and the fields of `PlanDocument`}
 
@@ -27,7 +27,7 @@ Text = Annotated[str, Length(2000)]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by what takes them."""
+    """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by component."""
 
     layer: Count
     gpu: Count
@@ -56,7 +56,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What a policy would give. optimal: whether it is proven to be the policy's best; None: it promises none."""
+    """The result of a policy. optimal: whether it is proven optimal; None: the policy has no optimum."""
 
     decode_tok_s: NonNegative
     mass_on_gpu: Share
@@ -90,8 +90,8 @@ class PlanDocument:
     """A plan.
 
     key: of `PlanRequest.key`; fingerprint, profile: of the model and of the profile that it was made for; quantize: how
-    the model was opened, None: as it is. bytes: tier -> part -> bytes; activations: tier -> share. path: where it is
-    kept, None: nowhere; assumed: lines about what nobody measured.
+    the model was opened, None: as it is. bytes: tier -> part -> bytes; activations: tier -> share. path: its file,
+    None: not saved; assumed: lines about figures that were not measured.
     """
 
     key: Text
@@ -139,7 +139,7 @@ class PlanDocument:
 
 
 def read_plan_document(path: Path, pipe: bool = False) -> PlanDocument:
-    """The plan in a file: a document alone, or as the last of several lines. pipe: the path may be that of a pipe.
+    """The plan in a file: the whole file, or its last line. pipe: the path may be a pipe.
 
     RequestError if the file cannot be read, ModelError if it holds no plan.
     """
@@ -155,5 +155,5 @@ def read_plan_document(path: Path, pipe: bool = False) -> PlanDocument:
 
 
 def rate(tok_s: float) -> str:
-    """Tokens a second for people: three digits, or all before the point."""
+    """Tokens a second as text: three significant digits, whole numbers from 100 on."""
     return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"

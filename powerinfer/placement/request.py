@@ -1,9 +1,8 @@
-"""What is planned: a model or a described shape with its profile and selector, and the request for its plan."""
+"""The subject of a plan, a model or a described shape with its profile and selector, and the request for the plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,11 @@ from powerinfer.placement.shapes import (
     find_shape,
     law_of,
 )
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto, check_suited
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
 
 _LIMIT = 1 << 16
 """Requests, and tokens of a prompt at once."""
@@ -35,7 +35,7 @@ _EVEN = Law(1.0, 0.8)
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is for. selector: of `cost.WAYS`; assumed: what is not known but assumed, lines for people."""
+    """The subject of a plan. selector: of `cost.WAYS`; assumed: assumptions, lines for people."""
 
     model: Model
     profile: Profile
@@ -85,10 +85,10 @@ def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
 def machine(
     planning: PlanConfig,
     engine: EngineConfig,
-    progress: Progress | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = silent,
+    say: Say = silent,
 ) -> Hardware:
-    """The machine that is planned for: a described one, else this one, measured. say: takes remarks for people."""
+    """The machine that is planned for: a described one, else this one, measured. say: receives notes for the user."""
     from powerinfer.hardware.measure import gpu_beside, measured
 
     if planning.hardware is not None:
@@ -131,8 +131,8 @@ def model_subject(
     """A model, from its headers, its profile and its predictor in the folder `prepared`.
 
     selector: `auto` assumes that the model will have bundles; hot, active: shares that are assumed instead of a
-    profile; fresh: as if nothing were packed or trained yet. RequestError, with what makes it, where something is
-    missing.
+    profile; fresh: as if nothing were packed or trained yet. RequestError, with the command that makes it, if something
+    is missing.
     """
     from powerinfer.formats.prepared import PREDICTOR, PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
@@ -163,7 +163,7 @@ def model_subject(
 
 
 def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | None) -> tuple[Profile, str]:
-    """The profile of a law, with these shares where they are given, and what to tell about it."""
+    """The profile of a law, with these shares where they are given, and a line about it."""
     law = replace(law, active=active or law.active, hot=hot or law.hot)
     where = "" if law.ratio == 1 else f", the last layer's {law.ratio:g} times as often as the first's"
     return assumed_profile(law, config.ffn_sizes), (

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude
 from powerinfer.prepare.counting import run_windows
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Progress
     from powerinfer.neurons import Counts
     from powerinfer.prepare.corpus import Windows
 
@@ -69,7 +69,7 @@ def _spread(items: Sequence[int], limit: int) -> list[int]:
 
 
 def measure_magnitudes(
-    executor: CpuExecutor, windows: Windows, which: Sequence[int], layers: int, progress: Progress | None = None
+    executor: CpuExecutor, windows: Windows, which: Sequence[int], layers: int, progress: Progress = silent
 ) -> Counts:
     """Histograms of the magnitudes of the layers' activations over some windows: int64 [layers, bins]."""
     found: dict[int, Counts] = {}
@@ -84,8 +84,7 @@ def measure_magnitudes(
     with executor.observed(Adder(), [0.0] * layers, measure=True):
         for done, window in enumerate(which):
             run_windows(executor, windows.ids[window : window + 1])
-            if progress is not None:
-                progress("measuring activations", done + 1, len(which))
+            progress("measuring activations", done + 1, len(which))
     return np.stack([found[layer] for layer in range(layers)])
 
 
@@ -98,10 +97,10 @@ def thresholds_at(magnitudes: Counts, quantile: float) -> tuple[float, ...]:
     found = []
     for bins in magnitudes:
         below = np.concatenate([[0], np.cumsum(bins)])
-        wanted = quantile * below[-1]
-        at = int(np.searchsorted(below, wanted, side="right")) - 1
+        rank = quantile * below[-1]
+        at = int(np.searchsorted(below, rank, side="right")) - 1
         at = min(at, len(bins) - 1)
-        part = (wanted - below[at]) / bins[at] if bins[at] else 0.0
+        part = (rank - below[at]) / bins[at] if bins[at] else 0.0
         found.append(float(edges[at] + part * (edges[at + 1] - edges[at])))
     return tuple(found)
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import RequestError
 from powerinfer.formats.mapped import shown
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from powerinfer.formats.checkpoint import Progress
     from powerinfer.formats.tokenizer import Tokenizer
 
 SAMPLE = "built-in sample"
@@ -57,14 +57,14 @@ class Corpus:
                 yield from _documents(file, path) if path.suffix.lower() in JSONL else _pieces(file, path)
 
 
-def open_corpora(named: Sequence[str]) -> list[Corpus]:
+def open_corpora(names: Sequence[str]) -> list[Corpus]:
     """The corpora of --corpus options, by default the built-in sample; their contents are not read yet.
 
     RequestError for a path that does not exist or has no texts, and for duplicates.
     """
-    if not named:
+    if not names:
         return [Corpus(SAMPLE, ())]
-    paths = [Path(name).expanduser() for name in named]
+    paths = [Path(name).expanduser() for name in names]
     for path in paths:
         if "\0" in str(path):
             raise RequestError(f"corpus {shown(path)} cannot be the name of a file")
@@ -104,7 +104,7 @@ def _raise(error: OSError) -> None:
 def _opened(path: Path) -> BinaryIO:
     """The open file; RequestError unless it is a regular file: a pipe or a device may never end."""
     try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except OSError as error:
         raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -237,7 +237,7 @@ class Windows:
 
 
 def read_windows(
-    corpora: Sequence[Corpus], tokenizer: Tokenizer, size: int, limit: int, progress: Progress | None = None
+    corpora: Sequence[Corpus], tokenizer: Tokenizer, size: int, limit: int, progress: Progress = silent
 ) -> Windows:
     """The corpora as windows of `size` tokens that do not overlap, as `evaluate.perplexity` cuts them.
 
@@ -260,12 +260,10 @@ def read_windows(
                 digest.update(raw)
                 spool.write(raw)
                 count += len(ids)
-                if progress is not None:
-                    progress("reading the corpus", (sum(number) + count) * size, limit)
+                progress("reading the corpus", (sum(number) + count) * size, limit)
             number.append(count)
             digest.update(f"{corpus.name} {count}".encode(errors="surrogateescape"))
-        if progress is not None:
-            progress("reading the corpus", limit, limit)
+        progress("reading the corpus", limit, limit)
         spool.flush()
         ids = np.memmap(spool, np.int32, "r", shape=(sum(number), size))  # remains valid when the file is closed
     return Windows(ids, tuple(corpus.name for corpus in corpora), tuple(number), digest.hexdigest())

@@ -24,11 +24,12 @@ from powerinfer.formats.prepared import PROFILE_STATE, SAMPLES, PreparedFile
 from powerinfer.formats.profile_file import BINS, ProfileFile, open_profile_file, write_profile
 from powerinfer.formats.samples_file import SamplesWriter, open_samples, write_samples
 from powerinfer.neurons import Counts, Profile
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
     from powerinfer.config import ModelConfig
     from powerinfer.devices.cpu import CpuExecutor, Fired
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.prepare.corpus import Windows
 
 SAVE_EVERY = 20.0  # seconds
@@ -137,12 +138,12 @@ class Saved:
             return None
         state.windows, state.measured = saved.windows, dict(saved.measured)
         for name in State._ARRAYS:
-            found, wanted = tensors.get(name), getattr(state, name)
+            found, own = tensors.get(name), getattr(state, name)
             if found is None and name == "magnitudes":
                 continue
-            if found is None or found.type != "I64" or len(found.shape) != wanted.ndim:
+            if found is None or found.type != "I64" or len(found.shape) != own.ndim:
                 return None
-            if found.shape[0] != len(wanted) or (name != "magnitudes" and found.shape != wanted.shape):
+            if found.shape[0] != len(own) or (name != "magnitudes" and found.shape != own.shape):
                 return None
             setattr(state, name, np.frombuffer(found.data.tobytes(), "<i8").astype(np.int64).reshape(found.shape))
         return state if self._can_be(state) else None
@@ -235,7 +236,7 @@ def count(
     state: State,
     thresholds: tuple[float, ...] | None = None,
     calibration: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> ProfileFile:
     """Count what fires, from where `state` is, and write the profile and its samples beside the saved state.
 
@@ -307,7 +308,7 @@ def _count(
     state: State,
     thresholds: tuple[float, ...] | None,
     samples: SamplesWriter | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Fill the state, and write the samples."""
     windows = saved.task.windows
@@ -323,8 +324,7 @@ def _count(
                 if samples is not None:
                     samples.sync()
                 saved.save(state)
-            if progress is not None:
-                progress("profiling", last * windows.size, windows.tokens)
+            progress("profiling", last * windows.size, windows.tokens)
     if samples is not None:
         samples.sync()
         saved.save(state)

@@ -1,7 +1,7 @@
 """The steps of `powerinfer prepare`: measure, profile, train, pack, plan, report.
 
-Each step makes what the command of its name makes, unless that is up to date, so an interrupted run resumes. `check`
-and `check_budgets` find what would stop the work later.
+Each step does the work of the command of its name, unless its result is up to date, so an interrupted run resumes.
+`check` and `check_budgets` find errors that would stop the work later.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.prepare.counting import Task
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.plan import PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 STEPS = ("measure", "profile", "train", "pack", "plan", "report")
 DONE, SKIPPED, NOT_NEEDED = "done", "skipped", "not needed"
 SPARE = 16 << 20  # bytes of the disk that small files may take
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Work:
     task: Task
     train: bool = True
     force: bool = False
-    say: Say = lambda line: None
+    say: Say = silent
     hardware: Hardware | None = field(default=None, init=False)
     plan: PlanDocument | None = field(default=None, init=False)
     plan_path: Path = field(default=Path(), init=False)
@@ -76,14 +75,15 @@ class Work:
 
     @property
     def rectified(self) -> bool:
-        """Whether neurons that do not fire are exactly zero."""
-        return self.checkpoint.config.rectified
+        """Whether neurons that do not fire are exactly zero in some layer."""
+        return self.checkpoint.config.partly_rectified
 
     @property
     def why_no_training(self) -> str | None:
         """Why no predictors are trained; None when they are."""
-        if not self.rectified:
-            return f"activations of {self.checkpoint.config.activations} are never exactly zero"
+        config = self.checkpoint.config
+        if not config.rectified:
+            return f"activations of {config.activations_never_zero} are never exactly zero"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
@@ -285,7 +285,7 @@ def _not_needed(why: str) -> Outcome:
     return Outcome(NOT_NEEDED, why, {"path": None, "why": why})
 
 
-# ---------------------------------------------------------------- what can be known beforehand
+# ---------------------------------------------------------------- checks before the work
 
 
 def check(work: Work) -> None:
@@ -318,7 +318,7 @@ def check_budgets(work: Work) -> None:
 
 def needed_bytes(work: Work) -> int:
     """Estimate of the bytes that the steps will write. Files that they replace stay until then and do not count."""
-    from powerinfer.formats.bundle_file import bundle_layout
+    from powerinfer.formats.bundle_file import bundle_layouts
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.kernels.cpu import part_bytes
@@ -334,7 +334,8 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
-        total += neurons * bundle_layout(config, types.gate, types.down, part_bytes).stride
+        layouts = bundle_layouts(config, types.gate, types.down, part_bytes)
+        total += sum(size * layout.stride for size, layout in zip(config.ffn_sizes, layouts, strict=True))
     return total
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.errors import RequestError
 from powerinfer.prepare.counting import Task
+from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.profile_file import ProfileFile
     from powerinfer.prepare.corpus import Windows
     from powerinfer.prepare.counting import Saved, State
@@ -47,10 +48,8 @@ def check(options: ProfileConfig) -> None:
         raise RequestError(f"--perplexity-cost must be between 0 and 1 (0.01 is 1 %), not {options.perplexity_cost}")
 
 
-def read(
-    checkpoint: Checkpoint, options: ProfileConfig, say: Callable[[str], None], progress: Progress | None = None
-) -> Task:
-    """Read the corpus; what is to be counted in it. say: receives notes for the user.
+def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Progress = silent) -> Task:
+    """Read the corpus, and define the counting task. say: receives notes for the user.
 
     RequestError for a corpus that cannot be read, or options that the model cannot meet.
     """
@@ -66,15 +65,15 @@ def read(
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
-    return Task(windows, rows, None if config.rectified else options.perplexity_cost)
+    return Task(windows, rows, None if config.partly_rectified else options.perplexity_cost)
 
 
 def profile(
     checkpoint: Checkpoint,
     engine: EngineConfig,
     task: Task,
-    say: Callable[[str], None],
-    progress: Progress | None = None,
+    say: Say,
+    progress: Progress = silent,
     force: bool = False,
 ) -> Profiled:
     """The profile of a model: the existing one if it is up to date, otherwise a new one.
@@ -107,7 +106,7 @@ def profile(
         executor.close()
 
 
-def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress | None) -> CpuExecutor:
+def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress) -> CpuExecutor:
     from powerinfer.models import load
     from powerinfer.prepare.counting import contexts
 
@@ -120,9 +119,9 @@ def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progre
 
 
 def _calibrated(
-    executor: CpuExecutor, saved: Saved, state: State, cost: float, progress: Progress | None
+    executor: CpuExecutor, saved: Saved, state: State, cost: float, progress: Progress
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """(thresholds of the layers, what they cost). What is measured is noted in `state`, and saved."""
+    """(thresholds of the layers, their cost in perplexity). Measurements are stored in `state`, and saved."""
     from powerinfer.evaluate import windows_perplexity
     from powerinfer.prepare.calibrate import HALVINGS, Silenced, calibrate, held_out, measure_magnitudes, thresholds_at
     from powerinfer.runtime.engine import LLM
@@ -146,8 +145,7 @@ def _calibrated(
             at = done * len(inside)
 
             def tell(label: str, windows: int, of: int) -> None:
-                if progress is not None:
-                    progress("calibrating thresholds", at + windows, total)
+                progress("calibrating thresholds", at + windows, total)
 
             state.measured[quantile] = windows_perplexity(llm, inside, tell).perplexity
             saved.save(state)

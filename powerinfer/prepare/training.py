@@ -26,12 +26,13 @@ import numpy as np
 
 from powerinfer.config import ModelConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.checkpoint import Checkpoint, Progress
+from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
 from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
 from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.prepare.fitting import Fitted, LayerFit, Stored, split_rows
+from powerinfer.progress import Progress, silent
 
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
@@ -87,7 +88,7 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
     """RequestError if the model cannot have predictors, or an option is out of its range."""
     if not checkpoint.config.rectified:
         raise RequestError(
-            f"activations of {checkpoint.config.activations} are never exactly zero, so there is nothing to "
+            f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
@@ -105,7 +106,7 @@ def train(
     checkpoint: Checkpoint,
     prepared: str | None,
     config: TrainConfig,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     threads: int = 0,
 ) -> Trained:
     """Make the predictors of a model from its samples, and write them into the folder `prepared` (None: beside it).
@@ -157,7 +158,7 @@ class _Work:
         config: TrainConfig,
         samples: SamplesFile,
         device: str,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         self.notes: list[str] = []
         self.resumed = 0
@@ -292,9 +293,8 @@ class _Work:
     def _tell(self, layer: int, points: float) -> None:
         """Estimated progress after that number of ranks of a layer: four are usual."""
         self._done = max(self._done, layer + 1 - 0.6**points)
-        if self._progress is not None:
-            total = 1000 * len(self._points)
-            self._progress("training predictors", min(total, int(1000 * self._done)), total)
+        total = 1000 * len(self._points)
+        self._progress("training predictors", min(total, int(1000 * self._done)), total)
 
     def _place(self, layer: int, rank: int) -> PreparedFile:
         kind = Kind(f"predictor.{layer}.{rank}", "part of a predictor", "train")

@@ -1,1 +1,1 @@
-"""What has been found out about a model, for people: a page with plots, and the figures behind it."""
+"""A report on a model's prepared data: a page with plots, and the figures behind it."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Found(Generic[T]):
     """One kind of prepared file: `value` is its content, None if it is missing or cannot be used.
 
-    path: None if it is missing; stale: why it cannot be used; command: makes it (again). wanted: the model can use it.
+    path: None if it is missing; stale: why it cannot be used; command: makes it (again). usable: the model can use it.
     """
 
     noun: str
@@ -36,17 +36,17 @@ class Found(Generic[T]):
     path: Path | None = None
     stale: str | None = None
     command: str = ""
-    wanted: bool = True
+    usable: bool = True
 
 
-_NONE: Found[Any] = Found("", wanted=False)
+_NONE: Found[Any] = Found("", usable=False)
 
 
 @dataclass(frozen=True)
 class Findings:
     """The prepared files of a model. model: its name; about: a line that describes it.
 
-    A model that is only described has a plan; nothing else is wanted.
+    A model that is only described has a plan; no other file.
     """
 
     model: str
@@ -61,8 +61,8 @@ class Findings:
 
     @property
     def lacking(self) -> list[Found[Any]]:
-        """What the model can use, but is missing or stale."""
-        return [one for one in self if one.value is None and one.wanted]
+        """Files that the model can use, but that are missing or stale."""
+        return [one for one in self if one.value is None and one.usable]
 
 
 def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
@@ -112,17 +112,17 @@ def _layers(sizes: Sequence[int]) -> str:
 
 
 def _found(
-    kind: Kind, checkpoint: Checkpoint, prepared: str | None, read: Callable[[], T], wanted: bool = True
+    kind: Kind, checkpoint: Checkpoint, prepared: str | None, read: Callable[[], T], usable: bool = True
 ) -> Found[T]:
     place = PreparedFile(kind, checkpoint, prepared)
     if not place.exists():
-        return Found(kind.noun, command=place.command, wanted=wanted)
+        return Found(kind.noun, command=place.command, usable=usable)
     value, stale = None, None
     try:
         value = read()
     except ModelError as error:
         stale = str(error)
-    return Found(kind.noun, value, place.path, stale, place.command, wanted)
+    return Found(kind.noun, value, place.path, stale, place.command, usable)
 
 
 def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanDocument]:
@@ -139,8 +139,8 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
             if plan.fingerprint != checkpoint.fingerprint:
                 stale = f"{path} was made for another model, or the model has changed"
             elif plan.quantize != checkpoint.quantize:
-                found, wanted = opened_with(plan.quantize), opened_with(checkpoint.quantize)
-                stale = f"{path} was made {found}, and the model is opened {wanted}"
+                made, opened = opened_with(plan.quantize), opened_with(checkpoint.quantize)
+                stale = f"{path} was made {made}, and the model is opened {opened}"
             elif profile is not None and plan.profile != profile.digest:
                 stale = f"{path} was made from another profile"
             command = place.command + _options(plan)
@@ -155,5 +155,5 @@ def _options(plan: PlanDocument) -> str:
         "vram": plan.budgets.vram, "ram": plan.budgets.ram, "context": plan.context, "batch": plan.batch,
         "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
-    named = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
-    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | named).items())
+    hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())

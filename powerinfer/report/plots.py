@@ -1,6 +1,6 @@
 """The plots of a report, as PNG images. matplotlib is imported when the first one is drawn.
 
-Each `draw_...` function takes a figure and what it shows. Colours are the colour-blind safe ones of Okabe and Ito, and
+Each `draw_...` function takes a figure and its data. Colours are the colour-blind safe ones of Okabe and Ito, and
 cividis for quantities; a tier or a category has the same colour in every plot. Text in a plot never comes from files,
 because matplotlib would interpret it as markup.
 """
@@ -267,7 +267,7 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
 
 # ---------------------------------------------------------------- placements
 
-# What a plan counts bytes of -> (name, colour) of its category.
+# Part of a plan's bytes -> (name, colour) of its category.
 _PARTS = {
     "ffn": ("neurons", _GREEN),
     "panels": ("dense FFNs, for prompts", "#8fd9c4"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.placement.budget import gib as flag_size
 from powerinfer.placement.plan_document import rate
+from powerinfer.progress import Progress, silent
 from powerinfer.report import plots
 from powerinfer.report.page import Image, Section, Table
 
@@ -20,21 +21,18 @@ Tile = tuple[str, str]
 Rows = dict[str, list[str]]
 """Columns of the table of layers: heading -> a cell for each layer."""
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass
 class Plots:
     """Draws plots for the page, light and dark, and keeps the light ones by name. expected: their maximum number."""
 
     expected: int
-    progress: Progress | None = None
+    progress: Progress = silent
     files: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, section: Section, name: str, caption: str, draw: plots.Draw) -> None:
         """Add a plot to a section, under a name. The caption is also its alternative text."""
-        if self.progress is not None:
-            self.progress("drawing plots", len(self.files), self.expected)
+        self.progress("drawing plots", len(self.files), self.expected)
         light, dark = (plots.png(draw, look) for look in (plots.LIGHT, plots.DARK))
         self.files[name] = light
         section.images.append((Image(light, dark, caption), caption))

@@ -11,11 +11,12 @@ from pathlib import Path
 from powerinfer import __version__
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.prepared import prepared_folder, write_small
+from powerinfer.progress import Progress, silent
 from powerinfer.report import sections
 from powerinfer.report.findings import Findings
 from powerinfer.report.page import Section, mark_of, page
 from powerinfer.report.plots import need_matplotlib
-from powerinfer.report.sections import Plots, Progress, Rows, Tile
+from powerinfer.report.sections import Plots, Rows, Tile
 
 PAGE = "index.html"
 IMAGES = ("cumulative", "heat", "sparsity", "recall", "bytes", "neurons", "time")
@@ -31,7 +32,7 @@ class Report:
     made: bool
 
 
-def write_report(found: Findings, folder: Path, force: bool = False, progress: Progress | None = None) -> Report:
+def write_report(found: Findings, folder: Path, force: bool = False, progress: Progress = silent) -> Report:
     """Write the report of a model into a folder, unless the existing one was made from the same files.
 
     RequestError if there is nothing to report on, or matplotlib is missing; PowerInferError if the folder cannot be
@@ -85,7 +86,7 @@ def current(folder: Path, key: str) -> Report | None:
     return Report(folder / PAGE, images, False) if made_with == key and all(map(Path.is_file, images)) else None
 
 
-def compose(found: Findings, key: str, progress: Progress | None = None) -> tuple[str, dict[str, bytes]]:
+def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str, dict[str, bytes]]:
     """The page, and the PNG images by name."""
     drawn = Plots(len(IMAGES), progress)
     shown: list[Section] = []
@@ -113,7 +114,7 @@ def compose(found: Findings, key: str, progress: Progress | None = None) -> tupl
 
 
 def _lacking(found: Findings) -> Section:
-    """What is missing, with the commands that make it."""
+    """Missing and stale files, with the commands that make them."""
     section = Section("What is missing")
     for one in found.lacking:
         section.steps.append((one.stale or f"There is no {one.noun} yet.", one.command))

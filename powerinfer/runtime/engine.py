@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
+from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
@@ -21,7 +22,7 @@ from powerinfer.sparsity import Sparsity
 if TYPE_CHECKING:
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.chat import ChatTemplate
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.runner import UseLogits
 
@@ -58,7 +59,7 @@ class LLM:
     load_s: float  # seconds
     checkpoint: Checkpoint | None  # the model's files
 
-    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, progress: Progress = silent, **options: Any) -> None:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint

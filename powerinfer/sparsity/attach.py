@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig
+from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.formats.bundle_file import BundleFile
-    from powerinfer.formats.checkpoint import Checkpoint, Progress
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.quant import Bytes
     from powerinfer.sparsity.saved_trials import SavedTrials
     from powerinfer.sparsity.selection import Selection
@@ -103,7 +104,7 @@ def attach(
     engine: EngineConfig,
     selection: Selection,
     sample: Callable[[], Sequence[int]],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Sparsity:
     """Attach bundles and predictors to the executor's FFNs, and find where the selector is faster than dense.
 
@@ -127,7 +128,8 @@ def attach(
         else:
             executor.choices["trial"] = f"measured earlier ({saved.path})"
     else:
-        verdicts = forced(layers, ways[-1], sizes)
+        skips = [name == "threshold" or layer.ffn.rectified for layer in checkpoint.config.layers]
+        verdicts = forced(skips, ways[-1], sizes)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
@@ -144,7 +146,7 @@ def _tried(
     ways: Sequence[Way],
     sizes: Sequence[int],
     sample: Sequence[int],
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[Verdict]:
     """The verdicts of a trial, which are saved."""
     from powerinfer.sparsity.trial import trial
@@ -163,7 +165,7 @@ the rows of those that fire (docs/selectors.md)."""
 
 
 def _load(
-    executor: CpuExecutor, engine: EngineConfig, selection: Selection, bundles: BundleFile, progress: Progress | None
+    executor: CpuExecutor, engine: EngineConfig, selection: Selection, bundles: BundleFile, progress: Progress
 ) -> None:
     from powerinfer.system import available_memory
 
@@ -175,11 +177,10 @@ def _load(
             executor.sparsify(
                 layer,
                 rows,
-                bundles.layout,
+                bundles.layouts[layer],
                 threshold=selection.threshold(layer),
                 predictor=None if selection.predictors is None else selection.predictors(layer),
                 recall_every=engine.recall_every,
-                dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # --no-trial: no fallback
+                dense_above=DENSE_ABOVE[bundles.types[0]] if engine.trial else 1.0,  # --no-trial: no fallback
             )
-            if progress is not None:
-                progress("loading neurons", layer + 1, len(bundles.layers))
+            progress("loading neurons", layer + 1, len(bundles.layers))

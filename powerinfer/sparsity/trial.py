@@ -11,10 +11,10 @@ import numpy as np
 
 from powerinfer.devices.batch import Batch
 from powerinfer.formats.json_file import Between
+from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
-    from powerinfer.formats.checkpoint import Progress
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 ROUNDS = 4  # the first is a warm-up
@@ -55,9 +55,10 @@ def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
         executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
 
 
-def forced(layers: int, way: Way, sizes: Sequence[int]) -> list[Verdict]:
-    """One way for all layers and small batches."""
-    return [Verdict({str(size): way for size in sizes})] * layers
+def forced(skips: Sequence[bool], way: Way, sizes: Sequence[int]) -> list[Verdict]:
+    """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does."""
+    sparse, dense = (Verdict({str(size): one for size in sizes}) for one in (way, "dense"))
+    return [sparse if some else dense for some in skips]
 
 
 def trial(
@@ -65,7 +66,7 @@ def trial(
     ways: Sequence[Way],
     sizes: Sequence[int],
     sample: Sequence[int],
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[Verdict]:
     """Measure the FFN of every layer, dense and in `ways`, in turn, and find the fastest for each batch size.
 
@@ -76,8 +77,7 @@ def trial(
     taken: list[dict[str, Way]] = [{} for _ in range(layers)]
     seconds: list[dict[Way, float]] = []
     for done, size in enumerate(sizes):
-        if progress is not None:
-            progress("trial of selectors", done, len(sizes))
+        progress("trial of selectors", done, len(sizes))
         times = _measure(executor, every, size, sample)
         for layer in range(layers):
             own = {way: times[way][layer] for way in every}
@@ -85,8 +85,7 @@ def trial(
             taken[layer][str(size)] = best if own[best] < GAIN * own["dense"] else "dense"
             if size == sizes[0]:
                 seconds.append({way: round(value, 9) for way, value in own.items()})
-    if progress is not None:
-        progress("trial of selectors", len(sizes), len(sizes))
+    progress("trial of selectors", len(sizes), len(sizes))
     return [Verdict(*one) for one in zip(taken, seconds, strict=True)]
 
 

@@ -842,31 +842,24 @@ struct FfnModel {
   Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
     auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
     auto arena = std::make_shared<Arena>();
-    auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
-    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16});
+    auto cache = std::make_shared<Cache>(PI_KV_F32, std::vector<std::pair<int64_t, int64_t>>{{1, 16}}, 1);
+    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, {1}});
     std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
     for (int64_t i = 0; i < what.neurons; i++)
       for (int64_t c = 0; c < what.k; c++)
         memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
-    auto ffn = p->ffn({norm,
-                       {},
+    FfnSpec spec{norm, {}, layer.gate_bias, layer.up_bias, down_bias, {what.act, layer.threshold}};
+    auto ffn = p->ffn({std::move(spec),
                        what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
                        matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
-                       matrix_of(arena, PI_F16, what.k, what.neurons, columns),
-                       layer.gate_bias,
-                       layer.up_bias,
-                       down_bias,
-                       {what.act, layer.threshold}});
+                       matrix_of(arena, PI_F16, what.k, what.neurons, columns)});
     std::unique_ptr<Predictor> predictor;
     if (about) {
       predictor = std::make_unique<Predictor>(matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
                                               matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
                                               about->threshold, about->floor);
     }
-    auto bundles = std::make_shared<Bundles>(*layer.bundles);
-    bundles->gate_bias.clear();  // the program has them
-    bundles->up_bias.clear();
-    ffn->sparsify(workspace, bundles, std::move(predictor), what.most, recall_every);
+    ffn->sparsify(std::make_shared<Bundles>(*layer.bundles), std::move(predictor), what.most, recall_every);
     return {std::move(p), std::move(ffn)};
   }
 
