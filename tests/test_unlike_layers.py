@@ -272,7 +272,7 @@ def test_a_layout_for_each_layer(packed: Path) -> None:
 def test_what_needs_zeros_in_every_layer_is_refused(packed: Path) -> None:
     own = checkpoint(packed)
     assert auto(own.config) == ("exact", "bundles are prepared")
-    with pytest.raises(RequestError, match="no predictor can select neurons of the activation silu: use .* exact"):
+    with pytest.raises(RequestError, match=r"no predictor can select neurons of the activation silu: use .* exact"):
         select(own, engine_of(selector="predicted"))
     with pytest.raises(RequestError, match="activations of silu are never exactly zero"):
         check_training(own, TrainConfig())
