@@ -121,6 +121,11 @@ class ToyTokenizer:
     bos_id, eos_id = BOS, EOS
     eos_ids = frozenset({EOS})
     add_bos = False
+    special_ids = frozenset({BOS, EOS})
+    strips_space = False
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         add = self.add_bos if add_bos is None else add_bos
