@@ -28,8 +28,8 @@ def find_level(name: str) -> str:
 def panel_bytes(type: str, k: int) -> int:
     """Bytes of 16 packed rows of k columns."""
 
-def kv_page_bytes(type: str, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one page of 32 tokens of all layers."""
+def kv_page_bytes(type: str, kv_heads: int, head_dim: int) -> int:
+    """Bytes of one layer in a page of 32 tokens."""
 
 class Pool:
     def __init__(self, threads: int) -> None: ...
@@ -157,7 +157,9 @@ class Norm:
     ) -> None: ...
 
 class Cache:
-    def __init__(self, type: str, layers: int, kv_heads: int, head_dim: int, pages: int) -> None: ...
+    def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int) -> None:
+        """heads: of each layer the number for keys and values, and their dimensions."""
+
     @property
     def pages(self) -> int: ...
     @property
@@ -314,11 +316,11 @@ class Program:
         max_tokens: int,
         d_model: int,
         d_ff: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        heads: Sequence[int],
         embed_dim: int | None = None,
-    ) -> None: ...
+    ) -> None:
+        """heads: query heads of each layer of the cache."""
+
     def add_rope(self, frequencies: NDArray[np.float32], factor: float) -> int:
         """Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index."""
 
@@ -357,7 +359,7 @@ class Program:
     def attention(self, layer: int, window: int) -> None:
         """attended = softmax(q k) v; window 0: none."""
 
-    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
+    def project(self, layer: int, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
         """x += norm(w . attended + bias)."""
 
     def ffn(self, spec: FfnSpec, gate: Matrix | None, up: Matrix, down: Matrix) -> Ffn:

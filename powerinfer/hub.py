@@ -157,6 +157,8 @@ def _read_manifest(folder: Path) -> StoredModel | None:
 
 def _write_manifest(folder: Path, name: str, path: str, source: str, files: list[str], **more: Any) -> None:
     """Mark a folder as complete, atomically, as the last step."""
+    from powerinfer.formats.prepared import write_small
+
     document = {
         "name": name,
         "path": path,
@@ -164,12 +166,7 @@ def _write_manifest(folder: Path, name: str, path: str, source: str, files: list
         "files": {file: (folder / file).stat().st_size for file in files},
         **more,
     }
-    beside = folder / f".{MANIFEST}.{os.getpid()}"
-    with open(beside, "w", encoding="utf-8") as out:
-        json.dump(document, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(beside, folder / MANIFEST)
+    write_small(folder / MANIFEST, json.dumps(document, indent=1).encode())
 
 
 def _stored_or_fail(name: str) -> StoredModel:
@@ -184,11 +181,8 @@ def _stored_or_fail(name: str) -> StoredModel:
 @contextmanager
 def _locked(folder: Path, say: Say) -> Iterator[None]:
     """Lock a model's folder for this process; others wait. The lock ends with the process."""
-    try:
-        import fcntl
-    except ImportError:  # no flock: renames are still atomic, but two processes may do the same work
-        yield
-        return
+    import fcntl
+
     with ExitStack() as stack:
         while True:
             folder.mkdir(parents=True, exist_ok=True)

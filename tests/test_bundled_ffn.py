@@ -1,4 +1,4 @@
-"""FFNs that have their neurons as bundles alone: some of a layer's, named or all, in steps of any size.
+"""FFNs with their neurons as bundles only: some of a layer's, selected or all, in steps of any size.
 
 What is expected, and how far off it may be, is that of tests/test_neuron_kernels.py.
 """
@@ -33,8 +33,8 @@ def layout_of(layer: Layer) -> BundleLayout:
 
 def executor_of(layer: Layer, threads: int) -> CpuExecutor:
     ffn = FfnConfig(NEURONS, layer.activation, THRESHOLD, layer.gate is not None, bias=True)
-    layers = (LayerConfig(AttentionConfig(RopeConfig(dim=16)), ffn),)
-    config = ModelConfig("sample", K, 1, 1, 16, K, 64, 1e-5, layers)
+    layers = (LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), ffn),)
+    config = ModelConfig("sample", K, K, 64, 1e-5, layers)
     engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)
     return CpuExecutor(config, engine, dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0)))
 

@@ -233,7 +233,7 @@ def test_what_is_behind_the_limit_is_not_read(tmp_path: Path) -> None:
     refused(path, "not UTF-8 text: byte 400000", limit=1 << 30)
 
 
-def test_the_digest_hangs_on_all_of_it(tmp_path: Path) -> None:
+def test_the_digest_depends_on_everything(tmp_path: Path) -> None:
     first, second = written(tmp_path / "a.txt", "a" * 64), written(tmp_path / "b.txt", "b" * 64)
     made = [
         windows_of(first, second),

@@ -1,4 +1,4 @@
-"""Layers on a GPU, for which torch's CPU stands in: every architecture against `transformers`, and what can go wrong.
+"""Layers on a GPU emulated by torch's CPU: every architecture against `transformers`, and failures.
 
 The truth and the bound are those of test_architectures.py: float64, and four times the error that `transformers` makes
 in float32. There it is also shown that a wrong configuration misses the bound.
@@ -55,7 +55,7 @@ def engine_of(**options: Any) -> EngineConfig:
 
 
 def on_gpu(layers: int = LAYERS, head: bool = False, pages: int | None = None) -> dict[str, Any]:
-    """What of a model is on the stand-in for a GPU."""
+    """The part of a model that is on the emulated GPU."""
     return {"gpu": "cpu", "gpu_layers": layers, "gpu_head": head, "pages": pages}
 
 
@@ -73,7 +73,7 @@ def opened(path: Path, share: dict[str, Any], split: Any = None, **options: Any)
 
 
 class Truth:
-    """A random model of a case, in its file, what two texts come to, and how far float32 may be off."""
+    """A random model of a case, in its file; the logits of two texts, and the error that float32 may have."""
 
     def __init__(self, case: families.Case, layout: str, folder: Path) -> None:
         self.config = case.config()
@@ -163,7 +163,7 @@ def test_matrices_on_the_same_rows(types: tuple[str, ...], biases: tuple[bool, .
 
 
 class Tape(TorchDispatchMode):
-    """Keeps what torch is told to do, and can have it done again: on the same tensors, as a CUDA graph does."""
+    """Records torch's operations and replays them on the same tensors, as a CUDA graph does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,13 +182,13 @@ class Tape(TorchDispatchMode):
 
 
 def stand_in_recorder(made: list[int]) -> Recorder:
-    """Counts how often each recording is replayed. What depends on data must be `static_attention`."""
+    """Counts how often each recording is replayed. Operators that depend on data must be `static_attention`."""
 
     def record(run: Run, state: State) -> Run:
         made.append(0)
         number, tape = len(made) - 1, Tape()
         with tape:
-            after = run(state)  # is done, too, so the first replay has nothing to do
+            after = run(state)  # also runs, so the first replay has nothing to do
 
         def replay(_: State) -> State:
             made[number] += 1
@@ -240,7 +240,7 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
     assert len(made) >= 4 * 5 and min(made) > 0 and sum(made) >= 4 * (9 + 9 + 3 + 10)
 
 
-def test_recordings_are_not_kept_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer.devices.gpu.MOST_SHAPES", 2)
     monkeypatch.setattr(gpu, "attention", static_attention)
     truth, made = Truth(case_named("llama-gqa"), "folder", tmp_path), []
@@ -276,11 +276,11 @@ def test_rehearsed_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     np.testing.assert_array_equal(*runs)
 
 
-def test_unused_pages_and_logits_that_nobody_wants(tmp_path: Path) -> None:
+def test_unused_pages_and_no_logits(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
     for share in (ALL, on_gpu(2)):
         with opened(truth.path, share) as executor:
-            pages = np.full((3, 200), -1, np.int32)  # wider than any sequence is long, and a row of nobody
+            pages = np.full((3, 200), -1, np.int32)  # wider than any sequence is long, and an unused row
             pages[1, :3] = families.scattered_pages(executor, 1)[0]
             places, ones = np.arange(families.TOKENS, dtype=np.int32), np.ones(families.TOKENS, np.int32)
             some = np.array([3, 70], np.int32)
@@ -314,7 +314,7 @@ def test_a_narrow_cache(kv_type: str, nbytes: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_quantised_weights(kind: str, tmp_path: Path) -> None:
-    """The answer is that of a model whose weights are what the codes stand for."""
+    """The answer is that of a model with the dequantised weights."""
     case = families.Case("quantised", "llama", {"intermediate_size": 96}, {})
     truth = Truth(case, "folder", tmp_path)
     with torch.no_grad():
@@ -352,8 +352,8 @@ NEURON_CASES = ["prosparse", "turbosparse", "opt", "opt-post-norm", "falcon-7b",
 
 
 @pytest.mark.parametrize("name", NEURON_CASES)
-def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's neurons in two parts, from matrices of our own: the dense answer, what is read and what is shown."""
+def test_neurons_summed_by_other_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's neurons in two parts, from matrices of the test: the dense answer, the inputs and the trace."""
     case = case_named(name)
     truth = Truth(case, "folder", tmp_path)
     blocks = {"falcon": lambda: truth.model.transformer.h, "opt": lambda: truth.model.model.decoder.layers}
@@ -367,7 +367,8 @@ def test_neurons_that_others_sum(name: str, tmp_path: Path, monkeypatch: pytest.
     with counted(monkeypatch, matrices) as read, opened(truth.path, on_gpu(2), split=split) as executor:
         names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
         assert names == {
-            f"layers.2.{part}" for part in (("gate",) if executor.gpu._config.gated else ()) + ("up", "down")
+            f"layers.2.{part}"
+            for part in (("gate",) if executor.gpu._config.layers[2].ffn.gated else ()) + ("up", "down")
         }
         assert executor.gpu.memory()["ffn"] == 0
         pages = families.scattered_pages(executor, 1)[0]
@@ -433,7 +434,7 @@ def test_a_skipped_tensor_counts_as_taken(tmp_path: Path) -> None:
         checkpoint.skip("wrong")
 
 
-def test_what_lies_where(tmp_path: Path) -> None:
+def test_bytes_by_part(tmp_path: Path) -> None:
     truth = Truth(case_named("llama-biases"), "folder", tmp_path)
     with opened(truth.path, ALL) as executor, opened(truth.path, on_gpu(1)) as part:
         every, one = executor.gpu.memory(), part.gpu.memory()
@@ -458,7 +459,7 @@ def test_pages_may_be_given(tmp_path: Path) -> None:
             executor.forward(bad)
 
 
-# --- what can go wrong ------------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------------
 
 
 def one_line(error: BaseException) -> str:
@@ -505,7 +506,7 @@ def test_a_step_that_fails_leaves_the_executor_usable(
 
 
 def test_a_request_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the Python API: two requests meet a fault, later ones are answered as the CPU's engine answers them."""
+    """Through the Python API: two requests fail, later ones get the answers of the CPU's engine."""
     path, engine = tiny_llama(tmp_path / "m.gguf"), engine_of(context=64)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     prompts = ["a cab back bab", "deaf face bead"]
@@ -556,7 +557,7 @@ def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(closed) == 1
 
 
-def test_devices_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu").type == "cpu"
     for name, message in {"gpu": "there is no device 'gpu'", "meta": "a device of type meta"}.items():
         with pytest.raises(RequestError, match=message):

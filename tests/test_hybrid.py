@@ -131,7 +131,7 @@ def predictor_of(config: Any, threshold: float = 0.0, floor: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama-relu", "turbosparse", "falcon-40b"])
-def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) -> None:
+def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: Path) -> None:
     case = case_named(name)
     config, model = model_of(case)
     tokens = families.prompt(case)
@@ -173,7 +173,7 @@ def test_predicted_is_the_same_wherever_neurons_rest(name: str, tmp_path: Path) 
         assert families.rms(whole - truth) <= allowed and executor.cpu.bundled_counts(1) == counts  # a prompt
 
 
-def test_no_job_where_no_cold_neuron_is_named(tmp_path: Path) -> None:
+def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
@@ -192,7 +192,7 @@ TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), (
 
 @pytest.mark.parametrize("types", TYPES)
 def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
-    """Cold neurons of quantised types meet activations of 8 bits, hot ones of 32: splits lie between the ends."""
+    """Cold quantised neurons use 8-bit activations, hot ones 32-bit: results of splits lie between the extremes."""
     case = case_named("llama-relu")
     config = case.config(intermediate_size=96)  # whole groups of neurons
     path = families.save(case, config, families.random_model(case, config, 11), "folder", tmp_path)
@@ -209,7 +209,7 @@ def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
         assert families.rms(answer - answers[-1]) <= 1.5 * rounding + 1e-5
 
 
-def test_a_threshold_is_met_on_both_sides(tmp_path: Path) -> None:
+def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
     case = case_named("llama2")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
@@ -230,7 +230,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
-    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layout
+    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layouts[0]
     for share in SPLITS:
         with split(path, share) as (executor, ffns):
             placement = placed(executor.cpu.config, share)
@@ -247,7 +247,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
 def test_replayed_steps_give_the_same_bits(
     name: str, predicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of changing sizes, neurons that trade places between them, and a predictor that is suspended meanwhile.
+    """Steps of changing sizes, neurons that are swapped between them, and a predictor that is suspended meanwhile.
 
     On a GPU where there is one, with its own recorder.
     """
@@ -318,8 +318,8 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     with split(path, 0.5, 2, False) as (executor, _):
         plain = one_by_one(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # looking on changes nothing
-        one_by_one(executor, tokens)  # and this is seen no more
+            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # tracing changes nothing
+        one_by_one(executor, tokens)  # not traced any more
         assert executor.trace is None and len(trace.steps) == len(tokens)
     kinds = {(span.lane, span.kind) for span in trace.spans}
     assert {("GPU", "attention"), ("GPU", "hot neurons"), ("CPU", "cold neurons"), ("wait", "wait")} <= kinds
@@ -372,7 +372,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
         assert round(report["active_fraction"], 3) == round(reports[0]["active_fraction"], 3)
 
 
-def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:
+def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
     """The coldest neurons are on the GPU at first: soon more of what fires is there, and the answer is the same."""
     case = case_named("llama-relu")
     config, model = model_of(case)
@@ -382,7 +382,7 @@ def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:
     allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
-        assert not sparsity.adjust()  # nothing was seen yet
+        assert not sparsity.adjust()  # nothing was counted yet
         for _ in range(10):
             one_by_one(executor, tokens)
         for ffn in ffns:
@@ -402,7 +402,7 @@ def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:
         assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
         report = sparsity.report()
         assert report["gpu_share"] > worst + 0.2 and report["traded"] == sparsity.traded
-        while sparsity.adjust():  # what is equally hot stays where it is
+        while sparsity.adjust():  # equally hot neurons stay
             pass
         traded = sparsity.traded
         for _ in range(5):
@@ -413,7 +413,7 @@ def test_what_has_become_hot_trades_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")])
-def test_who_comes_takes_the_memory_of_who_leaves(types: tuple[str, str], tmp_path: Path) -> None:
+def test_swapped_neurons_exchange_their_memory(types: tuple[str, str], tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config = case.config(intermediate_size=96)
     path = families.save(case, config, families.random_model(case, config, 11), "folder", tmp_path)
@@ -432,7 +432,7 @@ def test_who_comes_takes_the_memory_of_who_leaves(types: tuple[str, str], tmp_pa
         np.testing.assert_array_equal(one_by_one(executor, tokens), first)
 
 
-def test_trades_are_clear_ones() -> None:
+def test_only_clear_differences_are_swapped() -> None:
     fired = np.array([100.0, 0, 50, 49, 3, 90, 200, 52])
     hot, cold = np.array([1, 2, 4], np.int32), np.array([0, 3, 5, 6, 7], np.int32)
     leave, come = trades(fired, hot, cold)
@@ -446,7 +446,7 @@ def test_trades_are_clear_ones() -> None:
         assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
 
 
-def test_a_trade_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)

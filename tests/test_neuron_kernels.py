@@ -36,7 +36,7 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def across(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(blocks of Q4_0 across each 32 neurons of values [neurons, k], group by group; the values they stand for)."""
+    """(blocks of Q4_0 across each 32 neurons of values [neurons, k], group by group; their values)."""
     neurons, k = values.shape
     whole = np.zeros((-(-neurons // GROUP) * GROUP, k), np.float32)
     whole[:neurons] = values
@@ -104,12 +104,12 @@ def activate(x: np.ndarray, activation: str) -> np.ndarray:
 
 
 def steepest(x: np.ndarray, activation: str) -> np.ndarray:
-    """The most by which the activation changes for a unit of its input."""
+    """The maximum slope of the activation."""
     return 2 * np.abs(x) + 1 if activation == "relu2" else np.full(x.shape, 1.2)
 
 
 def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """(what the listed neurons add, bound of the error), float64 [tokens, d_model]."""
+    """(sum of the listed neurons, bound of its error), float64 [tokens, d_model]."""
     seen = seen_by(x, layer.up_type)
     k = x.shape[1]
 
@@ -182,7 +182,7 @@ def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
 
 @pytest.mark.parametrize(("kind", "use"), [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(ACROSS, "add")])
 def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
-    """Of a part as the format has it; `unpack_part` reads the same values."""
+    """Compared with the values that `unpack_part` reads."""
     for k in (32, 96, 128, 160, 544, 1056):
         size, shared = _native.part_bytes(kind, k), _native.shared_bytes(kind, k)
         rng = np.random.default_rng(k)
@@ -257,7 +257,7 @@ def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", cpu.levels())
-def test_what_a_threshold_leaves_out(level: str) -> None:
+def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     layer = make_layer(64, 50, ("Q8_0", "Q8_0"), "silu")
     x = tokens(3, 64)
     check(layer, x, np.arange(50), level, most=2.0)
@@ -305,7 +305,7 @@ def test_nan_and_infinity_reach_the_output(level: str) -> None:
         assert np.isfinite(out[0]).all() and not np.isfinite(out[1]).any()
 
 
-def test_requests_that_make_no_sense_are_refused() -> None:
+def test_invalid_requests_are_refused() -> None:
     layer = make_layer(32, 4, ("F16", "F16"))
     x = tokens(1, 32)
     for index in ([4], [-1]):

@@ -111,7 +111,7 @@ def test_order_and_hot_share_by_brute_force(data: st.DataObject, d_ff: int) -> N
     assert one.hot_share(0) == enough[0] / d_ff
 
 
-def test_the_digest_hangs_on_counts_and_tokens_alone() -> None:
+def test_the_digest_depends_on_counts_and_tokens_only() -> None:
     one = profile([[[5, 0, 9]]], (10,))
     assert len(one.digest) == 64 and one.digest == dataclasses.replace(one, reuse=(0.1,), thresholds=(1.0,)).digest
     each = [([[[5, 0, 9]]], 11), ([[[5, 1, 9]]], 10), ([[[5, 0, 9]], [[0, 0, 0]]], 10)]

@@ -1,4 +1,4 @@
-"""An FFN of which only some neurons are on the CPU: the parts of a cut add up to the whole, every way."""
+"""An FFN with only some of its neurons on the CPU: the parts add up to the whole, for every way and split."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Case:
         self.bias = {name: rng.standard_normal(D_FF).astype(np.float32) for name in ("gate", "up")}
 
     def executor(self, neurons: np.ndarray, threads: int) -> CpuExecutor:
-        """One FFN of these neurons between the rows of an embedding and a head that shows the residual stream."""
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
-        config = ModelConfig("sample", D_MODEL, 1, 1, 16, D_MODEL, 64, 1e-5, uniform(2, layer))
+        """One FFN of these neurons between an embedding and a head that returns the residual stream."""
+        layer = LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
+        config = ModelConfig("sample", D_MODEL, D_MODEL, 64, 1e-5, uniform(2, layer))
         rotations = dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0))
         executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), rotations)
         table = np.zeros((D_MODEL, D_MODEL), np.float32)
@@ -78,7 +78,7 @@ class Case:
         return layout, bundles
 
     def added(self, neurons: np.ndarray, way: str, threads: int) -> np.ndarray:
-        """What the FFN adds to the tokens' rows, float32 [TOKENS, D_MODEL]."""
+        """The FFN's output, float32 [TOKENS, D_MODEL]."""
         executor = self.executor(neurons, threads)
         executor.set_ways(0, {executor.neuron_tokens: way})
         out = step(executor)
@@ -88,14 +88,14 @@ class Case:
         return np.asarray(out - self.w["x"])
 
     def expected(self, way: str) -> tuple[np.ndarray, np.ndarray]:
-        """(what is added, bound of the error), float64."""
+        """(output, bound of its error), float64."""
         w = {name: values.astype(np.float64) for name, values in self.w.items()}
         off = np.zeros((TOKENS, D_FF))
         hidden = []
         for name in ("gate", "up"):
             hidden.append(w["x"] @ w[name].T + self.bias[name])
             size = np.abs(w["x"]) @ np.abs(w[name].T) + np.abs(self.bias[name])
-            off += (D_MODEL + 2) * EPS * size * 8  # times what the other may be
+            off += (D_MODEL + 2) * EPS * size * 8  # times the maximum of the other
         assert max(np.abs(values).max() for values in hidden) < 8
         h = np.maximum(hidden[0], 0) * hidden[1]
         if way == "predicted":
@@ -132,7 +132,7 @@ def test_new_bundles_make_it_dense_and_need_no_predictor() -> None:
     executor.close()
 
 
-def test_bundles_bring_the_biases_of_the_ffn() -> None:
+def test_bundled_neurons_use_the_biases_of_the_ffn() -> None:
     case, every = Case(), np.arange(D_FF)
     executor = case.executor(every, 1)
     layout, bundles = case.bundles(every)
@@ -143,7 +143,7 @@ def test_bundles_bring_the_biases_of_the_ffn() -> None:
     executor.close()
 
 
-def test_shapes_that_do_not_go_together() -> None:
+def test_inconsistent_shapes_are_refused() -> None:
     case = Case()
     few, more, wide = (np.zeros((rows, D_MODEL), np.float32) for rows in (32, 64, D_FF + 16))
     executor = case.executor(np.arange(D_FF), 1)

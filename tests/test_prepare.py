@@ -1,4 +1,4 @@
-"""prepare: all the steps, each only when it is needed, and nothing half-done whatever stops it."""
+"""prepare: all steps, each only if needed, and nothing half-done after any interruption."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def undrawn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 
 def argv(model: Path, *more: str) -> list[str]:
-    """The command line, with a corpus that lies beside the model."""
+    """The command line, with a corpus beside the model."""
     corpus = [] if "--corpus" in more else ["--corpus", str(model.with_name("text.txt"))]
     return ["prepare", "-m", str(model), *corpus, *QUICK, *more, "--json"]
 
 
 def run(capsys: pytest.CaptureFixture[str], model: Path, *more: str) -> dict[str, Any]:
-    """What it says at the end, of a run that must succeed."""
+    """The document of a run that must succeed."""
     status = main(argv(model, *more))
     out, err = capsys.readouterr()
     assert status == 0, err
@@ -104,11 +104,11 @@ def test_all_steps_and_then_none(model: Path, capsys: pytest.CaptureFixture[str]
 
 
 def _times(step: dict[str, Any]) -> dict[str, Any]:
-    """What may differ where nothing was done, and the errors of weights, which only packing measures."""
+    """Without fields that may differ if nothing was done, and the errors of weights, which only packing measures."""
     return {name: step[name] for name in ("state", "seconds", "error", "resumed", "notes") if name in step}
 
 
-def test_what_hangs_on_a_change_is_done_again(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_depend_on_a_change_are_repeated(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def done(*more: str) -> set[str]:
         document = run(capsys, model, *more)
         return {name for name, state in states(document).items() if state == "done"}
@@ -200,7 +200,7 @@ entry()
         ("neurons", "SIGINT", "pack"),
     ],
 )
-def test_it_goes_on_where_it_was_stopped(
+def test_it_resumes_where_it_was_stopped(
     model: Path, capsys: pytest.CaptureFixture[str], where: str, signal_name: str, step: str
 ) -> None:
     command = [sys.executable, "-c", STOP, where, signal_name, *argv(model)]
@@ -239,7 +239,7 @@ def _name(fd: int) -> str:
     return os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
 
 
-# ---------------------------------------------------------------- known beforehand
+# ---------------------------------------------------------------- checks before the work
 
 
 @pytest.fixture
@@ -283,9 +283,7 @@ def test_wrong_requests_cost_no_time(
 @pytest.mark.parametrize(
     "content", [b"", b"abc", b"\xff\xfe" * 100, b"\0" * 1000], ids=["empty", "short", "bad", "zero"]
 )
-def test_a_corpus_that_cannot_serve(
-    model: Path, capsys: pytest.CaptureFixture[str], no_work: None, content: bytes
-) -> None:
+def test_unusable_corpora(model: Path, capsys: pytest.CaptureFixture[str], no_work: None, content: bytes) -> None:
     model.with_name("text.txt").write_bytes(content)
     assert "text.txt" in fails(capsys, 2, model)
     assert left(model) == set()

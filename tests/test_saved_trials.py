@@ -1,4 +1,4 @@
-"""trial.json: found under the same circumstances and no others, harmless whatever it holds."""
+"""trial.json: found under the same conditions only, and harmless whatever its contents."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def found(folder: Path, key: Key = KEY) -> list[Verdict] | None:
 # ---------------------------------------------------------------- the file
 
 
-def test_what_is_kept_is_found(tmp_path: Path) -> None:
+def test_a_saved_trial_is_found(tmp_path: Path) -> None:
     assert found(tmp_path) is None
     assert saved(tmp_path).keep(VERDICTS) is None
     assert found(tmp_path) == [dataclasses.replace(verdict, earlier=True) for verdict in VERDICTS]
     assert os.listdir(tmp_path / "m.powerinfer") == ["trial.json"]
 
 
-def test_other_circumstances_are_another_trial(tmp_path: Path) -> None:
+def test_other_conditions_are_another_trial(tmp_path: Path) -> None:
     saved(tmp_path).keep(VERDICTS)
     assert found(tmp_path, {**KEY, "cpu": "two"}) is None and found(tmp_path, {**KEY, "isa": "avx2"}) is None
     assert saved(tmp_path).find(3, ["exact"]) is None, "of a model of two layers"
@@ -62,7 +62,7 @@ def test_other_circumstances_are_another_trial(tmp_path: Path) -> None:
     assert first is not None and second is not None and first == second[::-1] != second
 
 
-def test_a_new_trial_takes_the_place_of_the_old(tmp_path: Path) -> None:
+def test_a_new_trial_replaces_the_old(tmp_path: Path) -> None:
     saved(tmp_path).keep(VERDICTS)
     saved(tmp_path).keep(VERDICTS[::-1])
     now = found(tmp_path)
@@ -321,8 +321,8 @@ def test_the_second_load_measures_nothing(model: Path, monkeypatch: pytest.Monke
         loaded(model)
 
 
-def test_what_is_kept_decides(model: Path) -> None:
-    """Ways that no trial would find stand in the file, and the layers go them."""
+def test_the_saved_trial_decides(model: Path) -> None:
+    """The file has ways that no trial would find, and the layers use them."""
     loaded(model)
     path = Path(f"{model}.powerinfer/trial.json")
     document = json.loads(path.read_text())

@@ -111,7 +111,7 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
-def test_a_step_in_which_many_fire_goes_on_densely(case: families.Case, tmp_path: Path) -> None:
+def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_path: Path) -> None:
     config, model = model_of(case)
     tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
     truth = [families.exact_logits(case, config, model, one) for one in tokens]
@@ -133,13 +133,15 @@ def test_a_step_in_which_many_fire_goes_on_densely(case: families.Case, tmp_path
 
 
 def residual_of(case: families.Case, layer: Any) -> Any:
-    """The module whose input is what the layer's predictor reads."""
+    """The module whose input is that of the layer's predictor."""
     if case.base == "opt":
         return layer.final_layer_norm if layer.do_layer_norm_before else layer.fc1
     if case.base == "falcon":
         if hasattr(layer, "ln_mlp"):
             return layer.ln_mlp
         return layer.input_layernorm if layer.config.parallel_attn else layer.post_attention_layernorm
+    if case.base == "openelm":
+        return layer.ffn_norm
     return layer.mlp if case.base == "olmo2" else layer.post_attention_layernorm
 
 
@@ -148,6 +150,7 @@ def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: 
     config, model = model_of(case)
     tokens = families.prompt(case)
     blocks = {"falcon": lambda: model.transformer.h, "opt": lambda: model.model.decoder.layers}
+    blocks["openelm"] = lambda: model.transformer.layers
     expected: list[Any] = []
     for layer in blocks.get(case.base, lambda: model.model.layers)():
         keep = lambda module, args: expected.append(args[0].detach().numpy().reshape(len(tokens), -1).copy())  # noqa: E731
@@ -324,7 +327,7 @@ def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:
     assert families.rms(ours - truth) <= allowed
 
 
-def test_what_cannot_be_had_is_refused_or_explained(tmp_path: Path) -> None:
+def test_impossible_selectors_are_refused_or_explained(tmp_path: Path) -> None:
     swiglu, relu = case_named("llama2"), case_named("llama-relu")
     (tmp_path / "swiglu").mkdir()
     (tmp_path / "relu").mkdir()
@@ -346,7 +349,7 @@ def test_what_cannot_be_had_is_refused_or_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
-def test_files_of_powerinfer_bring_their_own_predictors(architecture: str, tmp_path: Path) -> None:
+def test_files_of_powerinfer_have_their_own_predictors(architecture: str, tmp_path: Path) -> None:
     path = family_gguf(architecture, published=True).write(tmp_path / "model.gguf")
     checkpoint = open_checkpoint(path)
     pack(checkpoint, None, choose_types(checkpoint))

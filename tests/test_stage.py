@@ -86,7 +86,7 @@ def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("types", PART_TYPES)
 def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the same neurons give if they are on the GPU: the operands are the same, and the sums are of float32."""
+    """The sum of the same neurons on the GPU: the operands are the same, and the sums are of float32."""
     monkeypatch.setattr(gpu, "_NARROW", ["cpu"])
     bundles, x = make_bundles(96, 200, types), floats(44, TOKENS, 96)
     want = gpu.neuron_sum(all_of(bundles, SOME), torch.from_numpy(x))[0].double().numpy()
@@ -133,7 +133,7 @@ def test_a_buffer_is_half_a_layer_at_most() -> None:
 
 
 class Order:
-    """What comes before what, of a host and streams that work at the same time. Every operation knows which others must
+    """The order of operations of a host and streams that work at the same time. Every operation knows which others must
     have ended; touching a buffer that another operation may still be using is an error."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Mark:
 
 @pytest.mark.parametrize("forgotten", [None, "host waits", "side waits", "main waits", "sum is marked"])
 def test_no_buffer_is_written_while_it_is_read(forgotten: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way it goes on CUDA, with streams and events that only keep count; leaving out any one of them shows."""
+    """As on CUDA, with streams and events that only keep count; the test fails without any one of them."""
     bundles, x = make_bundles(32, 200, ("F16", "F16")), floats(43, TOKENS, 32)
     stage, order = Stage(CPU, of_groups(bundles, 1)), Order()
     main, side = Lane(order), Lane(order)
@@ -246,7 +246,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
     allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layout, checkpoint.config.widest_ffn
+    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layouts[0], checkpoint.config.widest_ffn
     for share in (0.0, 0.5, 1.0):
         stage = Stage(CPU, buffer_bytes(layout, d_ff, 1 << 15))
         with split(path, share, stage=stage) as (executor, _):
@@ -284,7 +284,7 @@ PROMPT, SHORT = [5, 9, 2] * 23, SamplingParams(max_tokens=4, temperature=0.0, ig
 
 
 def loaded(path: Path, **more: Any) -> tuple[dict[str, str], dict[str, Any], list[int]]:
-    """(choices, report, the answer to a prompt) with room for some of the neurons on the stand-in."""
+    """(choices, report, the answer to a prompt) with room for some of the neurons on the emulated GPU."""
     with LLM(path, **{"threads": 1, "context": 96, "prefill_chunk": 64, "max_batch": 2, "gpu": "cpu", **more}) as llm:
         told = llm.sparsity
         assert told is not None
@@ -325,7 +325,7 @@ def test_the_crossing_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert loaded(path, trial=False, **given)[1]["streams_from"] == 50
 
     monkeypatch.setattr(crossing, "measured", found(None))
-    choices, told, _ = loaded(path, prefill_chunk=63, **given)  # something else: measured, and kept beside
+    choices, told, _ = loaded(path, prefill_chunk=63, **given)  # another key: measured, and saved beside
     assert "the CPU computes cold neurons" in choices["prefill"] and told["streams_from"] is None
     assert [one["least"] for one in json.loads(file.read_text())["crossings"]] == [None, 50]
     for damaged in ("{", '{"format": 1, "kind": "crossings", "crossings": [{"key": 1}, {"key": {}, "least": 3}]}'):

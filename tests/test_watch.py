@@ -1,4 +1,4 @@
-"""What an observer sees of the FFNs: against numpy on the inputs that it is shown, for every kind of FFN."""
+"""An observer's view of the FFNs, against numpy on the same inputs, for every kind of FFN."""
 
 from __future__ import annotations
 
@@ -110,12 +110,13 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
         if bias is None
         else reference.layer_norm(x, take(norm), bias, config.norm_eps)
     )
-    first = take("gate" if config.gated else "up")
-    inner = n @ first.T + (take("up_bias") if config.layers[layer].ffn.bias else 0.0)
+    ffn = config.layers[layer].ffn
+    first = take("gate" if ffn.gated else "up")
+    inner = n @ first.T + (take("up_bias") if ffn.bias else 0.0)
     bound = 4 * config.d_model * EPS * (np.abs(n) @ np.abs(first).T + 1)
-    act, limit = config.activations, config.layers[layer].ffn.threshold
+    act, limit = ffn.activation, ffn.threshold
     a = reference.activate("relu" if act == "drelu" else act, inner, None, limit)
-    h = reference.activate(act, inner, n @ take("up").T if config.gated else None, limit)
+    h = reference.activate(act, inner, n @ take("up").T if ffn.gated else None, limit)
     close = np.abs(inner - limit) <= bound
     if act == "drelu":
         close |= np.abs(n @ take("up").T) <= bound
@@ -128,7 +129,7 @@ def unpacked(active: np.ndarray, d_ff: int) -> np.ndarray:
 
 @every_model
 @pytest.mark.parametrize("d_ff", [96, 99, 17, 1])
-def test_who_fires_is_what_numpy_says(name: str, d_ff: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_neurons_that_fire(name: str, d_ff: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_files, "FF", d_ff)
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         seen = look(executor)
@@ -159,7 +160,7 @@ def test_chunks_and_threads_see_the_same(name: str, tmp_path: Path) -> None:
 
 
 @every_model
-def test_looking_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_observing_changes_nothing(name: str, tmp_path: Path) -> None:
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         plain = executor.forward(batch(0, TOKENS, logits=True)).copy()
         zeros = [0.0] * checkpoint.config.n_layers
@@ -170,7 +171,7 @@ def test_looking_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 @every_model
-def test_thresholds_are_of_activations_before_they_meet_up(name: str, tmp_path: Path) -> None:
+def test_thresholds_apply_before_multiplication_by_up(name: str, tmp_path: Path) -> None:
     with opened(MODELS[name]().write(tmp_path / "m.gguf")) as (executor, checkpoint):
         most = [0.25 * (layer + 1) for layer in range(checkpoint.config.n_layers)]
         seen, d_ff = look(executor, thresholds=most, measure=True), checkpoint.config.widest_ffn
@@ -192,7 +193,7 @@ def test_bins_of_magnitudes() -> None:
     assert (np.diff(edges) > 0).all() and (edges[1:] / edges[:-1]).max() <= 1 + 1 / 16
 
 
-def test_what_is_silenced_is_what_selector_threshold_leaves_out(tmp_path: Path) -> None:
+def test_silencing_is_what_selector_threshold_does(tmp_path: Path) -> None:
     """Dense with zeros, and sparse from bundles: the same answer, for thresholds of layers."""
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.prepare.packing import pack
@@ -207,7 +208,7 @@ def test_what_is_silenced_is_what_selector_threshold_leaves_out(tmp_path: Path) 
             silenced = executor.forward(batch(0, TOKENS, logits=True)).copy()
         bundles = open_bundles(checkpoint, None, cpu.part_bytes)
         for layer, rows in enumerate(bundles.layers):
-            executor.sparsify(layer, rows, bundles.layout, threshold=most[layer])
+            executor.sparsify(layer, rows, bundles.layouts[layer], threshold=most[layer])
             executor.set_ways(layer, {1: "exact"})
         sparse = np.concatenate([executor.forward(batch(at, at + 1, logits=True)).copy() for at in range(TOKENS)])
     scale = np.abs(dense).max()
@@ -233,7 +234,7 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(part: str, value
         ):
             executor.forward(batch(0, TOKENS))
         assert list(seen.fired) == [0]
-        executor.forward(batch(0, TOKENS))  # nobody looks any more: nothing is raised
+        executor.forward(batch(0, TOKENS))  # not observed any more: nothing is raised
 
 
 def test_a_silenced_infinity_is_found_too(tmp_path: Path) -> None:

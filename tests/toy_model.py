@@ -121,6 +121,11 @@ class ToyTokenizer:
     bos_id, eos_id = BOS, EOS
     eos_ids = frozenset({EOS})
     add_bos = False
+    special_ids = frozenset({BOS, EOS})
+    strips_space = False
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         add = self.add_bos if add_bos is None else add_bos
@@ -135,7 +140,7 @@ class ToyTokenizer:
 
 def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
     config = ModelConfig(
-        architecture="toy", d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, vocab_size=VOCAB, context_length=context,
-        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(), FfnConfig(1)),),
+        architecture="toy", d_model=1, vocab_size=VOCAB, context_length=context,
+        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(1, 1, 1), FfnConfig(1)),),
     )  # fmt: skip
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]

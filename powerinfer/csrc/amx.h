@@ -23,7 +23,7 @@ PI_INLINE void configure(int tokens, int a_bytes, int b_rows) {
 
 constexpr int64_t TILE_TOKENS = 16;
 
-// Stores what a tile load will read: gcc must not move it past the load.
+// A barrier for the compiler between stores and the tile load that reads them: gcc must not reorder the two.
 PI_INLINE void settle() { __asm__ volatile("" : : : "memory"); }
 
 // tile c = activations at `at` . weights at `bt`, stored as 16 x 16 sums.

@@ -7,7 +7,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -422,11 +421,11 @@ void bind_levels(nb::module_& m) {
       "k"_a, "Bytes of 16 packed rows of k columns.");
   m.def(
       "kv_page_bytes",
-      [](const std::string& type, int layers, int kv_heads, int head_dim) {
-        return (int64_t)layers * kv_heads *
+      [](const std::string& type, int64_t kv_heads, int64_t head_dim) {
+        return kv_heads *
                pi_kv_head_bytes(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), pi_round_up(head_dim, PI_LANES));
       },
-      "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one page of 32 tokens of all layers.");
+      "type"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one layer in a page of 32 tokens.");
 }
 
 void bind_pool(nb::module_& m) {
@@ -546,11 +545,14 @@ void bind_cache(nb::module_& m) {
   nb::class_<Cache>(m, "Cache")
       .def(
           "__init__",
-          [](Cache* cache, const std::string& type, int layers, int kv_heads, int head_dim, int64_t pages) {
-            require(layers > 0 && kv_heads > 0 && head_dim > 0 && pages > 0, "a cache needs layers, heads and pages");
-            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), layers, kv_heads, head_dim, pages);
+          [](Cache* cache, const std::string& type, const std::vector<std::pair<int64_t, int64_t>>& heads,
+             int64_t pages) {
+            const bool right = std::all_of(heads.begin(), heads.end(),
+                                           [](const auto& one) { return one.first > 0 && one.second > 0; });
+            require(!heads.empty() && right && pages > 0, "a cache needs layers, heads and pages");
+            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), heads, pages);
           },
-          "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "pages"_a)
+          "type"_a, "heads"_a, "pages"_a, "heads: of each layer the number for keys and values, and their dimensions.")
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
 }
@@ -685,16 +687,13 @@ void bind_program(nb::module_& m) {
       .def(
           "__init__",
           [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
-             int64_t d_model, int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim,
-             std::optional<int64_t> embed_dim) {
-            const Sizes sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim, embed_dim.value_or(d_model)};
-            require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0 &&
-                        sizes.embed_dim > 0,
-                    "sizes must be positive");
-            new (p) Program(std::move(workspace), std::move(cache), sizes);
+             int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim) {
+            Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
+            require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
+            new (p) Program(std::move(workspace), std::move(cache), std::move(sizes));
           },
-          "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
-          "embed_dim"_a = nb::none())
+          "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
+          "heads: query heads of each layer of the cache.")
       .def(
           "add_rope",
           [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
@@ -716,7 +715,7 @@ void bind_program(nb::module_& m) {
              std::optional<float> scale) {
             p.attention_input({layer, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
                                vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
-                               scale.value_or(1.0f / sqrtf((float)p.sizes.head_dim))});
+                               scale});
           },
           "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(),
           "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "rope"_a = -1,
@@ -727,10 +726,10 @@ void bind_program(nb::module_& m) {
       .def("attention", &Program::attention, "layer"_a, "window"_a, "attended = softmax(q k) v; window 0: none.")
       .def(
           "project",
-          [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
-            p.project(std::move(w), vector_of(bias), norm_of(norm));
+          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
+            p.project(layer, std::move(w), vector_of(bias), norm_of(norm));
           },
-          "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
+          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
       .def(
           "ffn",
           [](Program& p, const FfnSpec& spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,

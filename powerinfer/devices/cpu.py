@@ -117,7 +117,7 @@ class CpuExecutor:
         context = engine.context or config.context_length
         layers = config.n_layers - first_layer
         if pages is None:
-            pages, pages_reason = choose_pages(config, engine, context, layers, room)
+            pages, pages_reason = choose_pages(config, engine, context, first_layer, room)
         else:
             pages_reason = "given"
         self.page_size = cpu.PAGE
@@ -137,12 +137,13 @@ class CpuExecutor:
         self._workspace = _native.Workspace(self._pool, isa)
         self._arena = _native.Arena()
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
-        cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
+        own = [layer.attention for layer in config.layers[first_layer:] or config.layers[-1:]]
+        cache = _native.Cache(engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages)
         self.choices = {
             "isa": f"{isa} ({isa_reason})",
             "threads": f"{threads} ({threads_reason})",
             "kv_cache": f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, "
-            f"{cache.nbytes * layers // max(1, layers) >> 20} MiB ({pages_reason})",
+            f"{cache.nbytes * bool(layers) >> 20} MiB ({pages_reason})",
         }
         self._program = _native.Program(
             self._workspace,
@@ -150,9 +151,7 @@ class CpuExecutor:
             self.max_tokens,
             config.d_model,
             config.widest_ffn,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_dim,
+            [one.n_heads for one in own],
             config.embed_dim or config.d_model,
         )
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
@@ -169,12 +168,12 @@ class CpuExecutor:
         rows, cols = tensor.shape
         return _native.pack(self._pool, self._arena, tensor.type, rows, cols, tensor.data, row_map)
 
-    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are heads: padded to whole lanes, rotary pairs brought to (i, i + dim/2).
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: padded to whole lanes, rotary pairs
+        brought to (i, i + dim/2).
 
         None where the rows are right as they are.
         """
-        dim = self.config.head_dim
         padded = cpu.round_up(dim, cpu.LANES)
         if padded == dim and not interleaved:
             return None
@@ -234,7 +233,7 @@ class CpuExecutor:
         self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
     ) -> None:
         """x += norm(matrix . attended)."""
-        self._program.project(matrix, bias, norm)
+        self._program.project(layer - self.first_layer, matrix, bias, norm)
 
     def ffn(
         self,
@@ -572,14 +571,14 @@ def _placed(bundles: SomeBundles, bias: Float32 | None) -> Float32 | None:
 
 
 def choose_pages(
-    config: ModelConfig, engine: EngineConfig, context: int, layers: int, room: int | None = None
+    config: ModelConfig, engine: EngineConfig, context: int, first_layer: int = 0, room: int | None = None
 ) -> tuple[int, str]:
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
-    layers: how many of the model's have their cache here; room: bytes that it must not exceed, enough for one context.
+    first_layer: the first that has its cache here; room: bytes that it must not exceed, enough for one context.
     RequestError when not even one context fits the memory.
     """
-    page = layers * _native.kv_page_bytes(engine.kv_type, 1, config.n_kv_heads, config.head_dim)
+    page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
     memory = available_memory() or 1 << 62
     if one * page > memory:

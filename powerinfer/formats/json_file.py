@@ -68,7 +68,7 @@ def read_limited(path: Path, limit: int, pipe: bool = False) -> bytes:
 
     pipe: accept pipes too, for paths that the user gave; reading one waits for its writer.
     """
-    flags = 0 if pipe else getattr(os, "O_NONBLOCK", 0)  # opening a named pipe waits for a writer
+    flags = 0 if pipe else os.O_NONBLOCK  # opening a named pipe waits for a writer
     try:
         with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
             if not pipe and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -33,9 +33,8 @@ class MappedFile:
         """Open `path`; ModelError if it cannot be opened or is no regular file."""
         self.path = path
         # O_NONBLOCK: opening a named pipe must not wait for a writer
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         try:
-            self._fd = os.open(path, flags)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ModelError(f"cannot open {path}: {reason}") from None
@@ -57,21 +56,15 @@ class MappedFile:
         """Exactly `count` bytes from `offset`; ModelError if the file ends before."""
         parts = []
         while count > 0:
-            part = self._read_some(offset, count)
+            try:
+                part = os.pread(self._fd, count, offset)
+            except OSError as error:
+                raise ModelError(f"cannot read {self.path}: {error.strerror}") from None
             if not part:
                 raise ModelError(f"{self.path} is truncated")
             parts.append(part)
             offset, count = offset + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _read_some(self, offset: int, count: int) -> bytes:
-        try:
-            if hasattr(os, "pread"):
-                return os.pread(self._fd, count, offset)
-            os.lseek(self._fd, offset, os.SEEK_SET)
-            return os.read(self._fd, count)
-        except OSError as error:
-            raise ModelError(f"cannot read {self.path}: {error.strerror}") from None
 
     def check(self) -> None:
         """ModelError if the file is no longer as long as when it was opened."""
@@ -97,7 +90,7 @@ class MappedFile:
 
         They are read from the file again on access.
         """
-        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED, *self._pages(part))
 
     def populate(self, part: NDArray[np.uint8] | None = None) -> None:

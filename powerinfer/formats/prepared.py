@@ -11,6 +11,7 @@ A file has its final name only when it is complete and on disk: it is written as
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -63,7 +64,7 @@ class Kind:
     format: int = 1
 
 
-BUNDLES = Kind("neurons", "bundles", "pack", format=3)
+BUNDLES = Kind("neurons", "bundles", "pack", format=4)
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")
@@ -398,11 +399,8 @@ def _open_alone(part: Path) -> int:
 
     PowerInferError if another process is writing it. A symbolic link in a model's folder is not followed.
     """
-    flags = os.O_WRONLY | os.O_CREAT
-    for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
-        flags |= getattr(os, name, 0)
     while True:
-        fd = os.open(part, flags, 0o666)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             _lock(fd, part)
             with suppress(FileNotFoundError):
@@ -417,10 +415,6 @@ def _open_alone(part: Path) -> int:
 
 def _lock(fd: int, part: Path) -> None:
     try:
-        import fcntl
-    except ImportError:  # a system without flock: the rename is still atomic
-        return
-    try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise PowerInferError(f"another process is writing {part}; wait for it to end") from None
@@ -430,8 +424,6 @@ def _lock(fd: int, part: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Sync a rename to disk."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

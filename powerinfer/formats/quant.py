@@ -110,47 +110,15 @@ def _fields(packed: Bytes, span: int, shifts: tuple[int, ...], mask: int) -> Byt
     return shifted.reshape(len(packed), -1)
 
 
-def _f32(blocks: Bytes) -> Float32:
-    return blocks.view("<f4").astype(np.float32)
-
-
 def _f64(blocks: Bytes) -> Float32:
     with np.errstate(over="ignore"):
         return blocks.view("<f8").astype(np.float32)
-
-
-def _f16(blocks: Bytes) -> Float32:
-    return blocks.view("<f2").astype(np.float32)
-
-
-def _bf16(blocks: Bytes) -> Float32:
-    return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _q4_0(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
-
-
-def _q4_1(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2)
 
 
 def _five_bits(high: Bytes, low: Bytes) -> Float32:
     """5-bit values: bit i of the 4 `high` bytes is bit 4 of value i."""
     top = np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
     return (_nibbles(low) | top).astype(np.float32)
-
-
-def _q5_0(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.float32(16))
-
-
-def _q5_1(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _half(blocks, 2)
-
-
-def _q8_0(blocks: Bytes) -> Float32:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
 
 
 def _q2_k(blocks: Bytes) -> Float32:
@@ -186,10 +154,6 @@ def _k_values(blocks: Bytes, values: Bytes) -> Float32:
     return (scale * values.reshape(-1, 8, 32) - floor).reshape(-1, 256)
 
 
-def _q4_k(blocks: Bytes) -> Float32:
-    return _k_values(blocks, _fields(blocks[:, 16:], 32, (0, 4), 0x0F))
-
-
 def _q5_k(blocks: Bytes) -> Float32:
     high = _fields(blocks[:, 16:48], 32, (0, 1, 2, 3, 4, 5, 6, 7), 1)
     return _k_values(blocks, _fields(blocks[:, 48:], 32, (0, 4), 0x0F) | high << np.uint8(4))
@@ -213,14 +177,6 @@ def _tq1_0(blocks: Bytes) -> Float32:
     five = (1, 3, 9, 27, 81)
     digits = [_trits(blocks[:, :32], five), _trits(blocks[:, 32:48], five), _trits(blocks[:, 48:52], five[:4])]
     return _half(blocks, 52) * (np.concatenate(digits, axis=1).astype(np.float32) - np.float32(1))
-
-
-def _tq2_0(blocks: Bytes) -> Float32:
-    return _half(blocks, 64) * (_fields(blocks[:, :64], 32, (0, 2, 4, 6), 3).astype(np.float32) - np.float32(1))
-
-
-def _iq4_nl(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:])]
 
 
 def _iq4_xs(blocks: Bytes) -> Float32:
@@ -249,28 +205,29 @@ def _nvfp4(blocks: Bytes) -> Float32:
 
 
 _READERS: dict[str, Callable[[Bytes], Float32]] = {
-    "F32": _f32,
+    "F32": lambda blocks: blocks.view("<f4").astype(np.float32),
     "F64": _f64,
-    "F16": _f16,
-    "BF16": _bf16,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+    "F16": lambda blocks: blocks.view("<f2").astype(np.float32),
+    "BF16": lambda blocks: (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32),
+    "Q4_0": lambda blocks: _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8)),
+    "Q4_1": lambda blocks: _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2),
+    "Q5_0": lambda blocks: _half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.float32(16)),
+    "Q5_1": lambda blocks: _half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _half(blocks, 2),
+    "Q8_0": lambda blocks: blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
+    "Q4_K": lambda blocks: _k_values(blocks, _fields(blocks[:, 16:], 32, (0, 4), 0x0F)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "TQ1_0": _tq1_0,
-    "TQ2_0": _tq2_0,
-    "IQ4_NL": _iq4_nl,
+    "TQ2_0": lambda blocks: (
+        _half(blocks, 64) * (_fields(blocks[:, :64], 32, (0, 2, 4, 6), 3).astype(np.float32) - np.float32(1))
+    ),
+    "IQ4_NL": lambda blocks: _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:])],
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
 }
-
 
 _CHUNK = 1 << 17  # elements processed at once: the temporaries stay in the L2 cache
 
@@ -390,10 +347,6 @@ def _to_q5_1(values: Float32) -> Bytes:
     return np.concatenate([head, _fifth_bits(codes), _pack_nibbles(codes)], axis=1)
 
 
-def _to_f32(values: Float32) -> Bytes:
-    return values.astype("<f4").view(np.uint8)
-
-
 def _to_f16(values: Float32) -> Bytes:
     with np.errstate(over="ignore"):
         return values.astype("<f2").view(np.uint8)
@@ -407,7 +360,7 @@ def _to_bf16(values: Float32) -> Bytes:
 
 
 _WRITERS: dict[str, Callable[[Float32], Bytes]] = {
-    "F32": _to_f32,
+    "F32": lambda values: values.astype("<f4").view(np.uint8),
     "F16": _to_f16,
     "BF16": _to_bf16,
     "Q8_0": _to_q8_0,

@@ -25,7 +25,7 @@ SECONDS = 1.0  # CPU seconds for compiling and rendering; real templates need mi
 WAIT = 10.0  # wall-clock seconds for question and answer, even on a busy machine
 MEMORY = 512 << 20  # bytes of address space, plus 16 times the request
 MAX_SOURCE = 1 << 16  # characters, four times the longest template in use
-ENVIRONMENT = ("LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")  # all that the process gets: to start Python, and for the date
+ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")  # all that the process gets: to start Python, and for the date
 
 
 class Refused(Exception):
@@ -116,7 +116,7 @@ def _why_it_ended(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
         status = worker.wait(1.0)  # its pipes close before it ends
     except subprocess.TimeoutExpired:
         return "broken", "the process that renders it closed its output"
-    if status == -getattr(signal, "SIGPROF", 0):
+    if status == -signal.SIGPROF:
         return "limit", f"it takes longer than {SECONDS:g} s"
     if status == OUT_OF_MEMORY:
         return "limit", "it takes too much memory"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -98,10 +99,6 @@ def answer(compiled: Callable[[str], Any], source: str, variables: dict[str, Any
 
 def _limit(seconds: float, memory: int | None) -> None:
     """Limits of this process: seconds of processor time (0: unlimited), after which the system ends it, and memory."""
-    try:
-        import resource
-    except ImportError:  # Windows: the caller's timeout is the only limit
-        return
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which has no handler
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if memory is None or (hard != resource.RLIM_INFINITY and memory > hard):
@@ -117,9 +114,8 @@ def _say(kind: str, text: str) -> None:
 
 def main() -> None:
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
-    if hasattr(signal, "SIGPROF"):  # a parent that ignores or blocks it passes that on
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores or blocks it passes that on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     try:
         compiled = lru_cache(MAX_TEMPLATES)(environment().from_string)
     except Exception as error:

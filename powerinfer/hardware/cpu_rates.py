@@ -26,7 +26,7 @@ from powerinfer.formats.bundle_memory import owned
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.hardware.description import OTHER
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 from powerinfer.progress import Progress, silent
@@ -190,12 +190,7 @@ class _CpuSamples(Samples):
                 self._matrix(type_name, rows, cols)
                 for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
             )
-            for layer in range(layers):
-                executor.attention(layer, self._norm(executor), [executor.matrix(square) for _ in range(3)])
-                executor.project(layer, executor.matrix(square))
-                executor.ffn(
-                    layer, self._norm(executor), executor.matrix(up), executor.matrix(up), executor.matrix(down)
-                )
+            wire(executor, d_model, layers, [square] * 3, square, [up, up, down])
             executor.head(self._norm(executor), executor.matrix(self._matrix(type_name, vocab, d_model)))
             seconds, beside = self._operators(executor, logits=True)
             layer_s = sum(seconds[name] for name in _OPERATORS) / layers
@@ -211,11 +206,7 @@ class _CpuSamples(Samples):
         with self._transformer(layers, d_model, d_model, heads, kv_heads) as executor:
             q, kv = (self._matrix("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
             out, square = (self._matrix("F16", d_model, cols) for cols in (heads * HEAD_DIM, d_model))
-            for layer in range(layers):
-                executor.attention(layer, self._norm(executor), [executor.matrix(part) for part in (q, kv, kv)])
-                executor.project(layer, executor.matrix(out))
-                gate, up, down = (executor.matrix(square) for _ in range(3))
-                executor.ffn(layer, self._norm(executor), gate, up, down)
+            wire(executor, d_model, layers, [q, kv, kv], out, [square] * 3)
             self._fill(executor, tokens)
             seconds = self._operators(executor, tokens)[0]["attention"] / layers
         return _rate(tokens * each, seconds, op_us)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import NormalDist, median
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import PART_TYPES
 from powerinfer.hardware.description import NO_GPU, OTHER, Device
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows
+from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.progress import Progress, silent
@@ -36,8 +37,6 @@ from powerinfer.system import available_memory, cpu_name, resident_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-    from powerinfer.devices.gpu_weights import GpuNorm
 
 
 @dataclass(frozen=True)
@@ -246,10 +245,7 @@ class _GpuSamples(Samples):
         made = self._layers(shape, layers)
         parts = ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
         square, up, down = (self.normal(kind, *part) for part in parts)
-        for layer in range(layers):
-            made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-            made.project(layer, made.matrix(square))
-            made.ffn(layer, self._norm(made), made.matrix(up), made.matrix(up), made.matrix(down))
+        wire(made, d_model, layers, [square] * 3, square, [up, up, down])
         return made
 
     def head(self, kind: str) -> float:
@@ -271,9 +267,7 @@ class _GpuSamples(Samples):
         made = self._layers((d_model, d_model), layers, heads, kv_heads, far)
         q, kv = (self.normal("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
         out = self.normal("F16", d_model, heads * HEAD_DIM)
-        for layer in range(layers):
-            made.attention(layer, self._norm(made), [made.matrix(part) for part in (q, kv, kv)])
-            made.project(layer, made.matrix(out))
+        wire(made, d_model, layers, [q, kv, kv], out)
         near = self._step_seconds(made, cpu.PAGE - 1, close=False)
         whole = self._step_seconds(made, far - 1)
         return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
@@ -310,7 +304,7 @@ class _GpuSamples(Samples):
         groups = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP))
         nbytes = first * layout.gate_bytes + active * (layout.gate_bytes + layout.down_bytes)
         nbytes += groups * layout.shared_bytes
-        calls = [_sum_of(neurons, x, selected, threshold) for neurons in copies]
+        calls = [partial(gpu.neuron_sum, neurons, x, selected, threshold) for neurons in copies]
         return first + 2.0 * active, float(nbytes), self._seconds(calls)
 
     def _neurons(self, kind: str, shape: tuple[int, int]) -> tuple[BundleLayout, gpu.Neurons]:
@@ -330,10 +324,10 @@ class _GpuSamples(Samples):
         times = []
         for exchange in (False, True):
             made = self._layers(shape, layers, split=True)
+            wire(made, shape[0], layers, [square] * 3, square)
             for layer in range(layers):
-                made.attention(layer, self._norm(made), [made.matrix(square) for _ in range(3)])
-                made.project(layer, made.matrix(square))
-                made.split_ffn(layer, self._norm(made), _Sample(made, layer, neurons, threshold, exchange))
+                norm = made.norm(np.ones(shape[0], np.float32))
+                made.split_ffn(layer, norm, _Sample(made, layer, neurons, threshold, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and the firing rows of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -375,9 +369,6 @@ class _GpuSamples(Samples):
             rotations={rope: (np.ones(HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
             split=split,
         )
-
-    def _norm(self, layers: GpuLayers) -> GpuNorm:
-        return layers.norm(np.ones(layers.d_model, np.float32))
 
     def _input(self, rows: int, cols: int) -> Tensor:
         import torch
@@ -445,10 +436,6 @@ def _all(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
             call()
 
     return run
-
-
-def _sum_of(neurons: gpu.Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> Callable[[], Any]:
-    return lambda: gpu.neuron_sum(neurons, x, selected, threshold)
 
 
 def _copy(neurons: gpu.Neurons) -> gpu.Neurons:

@@ -14,6 +14,7 @@ from powerinfer.formats.bundle_file import ACROSS, n_groups
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
+from powerinfer.models.builder import Builder, Matrix, Norm
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.progress import Progress
 
@@ -48,13 +49,12 @@ class Samples:
     ) -> ModelConfig:
         """A transformer of d_model and neurons `shape`; as many heads as d_model holds, unless they are given."""
         d_model, neurons = shape
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=HEAD_DIM)), FfnConfig(neurons, "relu"))
+        heads = heads or d_model // HEAD_DIM
+        attention = AttentionConfig(heads, kv_heads or d_model // HEAD_DIM, HEAD_DIM, RopeConfig(dim=HEAD_DIM))
+        layer = LayerConfig(attention, FfnConfig(neurons, "relu"))
         return ModelConfig(
             architecture="sample",
             d_model=d_model,
-            n_heads=heads or d_model // HEAD_DIM,
-            n_kv_heads=kv_heads or d_model // HEAD_DIM,
-            head_dim=HEAD_DIM,
             vocab_size=vocab,
             context_length=self._context,
             norm_eps=1e-5,
@@ -86,6 +86,24 @@ class Samples:
         ):
             cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
         return layout, bundles
+
+
+def wire(
+    builder: Builder[Matrix, Norm],
+    d_model: int,
+    layers: int,
+    qkv: Sequence[RawTensor],
+    out: RawTensor,
+    ffn: Sequence[RawTensor] = (),
+) -> None:
+    """Wire layers, each with its own copies of these matrices. ffn: gate, up and down; (): the caller adds FFNs."""
+    ones = np.ones(d_model, np.float32)
+    for layer in range(layers):
+        builder.attention(layer, builder.norm(ones), [builder.matrix(one) for one in qkv])
+        builder.project(layer, builder.matrix(out))
+        if ffn:
+            gate, up, down = (builder.matrix(one) for one in ffn)
+            builder.ffn(layer, builder.norm(ones), gate, up, down)
 
 
 # ---------------------------------------------------------------- fits

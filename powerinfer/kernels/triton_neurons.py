@@ -210,6 +210,34 @@ def _add_floats(
 
 
 @triton.jit
+def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
+    """Codes [R, B, E] times their scales and, for one token, times h [R]: the low and the high ones, of Q8_0 all twice.
+
+    d: scales [R, B]; of Q4_0X32 [R, B, E], and d_high those of the high codes.
+    """
+    if TYPE == "Q8_0":
+        low = codes.to(tl.float32)
+        high = low
+    else:
+        low, high = nibbles(codes)
+        low *= 0.0625
+        high *= 0.0625
+    if TYPE == "Q4_0X32":
+        low *= d.to(tl.float32)
+        high *= d_high.to(tl.float32)
+        if not T:
+            low *= by[:, None, None]
+            high *= by[:, None, None]
+    else:
+        if not T:
+            d *= by[:, None]
+        low *= d[:, :, None]
+        if TYPE != "Q8_0":
+            high *= d[:, :, None]
+    return low, high
+
+
+@triton.jit
 def _add_blocks(
     data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
@@ -234,29 +262,13 @@ def _add_blocks(
         codes = tl.load(codes_at, mask=here[:, :, None], other=0)
         if TYPE == "Q4_0X32":
             d_at = shared + of[:, None, None] * k + first[None]
-            d_low = tl.load(d_at, mask=here[:, :, None], other=0)
+            d = tl.load(d_at, mask=here[:, :, None], other=0)
             d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0)
         else:
             d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+            d_high = d
         row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
-        if PAIRS:
-            low, high = nibbles(codes)
-            low *= 0.0625
-            high *= 0.0625
-        else:
-            low = codes.to(tl.float32)
-        if TYPE == "Q4_0X32":
-            low *= d_low.to(tl.float32)
-            high *= d_high.to(tl.float32)
-            if not T:
-                low *= by[:, None, None]
-                high *= by[:, None, None]
-        else:
-            if not T:
-                d *= by[:, None]
-            low *= d[:, :, None]
-            if PAIRS:
-                high *= d[:, :, None]
+        low, high = _weighted(codes, d, d_high, by, TYPE, T)
         if T:
             acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
             if PAIRS:

@@ -139,7 +139,7 @@ class PlanDocument:
 
 
 def read_plan_document(path: Path, pipe: bool = False) -> PlanDocument:
-    """The plan in a file: a document alone, or as the last of several lines. pipe: the path may be that of a pipe.
+    """The plan in a file: the whole file, or its last line. pipe: the path may be a pipe.
 
     RequestError if the file cannot be read, ModelError if it holds no plan.
     """
@@ -155,5 +155,5 @@ def read_plan_document(path: Path, pipe: bool = False) -> PlanDocument:
 
 
 def rate(tok_s: float) -> str:
-    """Tokens a second for people: three digits, or all before the point."""
+    """Tokens a second as text: three significant digits, whole numbers from 100 on."""
     return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"

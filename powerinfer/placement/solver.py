@@ -288,7 +288,7 @@ class _Program:
         return found, found.cost, considered
 
     def by_highs(self, priced: _Priced, until: float) -> tuple[_Found | None, float, int]:
-        """With a disk, the same: the numbers k and j that are left, each a binary, by HiGHS."""
+        """The same with a disk, by HiGHS: the remaining numbers k and j, each a binary."""
         gap = np.inf if priced.found is None else priced.found.cost - priced.bound
         considered = sum(map(len, priced.tried(priced.gpu_slack, self.rounding)))
         considered += sum(map(len, priced.tried(priced.kept_slack, self.rounding)))
@@ -298,7 +298,7 @@ class _Program:
         return best, best.cost if solved and best is not None else priced.bound, considered
 
     def _binaries(self, priced: _Priced, gap: float, until: float) -> tuple[_Found | None, bool]:
-        """The best answer of numbers k and j whose slack is at most `gap`, each a binary; whether HiGHS finished."""
+        """(the best answer with numbers k and j of slack up to `gap`, each a binary; whether HiGHS finished)."""
         import highspy
 
         reach = gap + self.rounding

@@ -104,7 +104,7 @@ def _raise(error: OSError) -> None:
 def _opened(path: Path) -> BinaryIO:
     """The open file; RequestError unless it is a regular file: a pipe or a device may never end."""
     try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except OSError as error:
         raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

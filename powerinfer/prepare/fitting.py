@@ -13,7 +13,7 @@ There are two ways to obtain weights:
   the covariance). A linear direction v takes two units, relu(v . r) - relu(-v . r), or, if some direction u has
   u . r = scale(r) approximately (as in the residual streams of language models), one unit that is always active,
   relu((v + c u) . r) - c u . r; the second term is shared by all directions. The same u provides offsets.
-- training from there: gradient descent on the class-balanced loss of `_fit`, through the quantisation.
+- training from there: gradient descent on the class-balanced loss of `_training_loss`, through the quantisation.
 
 Everything is measured as the engine computes it: weights in their stored type, and with Q8_0 the activations in 8 bits.
 """
@@ -367,14 +367,9 @@ class LayerFit:
     ) -> tuple[tuple[Tensor, Tensor], int]:
         """((in, out) trained from a predictor of low rank, steps).
 
-        Loss of a neuron on a row, z the predictor's answer on r / scale(r): w softplus(-z) where it fires, softplus(z)
-        where it does not, over w f + 1 - f, f the layer's share of firing neurons. w balances the classes at the
-        recall: it starts where both classes have the same gradient, rises while fewer than the target share of the
-        firing neurons have z >= 0, and falls while more do (the multiplier of: fewest candidates such that the recall
-        is reached). All neurons share it, because they share a threshold. In Q8_0, gradients pass straight through the
-        rounding of weights and activations. Adam; the learning rate is relative to each matrix's root mean square and
-        decays to 0, earlier if the loss on the choosing rows no longer falls, or too slowly for this size to meet the
-        target; training ends if the target is met easily. The best weights found are used.
+        Adam; the learning rate is relative to each matrix's root mean square and decays to 0, earlier if the loss on
+        the choosing rows no longer falls, or too slowly for this size to meet the target; training ends if the target
+        is met easily. The best weights found are used.
         """
         torch, config = self._torch, self._config
         inner, outer, log_weight = self._beginning(inner, outer)
@@ -382,7 +377,6 @@ class LayerFit:
         rates = [config.lr * float(one.detach().square().mean().sqrt()) for one in weights]
         groups = [{"params": [one], "lr": rate} for one, rate in zip(weights, rates, strict=True)]
         adam = torch.optim.Adam(groups, betas=(0.9, 0.99))
-        active = float(self.frequency.mean())
         random = np.random.default_rng([config.seed, self._layer, rank])
         kept = (inner.detach().clone(), outer.detach().clone())
         best = self._lost(*map(self._nearly, kept))
@@ -393,18 +387,8 @@ class LayerFit:
             for group, rate in zip(adam.param_groups, rates, strict=True):
                 group["lr"] = rate * from_rate * (end - step) / (end - begin)
             rows = np.sort(random.integers(0, len(self._rows.train), config.batch))
-            x, fires = self._batch(self._rows.train[rows])
-            z = self._through(x / _scale(self._checkpoint, self._layer, x), inner, outer)
-            with torch.no_grad():
-                found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
-                log_weight += _RISE * (config.recall - found) / (1 - config.recall)
-                log_weight.clamp_(-3.0, 7.0)
-                weight = log_weight.exp()
-                per_class = torch.where(fires, weight, 1.0) / (weight * active + 1 - active)
-                signs = torch.where(fires, -1.0, 1.0)
-            loss = (torch.nn.functional.softplus(z * signs) * per_class).mean()
             adam.zero_grad()
-            loss.backward()
+            self._training_loss(self._rows.train[rows], inner, outer, log_weight).backward()
             adam.step()
             step += 1
             tick(step / end)
@@ -418,6 +402,28 @@ class LayerFit:
                 from_rate *= (end - step) / (end - begin)
                 begin, end = step, min(end, step + 3 * every)
         return kept, step
+
+    def _training_loss(self, rows: NDArray[np.int64], inner: Tensor, outer: Tensor, log_weight: Tensor) -> Tensor:
+        """The mean loss of all neurons on some rows; updates log w.
+
+        Loss of a neuron on a row, z the predictor's answer on r / scale(r): w softplus(-z) where it fires, softplus(z)
+        where it does not, over w f + 1 - f, f the layer's share of firing neurons. w balances the classes at the
+        recall: it starts where both classes have the same gradient, rises while fewer than the target share of the
+        firing neurons have z >= 0, and falls while more do (the multiplier of: fewest candidates such that the recall
+        is reached). All neurons share it, because they share a threshold. In Q8_0, gradients pass straight through the
+        rounding of weights and activations.
+        """
+        torch, recall, active = self._torch, self._config.recall, float(self.frequency.mean())
+        x, fires = self._batch(rows)
+        z = self._through(x / _scale(self._checkpoint, self._layer, x), inner, outer)
+        with torch.no_grad():
+            found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
+            log_weight += _RISE * (recall - found) / (1 - recall)
+            log_weight.clamp_(-3.0, 7.0)
+            weight = log_weight.exp()
+            per_class = torch.where(fires, weight, 1.0) / (weight * active + 1 - active)
+            signs = torch.where(fires, -1.0, 1.0)
+        return (torch.nn.functional.softplus(z * signs) * per_class).mean()
 
     def _in_vain(self, course: list[float], checks_left: float) -> bool:
         """Whether the loss of the checks no longer falls, or will not fall far enough.

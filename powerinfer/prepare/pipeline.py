@@ -75,14 +75,15 @@ class Work:
 
     @property
     def rectified(self) -> bool:
-        """Whether neurons that do not fire are exactly zero."""
-        return self.checkpoint.config.rectified
+        """Whether neurons that do not fire are exactly zero in some layer."""
+        return self.checkpoint.config.partly_rectified
 
     @property
     def why_no_training(self) -> str | None:
         """Why no predictors are trained; None when they are."""
-        if not self.rectified:
-            return f"activations of {self.checkpoint.config.activations} are never exactly zero"
+        config = self.checkpoint.config
+        if not config.rectified:
+            return f"activations of {config.activations_never_zero} are never exactly zero"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
@@ -330,7 +331,7 @@ def _least_request(work: Work) -> PlanRequest:
 
 def needed_bytes(work: Work) -> int:
     """Estimate of the bytes that the steps will write. Files that they replace stay until then and do not count."""
-    from powerinfer.formats.bundle_file import bundle_layout
+    from powerinfer.formats.bundle_file import bundle_layouts
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.kernels.cpu import part_bytes
@@ -346,7 +347,8 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
-        total += neurons * bundle_layout(config, types.gate, types.down, part_bytes).stride
+        layouts = bundle_layouts(config, types.gate, types.down, part_bytes)
+        total += sum(size * layout.stride for size, layout in zip(config.ffn_sizes, layouts, strict=True))
     return total
 
 

@@ -88,7 +88,7 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
     """RequestError if the model cannot have predictors, or an option is out of its range."""
     if not checkpoint.config.rectified:
         raise RequestError(
-            f"activations of {checkpoint.config.activations} are never exactly zero, so there is nothing to "
+            f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):

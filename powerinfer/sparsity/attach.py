@@ -128,7 +128,8 @@ def attach(
         else:
             executor.choices["trial"] = f"measured earlier ({saved.path})"
     else:
-        verdicts = forced(layers, ways[-1], sizes)
+        skips = [name == "threshold" or layer.ffn.rectified for layer in checkpoint.config.layers]
+        verdicts = forced(skips, ways[-1], sizes)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
@@ -176,10 +177,10 @@ def _load(
             executor.sparsify(
                 layer,
                 rows,
-                bundles.layout,
+                bundles.layouts[layer],
                 threshold=selection.threshold(layer),
                 predictor=None if selection.predictors is None else selection.predictors(layer),
                 recall_every=engine.recall_every,
-                dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # --no-trial: no fallback
+                dense_above=DENSE_ABOVE[bundles.types[0]] if engine.trial else 1.0,  # --no-trial: no fallback
             )
             progress("loading neurons", layer + 1, len(bundles.layers))

@@ -55,9 +55,10 @@ def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
         executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
 
 
-def forced(layers: int, way: Way, sizes: Sequence[int]) -> list[Verdict]:
-    """One way for all layers and small batches."""
-    return [Verdict({str(size): way for size in sizes})] * layers
+def forced(skips: Sequence[bool], way: Way, sizes: Sequence[int]) -> list[Verdict]:
+    """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does."""
+    sparse, dense = (Verdict({str(size): one for size in sizes}) for one in (way, "dense"))
+    return [sparse if some else dense for some in skips]
 
 
 def trial(

@@ -842,8 +842,8 @@ struct FfnModel {
   Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
     auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
     auto arena = std::make_shared<Arena>();
-    auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
-    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16});
+    auto cache = std::make_shared<Cache>(PI_KV_F32, std::vector<std::pair<int64_t, int64_t>>{{1, 16}}, 1);
+    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, {1}});
     std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
     for (int64_t i = 0; i < what.neurons; i++)
       for (int64_t c = 0; c < what.k; c++)
