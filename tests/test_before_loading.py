@@ -53,10 +53,7 @@ def test_a_model_without_a_template_chats_in_plain_lines(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert 'turns are written as lines of "User:" and "Assistant:"' in done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
-    assert [message["role"] for message in document["messages"]] == ["system", "user", "assistant"] + [
-        "user",
-        "assistant",
-    ]
+    assert [message["role"] for message in document["messages"]] == ["system", "user", "assistant", "user", "assistant"]
 
 
 def test_plain_turns(tmp_path: Path) -> None:
