@@ -45,7 +45,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     def load(progress: Progress) -> LLM:
         llm = load_llm(path, engine, progress)
-        for note in llm.checkpoint.notes if llm.checkpoint else ():
+        for note in llm.notes:
             logs.log("info", note)
         return llm
 
