@@ -16,6 +16,9 @@ MAX_SOURCE = 1 << 17  # characters
 MAX_DEPTH = 64  # of a schema
 MAX_RULES = 500  # of a GBNF grammar, which is converted in Python in quadratic time
 
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""Between the tokens of JSON, and optional, as in llama.cpp: unbounded white space is where small models get lost."""
+
 KINDS = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}
 
 
