@@ -276,7 +276,11 @@ class EngineConfig:
     context: int = option(0, "context length in tokens; 0: the model's own", metavar="N")
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
     prefill_chunk: int = option(512, "prompt tokens computed per step", metavar="N")
+    mixed_chunk: int = option(
+        128, "prompt tokens computed per step while other requests decode; fewer: a steadier stream", metavar="N"
+    )
     max_batch: int = option(8, "maximum number of requests decoded together", metavar="N")
+    max_queue: int = option(0, "maximum number of requests that wait; more are refused; 0: unlimited", metavar="N")
     prefix_cache: bool = option(True, "reuse the KV cache of prompt prefixes computed earlier")
     quantize: str | None = option(None, "quantise a float model's matrices on load", choices=("q8_0", "q4_0"))
     selector: str = option(

@@ -257,10 +257,10 @@ class Weights:
 
     def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
-        biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-        activation = _native.Activation(self.s.activation, self.s.threshold)
-        spec = _native.FfnSpec(activation, norm, self.norm(f"{i}.ffn_out_norm"), *biases)
-        p.ffn(spec, self.packed.get(f"{i}.gate"), up, down)
+        *biases, down_bias = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
+        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases)
+        neurons = _native.DenseNeurons(spec, self.packed.get(f"{i}.gate"), up, down)
+        p.ffn(_native.FfnSpec(norm, self.norm(f"{i}.ffn_out_norm"), down_bias), neurons)
 
 
 class Reference:
@@ -679,18 +679,24 @@ def test_wrong_wiring_is_refused() -> None:
         program.project(0, o, ones[:39].copy())
     with pytest.raises(ValueError, match="norm of the output projection"):
         program.project(0, o, norm=short)
-    silu = _native.Activation("silu")
+    silu = _native.NeuronSpec("silu")
     for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate), (None, down, down)):
         with pytest.raises(ValueError, match="width"):
-            program.ffn(_native.FfnSpec(silu, norm), *weights_)
-    with pytest.raises(ValueError, match="FFN norm"):
-        program.ffn(_native.FfnSpec(silu, short), gate, up, down)
-    with pytest.raises(ValueError, match="norm of the FFN's output"):
-        program.ffn(_native.FfnSpec(silu, norm, short), gate, up, down)
+            program.ffn(_native.FfnSpec(norm), _native.DenseNeurons(silu, *weights_))
+    neurons = _native.DenseNeurons(silu, gate, up, down)
+    for spec, message in (
+        (_native.FfnSpec(short), "the FFN norm"),
+        (_native.FfnSpec(norm, short), "norm of the FFN's output"),
+        (_native.FfnSpec(down_bias=ones[:39].copy()), "bias of down"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            program.ffn(spec, neurons)
+    with pytest.raises(ValueError, match="needs neurons"):
+        program.ffn(_native.FfnSpec(norm))
     with pytest.raises(ValueError, match="without a gate"):
-        program.ffn(_native.FfnSpec(silu, gate_bias=np.ones(72, np.float32)), None, up, down)
+        _native.DenseNeurons(_native.NeuronSpec(gate_bias=np.ones(72, np.float32)), None, up, down)
     with pytest.raises(ValueError, match="activation 'gelu'"):
-        _native.Activation("gelu")
+        _native.NeuronSpec("gelu")
     with pytest.raises(ValueError, match="another length"):
         program.normalise(short)
     with pytest.raises(ValueError, match="another length"):

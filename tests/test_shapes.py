@@ -94,7 +94,7 @@ def test_a_checkpoint_is_its_configuration(tmp_path: Path, architecture: str) ->
     rows = 2 * model.config.d_model * (2 if model.config.positions == "learned" else 1)  # of the tables, looked up
     assert executor.bytes_per_token == sum(one.panels for one in matrices) + rows
     for layer in range(model.config.n_layers):
-        assert executor.ffn_bytes(layer) == sum(one.panels for one in model.ffn[layer])
+        assert executor.ffns[layer].nbytes == sum(one.panels for one in model.ffn[layer])
 
 
 def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:

@@ -121,11 +121,11 @@ def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_pa
     for above in (0.0, 0.3, 1.0):  # every step, some, none
         with opened(path, selector="exact") as (executor, sparsity):
             assert sparsity is not None
-            for ffn in executor._ffns.values():
+            for ffn in executor.ffns.values():
                 ffn.op.dense_above = above
             assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
             active.append(sparsity.report()["active_fraction"])
-            rows.append(executor.neuron_counts(0)["rows"])
+            rows.append(executor.ffns[0].counts()["rows"])
             together = side_by_side(executor, tokens)
             assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
     assert max(active) - min(active) < 2e-3  # gates near zero
@@ -292,7 +292,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
         assert report["active_fraction"] == pytest.approx(total, abs=2e-4)
         part = 2 * d_model  # bytes of a row of F16
         for layer, number in zip(report["layers"], active, strict=True):
-            gate = executor._ffns[0].first
+            gate = executor.ffns[0].matrices[0].nbytes
             assert layer["bytes_per_token"] == pytest.approx(gate + number / len(tokens) * 2 * part, rel=1e-3)
 
 

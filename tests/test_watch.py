@@ -208,8 +208,8 @@ def test_silencing_is_what_selector_threshold_does(tmp_path: Path) -> None:
             silenced = executor.forward(batch(0, TOKENS, logits=True)).copy()
         bundles = open_bundles(checkpoint, None, cpu.part_bytes)
         for layer, rows in enumerate(bundles.layers):
-            executor.sparsify(layer, rows, bundles.layouts[layer], threshold=most[layer])
-            executor.set_ways(layer, {1: "exact"})
+            executor.ffns[layer].add_bundles(bundles.layouts[layer], rows, threshold=most[layer])
+            executor.ffns[layer].set_ways({1: "exact"})
         sparse = np.concatenate([executor.forward(batch(at, at + 1, logits=True)).copy() for at in range(TOKENS)])
     scale = np.abs(dense).max()
     assert np.abs(silenced - dense).max() > 0.01 * scale

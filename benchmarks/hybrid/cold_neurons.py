@@ -80,15 +80,14 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
     bias = np.array([NormalDist().inv_cdf(one) for one in p], np.float32)
     biases = (bias, None) if args.gated else (None, bias)
     every = bundles(rng, config, layout, args.layers)
-    parts = [executor.neuron_sum(0, layout, some, biases, count_fired=some is every[0]) for some in every]
+    parts = [executor.parts.bundled(0, layout, some, biases, count_fired=some is every[0]) for some in every]
     x = rng.standard_normal((max(args.tokens), k), np.float32)
     out = np.empty_like(x)
     fires = np.empty((len(x), n), bool)
     fired_for = np.empty(n, np.int64)
     for t in range(len(x)):
-        parts[0].clear()
         parts[0].sum(x[t : t + 1], out[t : t + 1])
-        parts[0].fired(fired_for)
+        parts[0].take_fired(fired_for)
         fires[t] = fired_for > 0
     selected = (fires | (rng.random(fires.shape) < IN_VAIN * p / (1 - p))).astype(np.uint8)
     for tokens in args.tokens:

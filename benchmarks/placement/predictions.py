@@ -267,8 +267,8 @@ class StandIn:
                 one = self.predictors[layer]
                 about = Predictor(one.predictor.rank, one.predictor.threshold if threshold is None else threshold, 0)
                 predictor = about, one.inner, rows_of(one.outer, cold)
-            self.executor.sparsify(layer, self.rows[layer], self.bundles.layouts[layer], predictor=predictor)
-            self.executor.set_ways(layer, {1: WAY[self._selector]})
+            self.executor.ffns[layer].add_bundles(self.bundles.layouts[layer], self.rows[layer], predictor=predictor)
+            self.executor.ffns[layer].set_ways({1: WAY[self._selector]})
 
     def seconds(self, fixed: float) -> tuple[NDArray[np.float64], float]:
         """([layers]: what the FFNs take, cores that others used meanwhile). fixed: a sparse FFN without products."""

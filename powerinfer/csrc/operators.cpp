@@ -240,7 +240,9 @@ class Project : public Op {
   void run(Thread& t, const Step& step) override {
     Program& p = *t.program;
     const PiActs* acts = p.workspace->prepare(t.id, {p.attended, p.lda, w_->k, step.tokens}, {}, w_->form());
-    p.add_product(t, *w_, bias_, acts, step.tokens, norm_, p.gate);
+    p.workspace->product(t.id, *w_, acts, step.tokens, p.added_to(0, norm_, bias_, p.gate));
+    p.workspace->pool->barrier();
+    p.add_normalised(t, norm_, p.gate, 0, step.tokens);
   }
 
  private:

@@ -94,21 +94,8 @@ void Program::rotate(int thread, const Step& step) {
   }
 }
 
-NeuronSum::Piece Program::piece(int64_t first, int64_t tokens, const Norm& norm, const Norm& out_norm,
-                                const Vector& bias, bool counted) const {
-  float* const out = out_norm ? up : x + first * ldx;
-  return {residual(first, tokens), norm, out, out_norm ? ldh : ldx, !out_norm, bias, counted};
-}
-
-void Program::add_product(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens,
-                          const Norm& norm, float* buffer) {
-  const Columns mine(w, *workspace->pool, t.id);
-  workspace->linear(t.id, w, bias, acts, norm ? buffer : x, norm ? ldh : ldx, tokens, !norm, mine.p0, mine.p1);
-  workspace->pool->barrier();
-  if (norm) add_normalised(t, norm, buffer, 0, tokens);
-}
-
 void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens) {
+  if (!norm) return;
   int64_t begin, end;
   share(tokens, 1, workspace->pool->threads(), t.id, &begin, &end);
   for (int64_t i = begin; i < end; i++) {

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "neuron_sum.h"
 #include "watch.h"
 #include "workspace.h"
 
@@ -82,9 +81,10 @@ struct AttentionInput {
 };
 
 struct FfnSpec;
-struct FfnInput;
 class Ffn;
-class BundledFfn;
+class DenseNeurons;
+class NeuronSum;
+class Predictor;
 
 class Program {
  public:
@@ -106,10 +106,11 @@ class Program {
   void normalise(Norm norm);                                                   // x = norm(x)
   // logits = w . project . norm(x); project may be null
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
-  // FFNs, see ffn.h; the predictor may be null.
-  std::shared_ptr<Ffn> ffn(FfnInput in);
-  std::shared_ptr<BundledFfn> bundled_ffn(const FfnSpec& spec, std::shared_ptr<NeuronSum> neurons,
-                                          std::shared_ptr<const Predictor> predictor);
+  // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
+  // or null.
+  std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
+                           std::shared_ptr<NeuronSum> bundled = nullptr,
+                           std::shared_ptr<const Predictor> predictor = nullptr);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -134,13 +135,12 @@ class Program {
   ActMemory hidden;  // forms of an FFN's activations, whose floats are in `gate`
 
   Rows residual(int64_t first, int64_t tokens) const { return {x + first * ldx, ldx, sizes.d_model, tokens}; }
-  // Where a sum of neurons is added to x; with an out_norm it goes to `up`, for add_normalised.
-  NeuronSum::Piece piece(int64_t first, int64_t tokens, const Norm& norm, const Norm& out_norm, const Vector& bias,
-                         bool counted) const;
-  // x += norm(w . acts), or without a norm x += w . acts, by all threads; `buffer` holds rows of `ldh` meanwhile.
-  void add_product(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens, const Norm& norm,
-                   float* buffer);
-  // x, from row `first` on, += norm(row), by all threads; rows are `ldh` apart and overwritten.
+  // Where what is added to x from row `first` on goes: to x, or, if there is a norm, to rows that are `ldh` apart, for
+  // `add_normalised`.
+  Destination added_to(int64_t first, const Norm& norm, const Vector& bias, float* rows) const {
+    return norm ? Destination{rows, ldh, false, bias} : Destination{x + first * ldx, ldx, true, bias};
+  }
+  // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.
   void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
   // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.
   struct Rope {

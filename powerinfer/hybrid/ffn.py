@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from powerinfer.devices.cpu import CpuExecutor, Weights
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures

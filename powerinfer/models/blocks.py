@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from powerinfer.config import AttentionConfig, FfnConfig
-from powerinfer.devices.cpu import CpuExecutor, Weights
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project

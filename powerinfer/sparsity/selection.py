@@ -23,7 +23,7 @@ from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 
 if TYPE_CHECKING:
-    from powerinfer.devices.cpu import Weights
+    from powerinfer.devices.cpu_ffn import Weights
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
 

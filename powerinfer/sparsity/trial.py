@@ -52,7 +52,7 @@ def sizes_tried(executor: CpuExecutor, max_batch: int) -> list[int]:
 def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
     """Set the ways of all layers."""
     for layer, verdict in enumerate(verdicts):
-        executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
+        executor.ffns[layer].set_ways({int(size): way for size, way in verdict.ways.items()})
 
 
 def forced(skips: Sequence[bool], way: Way, sizes: Sequence[int]) -> list[Verdict]:
@@ -105,7 +105,7 @@ def _measure(executor: CpuExecutor, ways: Sequence[Way], size: int, sample: Sequ
         for step in range(len(ways) * ROUNDS):
             way = ways[step % len(ways)]
             for layer in range(executor.config.n_layers):
-                executor.set_ways(layer, {size: way})
+                executor.ffns[layer].set_ways({size: way})
             at = PROMPT + step
             executor.forward(
                 Batch(

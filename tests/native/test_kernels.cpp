@@ -552,9 +552,10 @@ struct Model {
       return plain && n == D ? Norm{r.normals(n), r.normals(n), 1e-5f, true} : Norm{r.normals(n), {}, 1e-5f, false};
     };
     const auto ffn = [&](Norm n, Norm out) {
-      FfnSpec spec{std::move(n), std::move(out), plain ? Vector() : r.normals(FF),
-                   {},           r.normals(D),   {plain ? PI_RELU2 : PI_GELU_TANH, 0}};
-      program->ffn({std::move(spec), plain ? nullptr : matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF)});
+      const Activation activation{plain ? PI_RELU2 : PI_GELU_TANH, 0};
+      const auto gate = plain ? nullptr : matrix(type, FF, D), up = matrix(other, FF, D), down = matrix(type, D, FF);
+      const NeuronSpec spec{activation, plain ? Vector() : r.normals(FF), {}};
+      program->ffn({std::move(n), std::move(out), r.normals(D)}, std::make_shared<DenseNeurons>(spec, gate, up, down));
     };
     if (plain)
       program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED), 1});
