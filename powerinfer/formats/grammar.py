@@ -6,7 +6,7 @@ A `Grammar` is data; `runtime.grammar` compiles it for a model's vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,18 @@ class Grammar:
         if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts) or not texts:
             raise RequestError("choice must be one or more texts that are not empty")
         return cls("lark", "start: " + " | ".join(map(literal, texts)))
+
+
+@dataclass(frozen=True)
+class LazyGrammar:
+    """What a part of the answer must match, from where the part begins.
+
+    position: (the answer's text so far, or its end, whether that is all) -> where in it the part goes on after its
+    beginning; None: it has not begun.
+    """
+
+    grammar: Grammar
+    position: Callable[[str, bool], int | None]
 
 
 def literal(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar
+from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar, LazyGrammar
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +72,12 @@ class Grammars:
         if isinstance(known, str):
             raise RequestError(known)
         return known
+
+    def mask(self, grammar: Grammar | LazyGrammar) -> GrammarMask | LazyMask:
+        """The mask of one answer; errors and time as of `compile`."""
+        if isinstance(grammar, LazyGrammar):
+            return LazyMask(self.compile(grammar.grammar), grammar.position)
+        return self.compile(grammar).mask()
 
     @property
     def nbytes(self) -> int:
@@ -217,9 +223,8 @@ class GrammarMask:
 class LazyMask:
     """A `TokenMask` for an answer that may be text: a grammar applies where a part of the answer begins.
 
-    position: (the answer's text, whether that is all of it) -> where in it the part goes on after its beginning, or
-    None. Until then, and after the part, every token is allowed, and so it is if the part does not begin as the grammar
-    demands.
+    position: as in `LazyGrammar`. Until then, and after the part, every token is allowed, and so it is if the part does
+    not begin as the grammar demands.
     """
 
     def __init__(self, grammar: CompiledGrammar, position: Callable[[str, bool], int | None]) -> None:
