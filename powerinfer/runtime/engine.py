@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
+from powerinfer.formats.chat import NO_TEMPLATE, encode_chat
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
+from powerinfer.system import limited_threads
 
 if TYPE_CHECKING:
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.driver import EngineStats
     from powerinfer.runtime.runner import UseLogits
+    from powerinfer.runtime.sampling import TokenMask
 
 Prompt = str | Sequence[int]
 
@@ -47,9 +51,11 @@ class LLM:
             print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
 
     `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
-    The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads.
+    The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads,
+    `check(checkpoint)` before its weights are read; it may raise.
     Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
-    Thread-safe; concurrent requests are batched.
+    Thread-safe; concurrent requests are batched, and computed by a thread of the model's own, which starts with the
+    first one. After a fork the model can only be used in the process that loaded it.
     """
 
     tokenizer: Tokenizer
@@ -58,8 +64,16 @@ class LLM:
     template: ChatTemplate | None
     load_s: float  # seconds
     checkpoint: Checkpoint | None  # the model's files
+    notes: list[str]  # lines for the user about how the model was loaded
 
-    def __init__(self, model: str | Path | None = None, *, progress: Progress = silent, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        progress: Progress = silent,
+        check: Callable[[Checkpoint], object] = silent,
+        **options: Any,
+    ) -> None:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
@@ -69,13 +83,17 @@ class LLM:
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
+        check(checkpoint)
         tokenizer = checkpoint.tokenizer()
-        resolved = resolve(checkpoint, engine, progress)
-        executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress)
+        threads, line = limited_threads(engine.threads)
+        engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
+        resolved = resolve(checkpoint, engine, progress, notes.append)
+        executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         template = checkpoint.chat_template()
         self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
         self.checkpoint = checkpoint
         self.template = template
+        self.notes = notes
         if engine.adjust:
             self._runner.when_idle(sparsity.adjust)
 
@@ -111,6 +129,7 @@ class LLM:
         self.template = None
         self.load_s = load_s
         self.checkpoint = None
+        self.notes = []
         self._sparsity = sparsity
         self._executor = executor
         self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
@@ -133,24 +152,26 @@ class LLM:
     @property
     def sparsity(self) -> dict[str, Any] | None:
         """How each layer decodes, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
-        with self._runner.between_steps():
-            return self._sparsity.report()
+        return self._runner.call(self._sparsity.report)
 
     def clear_sparsity(self) -> None:
         """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
-        with self._runner.between_steps():
-            self._sparsity.clear()
+        self._runner.call(self._sparsity.clear)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
+        return self._runner.stats()
 
     def traced(self) -> AbstractContextManager[Trace]:
         """Trace the steps on GPU and CPU within this context; not while requests run.
 
         RequestError without a GPU.
         """
-        return self._executor.traced()
+        return self._runner.within(self._executor.traced())
 
     def every_neuron(self) -> AbstractContextManager[None]:
         """Decode densely within this context, as with selector `all`; not while requests run."""
-        return self._sparsity.suspended()
+        return self._runner.within(self._sparsity.suspended())
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but means one prompt
@@ -190,10 +211,12 @@ class LLM:
             )
         return self._complete(prompts, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request."""
-        request = self._runner.request(self._encode(prompt), params or SamplingParams())
-        return self._follow(request)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, mask: TokenMask | None = None) -> Stream:
+        """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request.
+
+        mask: which tokens may follow; used by this answer alone.
+        """
+        return self._follow(self._runner.request(self.encode(prompt), params or SamplingParams(), mask=mask))
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
@@ -207,18 +230,21 @@ class LLM:
         """Answer a conversation token by token. Earlier turns are taken from the prefix cache."""
         return self.stream(self.encode_chat(messages, **template_options), params)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, ready to be answered. Special tokens in a text are recognised."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation, ready to be answered. Special tokens inside contents are plain text."""
         if self.template is None:
-            raise RequestError("this model has no chat template: use a plain prompt (--raw)")
-        from powerinfer.formats.chat import encode_chat
-
+            raise RequestError(NO_TEMPLATE)
         return encode_chat(self.tokenizer, self.template, messages, **template_options)
 
     def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
         """Compute a text and pass its logits to `use(position, float32 [n, vocab])`, from position `first` on.
 
-        From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode.
+        From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode. `use`
+        is called on the model's thread, where it must not wait for an answer.
         """
         self._runner.score(tokens, first, use, step)
 
@@ -232,51 +258,42 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
     def _complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Progress | None
     ) -> list[Completion]:
         """Run prompts together until all have ended. An error or Ctrl-C ends the others."""
         runner = self._runner
-        requests = [runner.request(self._encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
-        told = 0
+        requests = [runner.request(self.encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        ended: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        for request in requests:
+            request.deliver = ended.put
         try:
-            for request in requests:
-                runner.submit(request)
-            for request in requests:
-                while not request.ended:
-                    runner.advance(request)
-                    ended = sum(one.ended for one in requests) if progress is not None else 0
-                    if progress is not None and ended > told:
-                        told = ended
-                        progress("answers", told, len(requests))
+            runner.submit(requests)
+            for done in range(1, len(requests) + 1):
+                if ended.get() is None:
+                    break
+                if progress is not None:
+                    progress("answers", done, len(requests))
         finally:
-            for request in requests:
-                runner.abort(request)
+            runner.abort(requests)
         for request in requests:
             if request.error is not None:
                 raise request.error
         return [request.completion for request in requests if request.completion is not None]
 
     def _follow(self, request: Request) -> Stream:
-        runner = self._runner
-        events = request.events = deque()
+        events: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        request.deliver, request.every = events.put, True
         try:
-            runner.submit(request)
-            while True:
-                if events:
-                    event = events.popleft()
-                    yield event
-                    if event.finish_reason is not None:
-                        return
-                elif request.error is not None:
-                    raise request.error
-                else:
-                    runner.advance(request)
+            self._runner.submit([request])
+            while (event := events.get()) is not None:
+                yield event
+                if event.finish_reason is not None:
+                    return
+            assert request.error is not None
+            raise request.error
         finally:
-            runner.abort(request)
+            self._runner.abort([request])
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
