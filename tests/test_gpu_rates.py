@@ -23,7 +23,7 @@ from test_cli import error_line, powerinfer  # noqa: E402
 
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
-from powerinfer.devices import wanted  # noqa: E402
+from powerinfer.devices import gpu_choice  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_file import PART_TYPES  # noqa: E402
@@ -229,10 +229,10 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert measure.gpu_beside(EngineConfig(gpu="none"), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu", vram=0), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu"), said.append) == "cpu"
-    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(gpu_choice, "_DRIVER", tmp_path / "nothing")
     assert measure.gpu_beside(EngineConfig(), said.append) is None and not said
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(gpu_choice, "_DRIVER", tmp_path / "driver")
     if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
         assert measure.gpu_beside(EngineConfig(), said.append) is None
         assert len(said) == 1 and "the GPU is not used: " in said[0]
@@ -304,13 +304,13 @@ def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> 
     """The CPU's answers under every budget, and no more memory than that."""
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
     alone = LLM(model, **options(gpu="none"))
-    wanted = answers(alone)
-    assert any(wanted) and alone.choices["gpu"].startswith("none")
+    expected = answers(alone)
+    assert any(expected) and alone.choices["gpu"].startswith("none")
     for groups in (0, 1, 4):
         vram, ram = vram_for(model, made, groups), 400 << 20
         llm = LLM(model, **options(gpu="cpu", vram=vram, ram=ram))
         assert llm.choices["gpu"].startswith("2 layers and the head on cpu, "), llm.choices
-        assert answers(llm) == wanted
+        assert answers(llm) == expected
         told = llm.sparsity
         assert told is not None and sum(layer["hot"] for layer in told["layers"]) == min(64 * groups, 2 * 96)
         executor, ffns = llm._executor, llm._sparsity.ffns  # type: ignore[union-attr]
@@ -339,15 +339,15 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: 
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))
-    wanted, named = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
+    expected, layer = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
     request = replace(request_of(path, made), selector="predicted", kv_type="f32", requests=32)
     vram = request.vram_for() - request.model.head.stored - request.model.end_vectors - 1
     llm = LLM(path, **options(gpu="cpu", vram=vram, **more))
-    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == wanted
+    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == expected
     told = llm.sparsity["layers"][1]  # type: ignore[index]
-    assert (told["hot"], told["tokens"], told["gpu_share"], told["jobs"]) == (0, named["tokens"], 0, 1)
-    assert told["active_fraction"] == pytest.approx(named["active_fraction"], rel=0.01)
-    assert one_by_one(LLM(path, **options(gpu="none"))) != wanted
+    assert (told["hot"], told["tokens"], told["gpu_share"], told["jobs"]) == (0, layer["tokens"], 0, 1)
+    assert told["active_fraction"] == pytest.approx(layer["active_fraction"], rel=0.01)
+    assert one_by_one(LLM(path, **options(gpu="none"))) != expected
     llm.clear_sparsity()
     assert llm.sparsity["layers"][1]["tokens"] == 0  # type: ignore[index]
 
@@ -355,10 +355,10 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: 
 def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -> None:
     """One line that says what to do; and where only the GPU is too small, the CPU does without it."""
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
-    wanted = answers(LLM(model, **options(gpu="none")))
+    expected = answers(LLM(model, **options(gpu="none")))
     small = LLM(model, **options(gpu="cpu", vram=1 << 12))
     assert "do not hold driver, scratch and the attention of one layer" in small.choices["gpu"]
-    assert answers(small) == wanted
+    assert answers(small) == expected
     vram = vram_for(model, made, 1)
     dense = sum(replace(request_of(model, made), vram=vram).claims().cpu.values())
     for more, match in (
@@ -378,11 +378,11 @@ def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: 
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
     vram = vram_for(model, made, 1)
     llm = LLM(model, **options(gpu="cpu", vram=vram, ram=400 << 20, adjust=True))
-    wanted = answers(LLM(model, **options(gpu="none")))
+    expected = answers(LLM(model, **options(gpu="none")))
     deadline = time.monotonic() + 60
     while llm.sparsity["traded"] == 0:  # type: ignore[index]
-        assert answers(llm) == wanted and time.monotonic() < deadline
-    assert answers(llm) == wanted
+        assert answers(llm) == expected and time.monotonic() < deadline
+    assert answers(llm) == expected
     llm.close()
     with pytest.raises(RequestError, match="--adjust is for models whose neurons are split"):
         LLM(model, **options(gpu="none", adjust=True))
@@ -392,8 +392,8 @@ def test_a_trace_of_the_engine(model: Path, cache: Path, rates: GpuRates, tmp_pa
     made = machine(rates, EngineConfig(threads=1, context=CONTEXT, gpu="cpu"))
     with LLM(model, **options(gpu="cpu", vram=vram_for(model, made, 1), ram=400 << 20)) as llm:
         with llm.traced() as trace:
-            wanted = answers(llm)
-        assert answers(llm) == wanted and trace.summary()["steps"] > 12
+            expected = answers(llm)
+        assert answers(llm) == expected and trace.summary()["steps"] > 12
     with LLM(model, **options(gpu="cpu", selector="all")) as llm:  # layers as a whole
         with llm.traced() as trace:
             answers(llm)

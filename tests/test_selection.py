@@ -135,7 +135,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'cpu', 'cuda')",
         "('auto', 'q8_0', 'f16')",
     ],
-    "devices/wanted.py": ["engine.gpu != 'auto'"],
+    "devices/gpu_choice.py": ["engine.gpu != 'auto'"],
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],

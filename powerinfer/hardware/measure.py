@@ -51,10 +51,10 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
 
     If a GPU cannot be used: PowerInferError if it was requested, otherwise a message and None.
     """
+    from powerinfer.devices.gpu_choice import choose_gpu
     from powerinfer.devices.torch_device import choose_device
-    from powerinfer.devices.wanted import wanted_gpu
 
-    name, _ = wanted_gpu(engine)
+    name, _ = choose_gpu(engine)
     if name is not None:
         try:
             choose_device(name)

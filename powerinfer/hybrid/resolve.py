@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig, PlanConfig
-from powerinfer.devices.wanted import wanted_gpu
+from powerinfer.devices.gpu_choice import choose_gpu
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
@@ -65,7 +65,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 
 def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) -> Resolved:
     selection = select(checkpoint, engine)
-    name, why = wanted_gpu(engine)
+    name, why = choose_gpu(engine)
     if name is not None:
         try:
             found = _beside_gpu(checkpoint, engine, selection, name, progress)

@@ -10,7 +10,7 @@ from powerinfer.config import EngineConfig
 _DRIVER = Path("/dev/nvidiactl")
 
 
-def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
+def choose_gpu(engine: EngineConfig) -> tuple[str | None, str]:
     """(name for `choose_device`, or None for no GPU; the reason). Imports nothing if there is no driver."""
     if engine.gpu == "none" or engine.vram == 0:
         return None, "asked for" if engine.gpu == "none" else "--vram is 0"
