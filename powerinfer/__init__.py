@@ -16,24 +16,44 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from powerinfer.config import EngineConfig as EngineConfig
+    from powerinfer.errors import EngineError as EngineError
     from powerinfer.errors import ModelError as ModelError
     from powerinfer.errors import PowerInferError as PowerInferError
+    from powerinfer.errors import QueueFullError as QueueFullError
     from powerinfer.errors import RequestError as RequestError
+    from powerinfer.errors import RequestTimeoutError as RequestTimeoutError
+    from powerinfer.runtime.async_llm import AsyncLLM as AsyncLLM
     from powerinfer.runtime.engine import LLM as LLM
     from powerinfer.runtime.params import SamplingParams as SamplingParams
     from powerinfer.runtime.request import Completion as Completion
 
 _HOMES = {
     "LLM": "powerinfer.runtime.engine",
+    "AsyncLLM": "powerinfer.runtime.async_llm",
     "SamplingParams": "powerinfer.runtime.params",
     "Completion": "powerinfer.runtime.request",
     "EngineConfig": "powerinfer.config",
     "PowerInferError": "powerinfer.errors",
     "RequestError": "powerinfer.errors",
     "ModelError": "powerinfer.errors",
+    "QueueFullError": "powerinfer.errors",
+    "RequestTimeoutError": "powerinfer.errors",
+    "EngineError": "powerinfer.errors",
 }
 
-__all__ = ["LLM", "Completion", "EngineConfig", "ModelError", "PowerInferError", "RequestError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "EngineConfig",
+    "EngineError",
+    "ModelError",
+    "PowerInferError",
+    "QueueFullError",
+    "RequestError",
+    "RequestTimeoutError",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,8 @@ def find_level(name: str) -> str:
 def panel_bytes(type: str, k: int) -> int:
     """Bytes of 16 packed rows of k columns."""
 
-def kv_page_bytes(type: str, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one page of 32 tokens of all layers."""
+def kv_page_bytes(type: str, kv_heads: int, head_dim: int) -> int:
+    """Bytes of one layer in a page of 32 tokens."""
 
 class Pool:
     def __init__(self, threads: int) -> None: ...
@@ -105,17 +105,26 @@ def unpack_part(
 ) -> None:
     """The values of one part of bundles: data [groups, bytes of a group], out [rows, k]."""
 
-class Activation:
-    """The activation of an FFN: a name of ACTIVATIONS; threshold: of fatrelu."""
+class NeuronSpec:
+    """
+    What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of
+    fatrelu; biases of gate and up, a value for each neuron.
+    """
 
-    def __init__(self, name: str = "silu", threshold: float = 0.0) -> None: ...
+    def __init__(
+        self,
+        activation: str = "silu",
+        threshold: float = 0.0,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+    ) -> None: ...
 
 class Bundles:
     """
     Neurons of a layer, each with its rows of gate and up and its column of down.
 
     data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of
-    groups that differ. Biases have a value for every place of a group.
+    groups that differ; then spec's biases have a value for every place of a group.
     """
 
     def __init__(
@@ -130,9 +139,7 @@ class Bundles:
         gate_at: int,
         up_at: int,
         down_at: int,
-        activation: Activation,
-        gate_bias: NDArray[np.float32] | None = None,
-        up_bias: NDArray[np.float32] | None = None,
+        spec: NeuronSpec,
         counts: NDArray[np.int32] | None = None,
     ) -> None: ...
     @property
@@ -157,7 +164,9 @@ class Norm:
     ) -> None: ...
 
 class Cache:
-    def __init__(self, type: str, layers: int, kv_heads: int, head_dim: int, pages: int) -> None: ...
+    def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int) -> None:
+        """heads: of each layer the number for keys and values, and their dimensions."""
+
     @property
     def pages(self) -> int: ...
     @property
@@ -196,10 +205,14 @@ class NeuronSum:
     @property
     def neurons(self) -> int: ...
     def counts(self) -> dict[str, int]:
-        """steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read."""
+        """
+        steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.
 
-    def fired(self, out: NDArray[np.int64]) -> None:
-        """out = tokens that each neuron fired for, [neurons]."""
+        Waits until no job runs, like the others that read or reset counters: all of a job is counted, or nothing.
+        """
+
+    def take_fired(self, out: NDArray[np.int64]) -> None:
+        """out = tokens that each neuron fired for since the last call, [neurons]."""
 
     def clear(self) -> None:
         """Reset the counters."""
@@ -213,18 +226,19 @@ class Predictor:
     """
 
     def __init__(self, inner: Matrix, outer: Matrix, threshold: float = 0.0, floor: int = 0) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class DenseNeurons:
+    """A part of an FFN: neurons of one layer as matrices."""
+
+    def __init__(self, spec: NeuronSpec, gate: Matrix | None, up: Matrix, down: Matrix) -> None: ...
 
 class FfnSpec:
-    """An FFN without its weights: its norms (of its input and its output), biases, activation."""
+    """What an FFN does around the sum of its neurons."""
 
     def __init__(
-        self,
-        activation: Activation,
-        norm: Norm | None = None,
-        out_norm: Norm | None = None,
-        gate_bias: NDArray[np.float32] | None = None,
-        up_bias: NDArray[np.float32] | None = None,
-        down_bias: NDArray[np.float32] | None = None,
+        self, norm: Norm | None = None, out_norm: Norm | None = None, down_bias: NDArray[np.float32] | None = None
     ) -> None: ...
 
 class Operator:
@@ -234,16 +248,13 @@ class Operator:
     def number(self) -> int: ...
 
 class Ffn(Operator):
-    """An FFN that has its matrices; it may also have its neurons as bundles."""
+    """An FFN that has its neurons as matrices, as bundles, or both."""
 
-    def sparsify(
-        self, bundles: Bundles, predictor: Predictor | None = None, threshold: float = 0.0, recall_every: int = 0
-    ) -> None:
+    def set_bundled(self, bundled: NeuronSum, predictor: Predictor | None = None, recall_every: int = 0) -> None:
         """
-        Give it its neurons as bundles, with its biases, and a predictor. It is dense until `set_ways`.
+        Replace its neurons as bundles, and the predictor that selects among them; counters and ways are reset.
 
-        threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the
-        predictor's recall, 0: none.
+        recall_every: steps between samples of the predictor's recall, 0: none.
         """
 
     @property
@@ -253,25 +264,16 @@ class Ffn(Operator):
     @dense_above.setter
     def dense_above(self, arg: float, /) -> None: ...
     def set_ways(self, ways: Sequence[str]) -> None:
-        """How steps of 1, 2, .. NEURON_TOKENS tokens run: "dense", "exact" or "predicted"."""
+        """
+        How steps of 1, 2, .. NEURON_TOKENS tokens run: "dense" (the default where there are matrices),
+        "exact" or "predicted".
+        """
 
     def counts(self) -> dict[str, int]:
         """As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found."""
 
     def clear(self) -> None:
         """Reset the counters."""
-
-class BundledFfn(Operator):
-    """An FFN that has its neurons only as bundles."""
-
-    @property
-    def neurons(self) -> NeuronSum: ...
-    @property
-    def predicts(self) -> bool:
-        """Whether its predictor is used, if it has one."""
-
-    @predicts.setter
-    def predicts(self, arg: bool, /) -> None: ...
 
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
@@ -314,11 +316,11 @@ class Program:
         max_tokens: int,
         d_model: int,
         d_ff: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        heads: Sequence[int],
         embed_dim: int | None = None,
-    ) -> None: ...
+    ) -> None:
+        """heads: query heads of each layer of the cache."""
+
     def add_rope(self, frequencies: NDArray[np.float32], factor: float) -> int:
         """Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index."""
 
@@ -357,17 +359,21 @@ class Program:
     def attention(self, layer: int, window: int) -> None:
         """attended = softmax(q k) v; window 0: none."""
 
-    def project(self, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
+    def project(self, layer: int, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
         """x += norm(w . attended + bias)."""
 
-    def ffn(self, spec: FfnSpec, gate: Matrix | None, up: Matrix, down: Matrix) -> Ffn:
-        """x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); without a gate down . act(up . n)."""
-
-    def bundled_ffn(self, spec: FfnSpec, neurons: NeuronSum, predictor: Predictor | None = None) -> BundledFfn:
+    def ffn(
+        self,
+        spec: FfnSpec,
+        dense: DenseNeurons | None = None,
+        bundled: NeuronSum | None = None,
+        predictor: Predictor | None = None,
+    ) -> Ffn:
         """
-        x += out_norm(sum of the neurons of norm(x) + down_bias); the biases of gate and up are in the bundles.
+        x += out_norm(sum of the neurons of norm(x) + down_bias).
 
-        A predictor selects, of all neurons, those of steps of up to NEURON_TOKENS tokens.
+        The neurons as matrices, as bundles, or both. predictor: selects among bundles, in steps of up to
+        NEURON_TOKENS tokens.
         """
 
     def normalise(self, norm: Norm) -> None:

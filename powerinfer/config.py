@@ -5,7 +5,7 @@ Every default and every help text lives here once; the command line and the Pyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +55,19 @@ RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
 """Activations that are exactly zero for a neuron that does not fire."""
 
 
+Shape = tuple[int, ...]
+
+# A kind of attention and a kind of FFN is a class of configurations that says for itself which tensors its layers have
+# (`tensors`) and what is wrong with its settings (`problem`). How it is wired: `models/blocks.py`.
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention of one layer."""
+    """Attention of one layer: heads over keys and values in the cache."""
 
+    n_heads: int
+    n_kv_heads: int  # n_heads / n_kv_heads query heads share the keys and values of one
+    head_dim: int
     rope: RopeConfig | None = None  # None: q and k are not rotated
     window: int | None = None  # tokens that a query looks back over, its own included; None: all
     qkv_bias: bool = False
@@ -66,10 +75,45 @@ class AttentionConfig:
     qk_norm: str | None = None  # RMS norm of q and k: "head": of each head; "width": over all heads together
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
 
+    @property
+    def width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.n_heads * self.head_dim
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
+        kv = self.n_kv_heads * self.head_dim
+        if self.qk_norm is not None:
+            wide = self.qk_norm == "width"
+            yield "q_norm", (self.width if wide else self.head_dim,)
+            yield "k_norm", (kv if wide else self.head_dim,)
+        for name, rows in (("q", self.width), ("k", kv), ("v", kv)):
+            yield from _matrix(name, rows, d_model, self.qkv_bias)
+        yield from _matrix("o", d_model, self.width, self.o_bias)
+
+    def problem(self) -> str | None:
+        """Settings that do not go together; None: there are none."""
+        if self.n_heads % self.n_kv_heads:
+            return f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly"
+        if self.head_dim % 2:
+            return f"heads of {self.head_dim} dimensions cannot be cut into pairs"
+        if self.qk_norm not in (None, "head", "width"):
+            return f"norms of q and k {self.qk_norm!r} are unknown"
+        rope = self.rope
+        if rope is None:
+            return None
+        if rope.dim % 2 or not 2 <= rope.dim <= self.head_dim:
+            return f"{rope.dim} of a head's {self.head_dim} dimensions cannot be rotated in pairs"
+        if rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
+            return "RoPE's high_freq_factor is not above its low_freq_factor"
+        if rope.scaling == "yarn" and not rope.beta_slow < rope.beta_fast:
+            return "RoPE's beta_fast is not above its beta_slow"
+        return None
+
 
 @dataclass(frozen=True)
 class FfnConfig:
-    """The FFN of one layer."""
+    """The FFN of one layer: a sum of neurons."""
 
     size: int  # neurons
     activation: str = "silu"  # of ACTIVATIONS
@@ -86,6 +130,27 @@ class FfnConfig:
     def matrices(self) -> tuple[str, ...]:
         """Names of its matrices: gate (where there is one), up, down."""
         return ("gate", "up", "down") if self.gated else ("up", "down")
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
+        for name in self.matrices:
+            yield from _matrix(name, *((d_model, self.size) if name == "down" else (self.size, d_model)), self.bias)
+
+    def problem(self) -> str | None:
+        """Settings that do not go together; None: there are none."""
+        if self.activation not in ACTIVATIONS:
+            return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
+        if self.activation == "drelu" and not self.gated:
+            return "activation drelu needs a gated FFN"
+        if self.threshold < 0 or (self.threshold and self.activation != "fatrelu"):
+            return f"activation {self.activation} with threshold {self.threshold:g}"
+        return None
+
+
+def _matrix(name: str, rows: int, cols: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield name, (rows, cols)
+    if bias:
+        yield f"{name}_bias", (rows,)
 
 
 @dataclass(frozen=True)
@@ -113,9 +178,6 @@ class ModelConfig:
 
     architecture: str  # "llama", "mistral", "qwen2", ...: the family, for people; the other fields decide
     d_model: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
     vocab_size: int
     context_length: int
     norm_eps: float
@@ -150,19 +212,25 @@ class ModelConfig:
         return max(self.ffn_sizes)
 
     @property
-    def gated(self) -> bool:
-        """Whether the FFNs have a gate matrix: all or none do."""
-        return self.layers[0].ffn.gated
-
-    @property
     def activations(self) -> str:
         """The activations of the layers, each once, for people."""
         return ", ".join(dict.fromkeys(layer.ffn.activation for layer in self.layers))
 
     @property
+    def activations_never_zero(self) -> str:
+        """The same, of those that are never exactly zero."""
+        every = (layer.ffn for layer in self.layers)
+        return ", ".join(dict.fromkeys(ffn.activation for ffn in every if not ffn.rectified))
+
+    @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero in every layer."""
         return all(layer.ffn.rectified for layer in self.layers)
+
+    @property
+    def partly_rectified(self) -> bool:
+        """Whether they are in some layer: it can be computed sparsely without loss."""
+        return any(layer.ffn.rectified for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -208,7 +276,11 @@ class EngineConfig:
     context: int = option(0, "context length in tokens; 0: the model's own", metavar="N")
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
     prefill_chunk: int = option(512, "prompt tokens computed per step", metavar="N")
+    mixed_chunk: int = option(
+        128, "prompt tokens computed per step while other requests decode; fewer: a steadier stream", metavar="N"
+    )
     max_batch: int = option(8, "maximum number of requests decoded together", metavar="N")
+    max_queue: int = option(0, "maximum number of requests that wait; more are refused; 0: unlimited", metavar="N")
     prefix_cache: bool = option(True, "reuse the KV cache of prompt prefixes computed earlier")
     quantize: str | None = option(None, "quantise a float model's matrices on load", choices=("q8_0", "q4_0"))
     selector: str = option(

@@ -23,6 +23,14 @@ class RequestError(PowerInferError, ValueError):
     exit_status = 2
 
 
+class QueueFullError(RequestError):
+    """More than `max_queue` requests wait already."""
+
+
+class RequestTimeoutError(RequestError):
+    """A request had to wait, or took, longer than it was allowed to."""
+
+
 class ModelError(PowerInferError, ValueError):
     """A model file is malformed, hostile, or not supported."""
 
@@ -31,3 +39,7 @@ class ModelError(PowerInferError, ValueError):
 
 class GpuMemoryError(PowerInferError):
     """A GPU ran out of memory."""
+
+
+class EngineError(PowerInferError):
+    """An internal error ended the engine of a loaded model, which must be loaded again."""

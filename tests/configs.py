@@ -19,7 +19,8 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
 def model_config(n_layers: int, size: int, rope: RopeConfig | None, **settings: Any) -> ModelConfig:
     """A model of `n_layers` layers of `size` neurons; settings as in `changed`."""
     model = {name: settings.pop(name) for name in [*settings] if name in _names(ModelConfig)}
-    layers = uniform(n_layers, LayerConfig(AttentionConfig(rope), FfnConfig(size)))
+    heads = (settings.pop(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
+    layers = uniform(n_layers, LayerConfig(AttentionConfig(*heads, rope), FfnConfig(size)))
     return changed(ModelConfig(layers=layers, **model), **settings)
 
 

@@ -31,10 +31,10 @@ def checkpoint(
 
     types: of all its matrices, or by name (gate, up, down); by_neuron: down is stored as down_rows.
     """
+    attention = AttentionConfig(1, 1, 2, RopeConfig(dim=2))
     config = ModelConfig(
-        architecture="llama", d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=2, vocab_size=4, context_length=8,
-        norm_eps=1e-5, tied_embeddings=True,
-        layers=uniform(layers, LayerConfig(AttentionConfig(RopeConfig(dim=2)), FfnConfig(d_ff, "relu", gated=gated))),
+        architecture="llama", d_model=d_model, vocab_size=4, context_length=8, norm_eps=1e-5, tied_embeddings=True,
+        layers=uniform(layers, LayerConfig(attention, FfnConfig(d_ff, "relu", gated=gated))),
     )  # fmt: skip
     rng = np.random.default_rng(seed)
     tensors = {}

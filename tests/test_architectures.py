@@ -7,7 +7,7 @@ walk). Every case also names a change of its configuration that must be noticed:
 configuration from a right one would make the case worthless.
 
 Families that `transformers` does not have are its nearest one with another FFN, written here from the papers: ProSparse
-(arXiv 2402.13516) and TurboSparse (2406.05955), whose FFN Bamboo has as well.
+(arXiv 2402.13516) and TurboSparse (2406.05955), whose FFN Bamboo has as well. OpenELM is in plain torch (openelm.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
+
+import openelm  # noqa: E402, F401
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -76,9 +78,13 @@ FAMILIES |= {
         original_max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
     ),
     "olmo3": LLAMA | dict(num_hidden_layers=4, sliding_window=20),
+    "openelm": dict(
+        num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
+        tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 # The module in `transformers`, where it is not called like the kind.
-MODULES = {"gemma3_text": "gemma3"}
+MODULES = {"gemma3_text": "transformers.models.gemma3.modeling_gemma3", "openelm": "openelm"}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
 OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
 
@@ -302,6 +308,15 @@ CASES = [
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}},
         metadata=YARN_KEYS | {"attention.sliding_window": 20},
     ),
+    Case("openelm", "openelm", {}, {"rope_freq_constant": 20000.0}, ("folder", "gguf")),
+    Case(
+        "openelm-relu",
+        "openelm",
+        {"activation_fn_name": "relu"},
+        {"activation_fn_name": "swish"},
+        ("folder", "gguf"),
+        {"hidden_act": "relu"},
+    ),
 ]
 
 
@@ -350,7 +365,8 @@ class DoubleTorch:
 @contextlib.contextmanager
 def double_precision(kind: str) -> Iterator[None]:
     """`transformers` computes norms, softmax and angles in float32 whatever the model's type; here in float64."""
-    names = ["transformers.modeling_rope_utils", "transformers.models.{0}.modeling_{0}".format(MODULES.get(kind, kind))]
+    own = MODULES.get(kind, f"transformers.models.{kind}.modeling_{kind}")
+    names = ["transformers.modeling_rope_utils", own]
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(importlib.import_module(name), "torch", DoubleTorch())
@@ -432,6 +448,13 @@ GGUF_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.qkv_proj": "attn_qkv",  # Phi-3
     "mlp.gate_up_proj": "ffn_up",
+    "attn_norm": "attn_norm",  # OpenELM
+    "attn.qkv_proj": "attn_qkv",
+    "attn.out_proj": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "ffn_norm": "ffn_norm",
+    "ffn.proj_2": "ffn_down",
 }
 GGUF_OUTER = {
     "model.embed_tokens": "token_embd",
@@ -442,6 +465,8 @@ GGUF_OUTER = {
     "model.decoder.final_layer_norm": "output_norm",
     "transformer.word_embeddings": "token_embd",
     "transformer.ln_f": "output_norm",
+    "transformer.token_embeddings": "token_embd",
+    "transformer.norm": "output_norm",
 }
 
 
@@ -472,6 +497,10 @@ def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> I
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
         layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
+        if inner == "ffn.proj_1":  # which OpenELM's converter splits
+            for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                yield f"blk.{layer}.ffn_{part}.weight", half
+            continue
         short = GGUF_NAMES[inner]
         if architecture in ("gemma3", "olmo2") and inner == "post_attention_layernorm":
             short = "post_attention_norm"
@@ -494,7 +523,7 @@ def llama3_factors(config: Any) -> np.ndarray:
 
 
 def rope_type(config: Any) -> str:
-    return str(config.rope_parameters.get("rope_type"))
+    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
@@ -505,11 +534,22 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
     writer.add_context_length(config.max_position_embeddings + (2 if opt else 0))  # PowerInfer's converter: 2050
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(
-        config.ffn_dim if opt else config.ffn_hidden_size if falcon else config.intermediate_size
-    )
-    writer.add_head_count(config.num_attention_heads)
-    if opt:
+    if architecture == "openelm":
+        writer.add_feed_forward_length([config.ffn_size(layer) for layer in range(config.num_hidden_layers)])
+        writer.add_head_count(config.num_query_heads)
+    else:
+        writer.add_feed_forward_length(
+            config.ffn_dim if opt else config.ffn_hidden_size if falcon else config.intermediate_size
+        )
+        writer.add_head_count(config.num_attention_heads)
+    if architecture == "openelm":
+        kv_heads = config.num_kv_heads
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(config.rope_freq_constant)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    elif opt:
         kv_heads = config.num_attention_heads
     elif falcon:
         kv_heads = model.transformer.h[0].self_attention.num_kv_heads

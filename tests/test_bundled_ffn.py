@@ -6,7 +6,7 @@ What is expected, and how far off it may be, is that of tests/test_neuron_kernel
 from __future__ import annotations
 
 import threading
-import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ def layout_of(layer: Layer) -> BundleLayout:
 
 def executor_of(layer: Layer, threads: int) -> CpuExecutor:
     ffn = FfnConfig(NEURONS, layer.activation, THRESHOLD, layer.gate is not None, bias=True)
-    layers = (LayerConfig(AttentionConfig(RopeConfig(dim=16)), ffn),)
-    config = ModelConfig("sample", K, 1, 1, 16, K, 64, 1e-5, layers)
+    layers = (LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), ffn),)
+    config = ModelConfig("sample", K, K, 64, 1e-5, layers)
     engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)
     return CpuExecutor(config, engine, dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0)))
 
@@ -45,7 +45,7 @@ def some(share: float, seed: int = 0) -> np.ndarray:
 
 def part_of(layer: Layer, index: np.ndarray, threads: int = 2, **more: Any) -> _native.NeuronSum:
     bundles = gather(layout_of(layer), layer.data, index)
-    return executor_of(layer, threads).neuron_sum(0, layout_of(layer), bundles, layer.biases, **more)
+    return executor_of(layer, threads).parts.bundled(0, layout_of(layer), bundles, layer.biases, **more)
 
 
 def sum_of(
@@ -129,18 +129,19 @@ def test_what_fires_is_counted() -> None:
     for times in (1, 2):
         part.sum(x[:9], out[:9])
         part.sum(x, out)  # not counted: too many tokens
-        part.fired(fired)
-        assert np.array_equal(fired, times * ((gate > 0) & (up != 0)).sum(axis=0))
+        part.take_fired(fired)  # of this time alone
+        assert np.array_equal(fired, ((gate > 0) & (up != 0)).sum(axis=0))
         counts = part.counts()
-        assert (counts["steps"], counts["tokens"], counts["active"]) == (times, 9 * times, fired.sum())
+        assert (counts["steps"], counts["tokens"], counts["active"]) == (times, 9 * times, times * fired.sum())
         assert counts["candidates"] == times * 9 * len(index)
+    part.sum(x[:9], out[:9])
     part.clear()
-    part.fired(fired)
+    part.take_fired(fired)
     assert not fired.any() and not any(part.counts().values())
     with pytest.raises(ValueError, match="another number"):
-        part.fired(fired[1:].copy())
+        part.take_fired(fired[1:].copy())
     with pytest.raises(ValueError, match="not counted"):
-        part_of(layer, index).fired(fired)
+        part_of(layer, index).take_fired(fired)
 
 
 @pytest.mark.parametrize("types", KINDS)
@@ -205,7 +206,7 @@ def test_groups_that_do_not_suit_are_refused(change: dict) -> None:
     counts = np.array(change.get("counts", bundles.counts), np.int32)
     rows = np.ascontiguousarray(bundles.rows[:, : change.get("bytes", bundles.rows.shape[1])])
     with pytest.raises(ValueError):
-        executor_of(layer, 1)._bundles(0, layout_of(layer), rows, len(index), None, None, counts)
+        executor_of(layer, 1).parts.bundled(0, layout_of(layer), replace(bundles, rows=rows, counts=counts))
 
 
 def test_selections_and_weights_of_another_shape_are_refused() -> None:
@@ -223,43 +224,74 @@ def test_selections_and_weights_of_another_shape_are_refused() -> None:
             part.sum(x, out)
 
 
-def test_counters_are_read_and_cleared_between_steps() -> None:
-    """Also while other threads of Python run steps."""
+def test_counters_are_read_between_steps() -> None:
+    """Also while another thread of Python runs steps: none is seen in part."""
     layer = make_layer(K, NEURONS, ("F16", "F16"))
-    part, x = part_of(layer, some(0.5, 9), count_fired=True), tokens(7)
-    stop = threading.Event()
+    part, x, steps = part_of(layer, some(0.5, 9), count_fired=True), tokens(32), 400
 
     def run() -> None:
-        while not stop.is_set():
+        for _ in range(steps):
             part.sum(x, np.empty_like(x))
 
     runner = threading.Thread(target=run)
     runner.start()
-    try:
-        until, torn = time.monotonic() + 0.5, 0
-        while time.monotonic() < until:
-            counts = part.counts()
-            torn += counts["tokens"] != 7 * counts["steps"] or counts["candidates"] != part.neurons * counts["tokens"]
-    finally:
-        stop.set()
-        runner.join()
-    assert counts["steps"] > 0 and torn == 0
+    while True:
+        over = not runner.is_alive()
+        counts = part.counts()
+        assert counts["tokens"] == 32 * counts["steps"]
+        assert counts["candidates"] == part.neurons * counts["tokens"]
+        if over:
+            break
+    assert counts["steps"] == steps
 
 
-def test_an_ffn_of_another_kind_than_its_bundles_is_refused() -> None:
+def test_bundles_of_another_kind_than_the_matrices_are_refused() -> None:
     layer = make_layer(K, NEURONS, ("F16", "F16"), biases=True)
     executor = executor_of(layer, 1)
-    neurons = executor.neuron_sum(0, layout_of(layer), layer.data, layer.biases)
-    biases = dict(zip(("gate_bias", "up_bias"), layer.biases, strict=True))
-    activation = _native.Activation(layer.activation, THRESHOLD)
-    for spec in (
-        _native.FfnSpec(activation),
-        _native.FfnSpec(activation, gate_bias=layer.biases[0]),
-        _native.FfnSpec(_native.Activation("relu2"), **biases),
+    gate, up, down = (
+        executor.matrix(RawTensor("F32", w.shape, np.ascontiguousarray(w, np.float32).view(np.uint8).reshape(-1)))
+        for w in (layer.gate, layer.up, layer.down.T)
+    )
+    same, index = executor.parts.bundled(0, layout_of(layer), layer.data, layer.biases), np.arange(1, NEURONS)
+    fewer = gather(layout_of(layer), layer.data, index.astype(np.int32))
+    ffns = [
+        executor._program.ffn(_native.FfnSpec(), _native.DenseNeurons(spec, gate, up, down))
+        for spec in (
+            _native.NeuronSpec(layer.activation, THRESHOLD, *layer.biases),
+            _native.NeuronSpec("relu2", THRESHOLD, *layer.biases),
+            _native.NeuronSpec(layer.activation, THRESHOLD, layer.biases[1], layer.biases[1]),
+            _native.NeuronSpec(layer.activation, THRESHOLD),
+        )
+    ]
+    ffns[0].set_bundled(same)
+    for ffn, neurons in (
+        (ffns[0], executor.parts.bundled(0, layout_of(layer), fewer, layer.biases)),
+        *((ffn, same) for ffn in ffns[1:]),
     ):
         with pytest.raises(ValueError, match="another kind"):
-            executor._program.bundled_ffn(spec, neurons)
-    executor._program.bundled_ffn(_native.FfnSpec(activation, **biases), neurons)
+            ffn.set_bundled(neurons)
+    with pytest.raises(ValueError, match="another workspace"):
+        ffns[0].set_bundled(part_of(layer, np.arange(NEURONS, dtype=np.int32)))
+
+
+def test_a_way_needs_its_part() -> None:
+    layer = make_layer(K, NEURONS, ("F16", "F16"))
+    executor = executor_of(layer, 1)
+    executor.bundled_ffn(0, layout_of(layer), layer.data)
+    for way, message in (("dense", "no matrices"), ("predicted", "no predictor")):
+        with pytest.raises(ValueError, match=message):
+            executor.ffns[0].set_ways({executor.neuron_tokens: way})
+    executor.ffns[0].set_ways({executor.neuron_tokens: "exact"})
+    one = np.zeros((1, K), np.float32).view(np.uint8).reshape(-1)
+    up, down = executor.matrix(RawTensor("F32", (1, K), one)), executor.matrix(RawTensor("F32", (K, 1), one))
+    executor.ffn(0, None, None, up, down)
+    for way in ("exact", "predicted"):
+        with pytest.raises(ValueError, match="no bundles"):
+            executor.ffns[0].set_ways({1: way})
+    neurons = executor.parts.bundled(0, layout_of(layer), layer.data)
+    ffn = executor._program.ffn(_native.FfnSpec(), None, neurons)
+    with pytest.raises(ValueError, match="recall"):
+        ffn.set_bundled(neurons, recall_every=1)
 
 
 def test_a_predictor_that_does_not_suit_is_refused() -> None:

@@ -57,6 +57,9 @@ def take_all(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 def expected_config(architecture: str, tied: bool, biases: str, interleaved: bool, name: str) -> ModelConfig:
     attention = AttentionConfig(
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
         rope=RopeConfig(theta=20000.0, dim=HEAD_DIM, interleaved=interleaved),
         qkv_bias=architecture == "qwen2" or "qkv" in biases,
         o_bias="o" in biases,
@@ -65,9 +68,6 @@ def expected_config(architecture: str, tied: bool, biases: str, interleaved: boo
     return ModelConfig(
         architecture=architecture,
         d_model=D,
-        n_heads=HEADS,
-        n_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
         vocab_size=VOCAB,
         context_length=128,
         norm_eps=1e-5,
@@ -288,7 +288,9 @@ def test_gguf_layers_of_several_sizes(tmp_path: Path) -> None:
     config = open_checkpoint(builder.write(tmp_path / "m.gguf")).config
     assert config.ffn_sizes == (FF, FF // 2) and config.widest_ffn == FF and config.n_neurons == FF + FF // 2
     builder.put("llama.feed_forward_length", ARRAY, Array(U32, [FF, FF // 2, FF]))
-    refused(builder.write(tmp_path / "m.gguf"), "feed_forward_length is .*, not a size for every layer")
+    refused(
+        builder.write(tmp_path / "m.gguf"), "feed_forward_length is .*, not a number from 1 to 1048576 for every layer"
+    )
 
 
 FOLDER_CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -347,13 +349,13 @@ def test_configurations_mean_what_transformers_says(tmp_path: Path, architecture
     theirs = transformers.CONFIG_MAPPING[architecture](**json.loads(json.dumps(raw)))
     rope, (own,) = theirs.rope_parameters, ours.ropes
     attention, ffn = ours.layers[0].attention, ours.layers[0].ffn
-    assert ours.n_kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or D // HEADS)
+    assert attention.n_kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps
+    assert attention.head_dim == (getattr(theirs, "head_dim", None) or D // HEADS)
     assert ours.tied_embeddings == theirs.tie_word_embeddings and ffn.activation == theirs.hidden_act
     assert attention.qkv_bias == (architecture == "qwen2" or getattr(theirs, "attention_bias", False))
     assert attention.o_bias == (architecture != "qwen2" and getattr(theirs, "attention_bias", False))
     assert ffn.bias == getattr(theirs, "mlp_bias", False)
-    assert own.theta == rope["rope_theta"] and own.dim == ours.head_dim and not own.interleaved
+    assert own.theta == rope["rope_theta"] and own.dim == attention.head_dim and not own.interleaved
     assert (own.scaling or "default") == rope["rope_type"]
     assert own.factor == rope.get("factor", 1.0)
     assert own.original_context_length == rope.get("original_max_position_embeddings", 0)
@@ -577,7 +579,12 @@ GGUF_REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "no key-value heads": (put("llama.attention.head_count_kv", U32, 0), "head_count_kv is '0'"),
     "heads that do not share": (put("llama.attention.head_count_kv", U32, 3), "evenly"),
     "heads that do not divide": (put("llama.attention.head_count", U32, 7), "do not divide"),
-    "heads by layer": (put("llama.attention.head_count", ARRAY, Array(I32, [4, 2])), "head_count is"),
+    "heads by layer": (put("llama.attention.head_count", ARRAY, Array(I32, [4, 2])), "2 or 4 heads do not divide"),
+    "heads of too many layers": (
+        put("llama.attention.head_count", ARRAY, Array(I32, [4] * 3)),
+        "number .* every layer",
+    ),
+    "a layer without heads": (put("llama.attention.head_count_kv", ARRAY, Array(I32, [2, 0])), "number .* every layer"),
     "odd head": (put("llama.attention.key_length", U32, 15), "rope.dimension_count|pairs"),
     "no width": (put("llama.embedding_length", U32, 0), "embedding_length"),
     "another width": (put("llama.embedding_length", U32, 128), "shape|dimension_count"),
@@ -888,7 +895,8 @@ def test_smollm2(smollm2: Path) -> None:
     assert min(times) < 0.1
     assert checkpoint.parameters == 134_515_008 and checkpoint.main_type == "Q4_1"
     config = checkpoint.config
-    assert (config.n_layers, config.d_model, config.n_heads, config.n_kv_heads) == (30, 576, 9, 3)
+    attention = config.layers[0].attention
+    assert (config.n_layers, config.d_model, attention.n_heads, attention.n_kv_heads) == (30, 576, 9, 3)
     assert config.tied_embeddings and config.ropes == (RopeConfig(theta=100000.0, dim=64, interleaved=True),)
     for name in list(checkpoint.names()):
         checkpoint.take(name)

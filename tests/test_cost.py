@@ -25,14 +25,14 @@ SELECTED = (1.5, 2.5)
 
 
 def small(activation: str = "relu", gated: bool = True, d_ff: int = 200, dtype: str = "f16") -> Model:
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), FfnConfig(d_ff, activation, gated=gated))
-    config = ModelConfig("llama", 256, 4, 2, 64, 1000, 512, 1e-5, uniform(2, layer))
+    layer = LayerConfig(AttentionConfig(4, 2, 64, RopeConfig(dim=64)), FfnConfig(d_ff, activation, gated=gated))
+    config = ModelConfig("llama", 256, 1000, 512, 1e-5, uniform(2, layer))
     return replace(described_model(config, dtype, "small"), selected=SELECTED)
 
 
 def row_seconds(device: object, model: Model, part: str) -> float:
-    nbytes = model.bundles.down_bytes if part == "down" else model.bundles.gate_bytes
-    kind = model.bundles.gate_type
+    nbytes = model.bundle.down_bytes if part == "down" else model.bundle.gate_bytes
+    kind = model.bundle.gate_type
     return nbytes / (1e9 * device.bundle_gb_s[kind]) + 1e-9 * device.row_ns[kind]  # type: ignore[attr-defined]
 
 
@@ -46,12 +46,12 @@ def ffn_seconds(
         some = lambda chance: 1 - (1 - chance) ** batch  # noqa: E731
         fires = some(p**0.5 if model.config.activations == "drelu" else p)
         if way == "all":
-            kind = model.bundles.gate_type
-            sparse += model.bundles.stride / (1e9 * device.dense_gb_s[kind])  # type: ignore[attr-defined]
+            kind = model.bundle.gate_type
+            sparse += model.bundle.stride / (1e9 * device.dense_gb_s[kind])  # type: ignore[attr-defined]
             continue
         first = row_seconds(device, model, "first")
         sparse += first * (some(min(1.0, SELECTED[layer] * p)) if way == "predicted" else 1.0)
-        sparse += row_seconds(device, model, "up") * fires if model.config.gated else 0.0
+        sparse += row_seconds(device, model, "up") * fires if model.bundle.gated else 0.0
         sparse += row_seconds(device, model, "down") * some(p)
     return sparse
 
@@ -110,7 +110,7 @@ def test_reading_from_disk() -> None:
     profile = profile_of(2, 200)
     orders = [profile.order(layer) for layer in range(2)]
     expected = cost.expected(profile, orders, model.config, SELECTED, 1, 64)
-    disk, stride, first = MACHINE.disk, model.bundles.stride, model.bundles.gate_bytes
+    disk, stride, first = MACHINE.disk, model.bundle.stride, model.bundle.gate_bytes
     for layer in range(2):
         p = profile.counts[layer][orders[layer]][128:] / profile.tokens  # two groups stay in memory
         streamed = 72 * stride / disk.rate(1 << 20)
@@ -149,11 +149,11 @@ def test_attention_and_ends() -> None:
     """Four matrices, keys and values in whole pages, three operators; a window bounds what attention sees."""
     model = small()
     nbytes = sum(one.panels for one in model.attention[0])
-    kv = model.kv_bytes("f16", 100, 2)
+    kv = model.kv_bytes("f16", 100, 2, slice(1))
     wanted = nbytes / (1e9 * CPU.dense_gb_s["F16"]) + kv / (1e9 * CPU.kv_gb_s) + 3e-6 * CPU.op_us
     assert cost.attention_seconds(CPU, model, 0, "f16", 100, 2, panels=True) == pytest.approx(wanted, rel=1e-12)
     slides = replace(model, config=changed(model.config, window=32))
-    saved = (kv - model.kv_bytes("f16", 32, 2)) / (1e9 * CPU.kv_gb_s)
+    saved = (kv - model.kv_bytes("f16", 32, 2, slice(1))) / (1e9 * CPU.kv_gb_s)
     found = cost.attention_seconds(CPU, slides, 0, "f16", 100, 2, panels=True)
     assert found == pytest.approx(wanted - saved, rel=1e-9)
     post = replace(model, config=changed(model.config, norms="post"))
@@ -166,12 +166,12 @@ def test_attention_and_ends() -> None:
 
 def test_bytes_that_are_read() -> None:
     model = small()
-    first, down = model.bundles.gate_bytes, model.bundles.down_bytes
-    assert cost.neuron_bytes(model.bundles, "all").tolist() == [2 * first + down, 0, 0, 0, 0]
-    assert cost.neuron_bytes(model.bundles, "exact").tolist() == [first, 0, first, down, 0]
-    assert cost.neuron_bytes(model.bundles, "predicted").tolist() == [0, first, first, down, 0]
-    assert cost.neuron_bytes(small(gated=False).bundles, "exact").tolist() == [first, 0, 0, down, 0]
-    across = small(d_ff=256, dtype="q4_0").bundles  # scales of 256 columns, in F16
+    first, down = model.bundle.gate_bytes, model.bundle.down_bytes
+    assert cost.neuron_bytes(model.bundle, "all").tolist() == [2 * first + down, 0, 0, 0, 0]
+    assert cost.neuron_bytes(model.bundle, "exact").tolist() == [first, 0, first, down, 0]
+    assert cost.neuron_bytes(model.bundle, "predicted").tolist() == [0, first, first, down, 0]
+    assert cost.neuron_bytes(small(gated=False).bundle, "exact").tolist() == [first, 0, 0, down, 0]
+    across = small(d_ff=256, dtype="q4_0").bundle  # scales of 256 columns, in F16
     first, down = across.gate_bytes, across.down_bytes
     assert cost.neuron_bytes(across, "exact").tolist() == [first, 0, first, down, 512]
     assert cost.neuron_bytes(across, "all").tolist() == [2 * first + down + 16, 0, 0, 0, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,13 +97,15 @@ def test_the_context_is_a_limit_with_numbers(llm: LLM) -> None:
 
 def test_ctrl_c_ends_a_generation_cleanly(llm: LLM) -> None:
     before = llm.generate("The capital of France is", GREEDY).token_ids
-    timer = threading.Timer(0.15, _thread.interrupt_main)
+    timer = threading.Timer(0.15, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    before_signal = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate([STORY, "hello"], SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
     timer.join()
-    runner = llm._runner
-    assert runner.free_pages == runner._executor.n_pages and not runner._live
+    signal.signal(signal.SIGINT, before_signal)
+    stats = llm._runner.call(llm.stats)
+    assert (stats.running, stats.waiting, stats.used_pages, stats.aborted) == (0, 0, 0, 2)
     assert llm.generate("The capital of France is", GREEDY).token_ids == before
 
 

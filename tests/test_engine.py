@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sparse_models import tiny_llama
-from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, reference_greedy, reference_logits, toy_llm
+from toy_model import (
+    BOS,
+    EOS,
+    VOCAB,
+    ToyExecutor,
+    ToyTokenizer,
+    ask,
+    idle,
+    reference_greedy,
+    reference_logits,
+    toy_llm,
+)
 
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.evaluate import perplexity
+from powerinfer.evaluate import Perplexity, perplexity
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -34,10 +47,36 @@ def text_of(tokens: Sequence[int]) -> str:
 
 def usable(llm: LLM) -> None:
     """Nothing runs, every page is free, and a new request gets the right answer."""
-    executor = llm._runner._executor
-    assert llm._runner.free_pages == executor.n_pages
-    assert not llm._runner._live
+    assert idle(llm)
     assert llm.generate([ids("is it well?")], GREEDY)[0].token_ids == reference_answer("is it well?")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    while not condition():
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Called in another thread: raises KeyboardInterrupt in the main one, once.
+
+    The signal is repeated until then, as one that comes just before a thread sleeps does not wake it.
+    """
+    seen = threading.Event()
+
+    def raises(*about: object) -> None:
+        if not seen.is_set():
+            seen.set()
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        while not seen.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, raises)
+    yield press
+    signal.signal(signal.SIGINT, before)
 
 
 def reference_answer(prompt: str, max_tokens: int = 30) -> list[int]:
@@ -82,8 +121,6 @@ def test_streams_may_be_read_in_turn() -> None:
     rows = list(zip(*streams, strict=True))
     for n, prompt in enumerate(("one", "two", "three")):
         assert [row[n].token_id for row in rows] == reference_answer(prompt)
-    executor = llm._runner._executor
-    assert len(executor.sizes) < 40, "they were computed together"  # type: ignore[attr-defined]
 
 
 def test_the_end_token() -> None:
@@ -112,7 +149,7 @@ def test_stop_tokens_and_stop_strings() -> None:
     answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=30, stop=[chr(tokens[at])]))
     assert answer.finish_reason == "stop" and answer.token_ids == tokens[: at + 1]
     assert answer.text == text_of(tokens[:at])
-    assert llm._runner.free_pages == llm._runner._executor.n_pages
+    assert idle(llm)
 
 
 def test_a_seed_gives_the_same_tokens_whatever_runs_beside() -> None:
@@ -223,10 +260,9 @@ def test_a_failing_request_does_not_disturb_the_others() -> None:
     with pytest.raises(RequestError, match="forbids every token"):
         llm.generate(["a", "b"], [GREEDY, nothing])
     usable(llm)
-    request = llm._runner.request([1, 2], nothing)
-    llm._runner.submit(request)
-    llm._runner.advance(request)
-    assert request.ended and request.completion is None
+    asked = ask(llm, [1, 2], nothing)
+    assert asked.rest() == [None]
+    assert asked.request.ended and asked.request.completion is None
     usable(llm)
 
 
@@ -234,8 +270,7 @@ def test_a_closed_stream_frees_its_pages() -> None:
     llm = toy_llm()
     stream = llm.stream("hello", GREEDY)
     next(stream)
-    assert llm._runner.free_pages < llm._runner._executor.n_pages
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     usable(llm)
     for _ in llm.stream("hello", GREEDY):
         break  # the generator goes with the loop
@@ -245,66 +280,38 @@ def test_a_closed_stream_frees_its_pages() -> None:
 
 
 @pytest.mark.parametrize("call", [0, 1, 4])
-def test_ctrl_c_in_the_forward_call(call: int) -> None:
-    """It ends the requests of this call; one that somebody else reads goes on, and the prefix cache stays."""
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_ctrl_c_while_waiting(way: str, call: int, ctrl_c: Callable[[], None]) -> None:
+    """It ends the requests of this call within a step; one of somebody else goes on, and the prefix cache stays."""
     executor = ToyExecutor(max_tokens=16)
     llm = toy_llm(executor)
-    other = llm.stream("somebody else", GREEDY)
-    begin = next(other)
-    executor.interrupt_at = len(executor.sizes) + call
+    executor.held = True
+    other = ask(llm, ids("somebody else"), GREEDY)
+    executor.wait_for(0)
+
+    def interrupt() -> None:
+        until(lambda: llm._runner._driver._commands.qsize() > 0)  # the main thread waits
+        executor.let(call)
+        executor.wait_for(call)
+        ctrl_c()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(["hello " * 10, "world"], GREEDY)
-    assert [begin.token_id] + [event.token_id for event in other] == reference_answer("somebody else")
+        if way == "generate":
+            llm.generate(["hello " * 10, "world"], GREEDY)
+        else:
+            list(llm.stream("hello " * 10, GREEDY))
+    thread.join()
+    executor.let()
+    executor.wait_for(call + 1)
+    assert llm.stats().running == 1, "a step later only the other one runs"
+    executor.release()
+    assert [event and event.token_id for event in other.rest()] == reference_answer("somebody else")
     usable(llm)
-    executor.interrupt_at = len(executor.sizes) + call
-    with pytest.raises(KeyboardInterrupt):
-        list(llm.stream("hello " * 10, GREEDY))
-    usable(llm)
+    assert llm.stats().aborted == (2 if way == "generate" else 1)
     if call == 4:
         assert llm.generate("hello " * 10, GREEDY).cached_tokens == 32
-
-
-@pytest.mark.parametrize("method", ["plan", "commit", "finish", "_fill", "_stop_running", "_publish", "_take_pages"])
-def test_ctrl_c_in_the_bookkeeping(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it hits, before or after the work of a method, the engine is whole afterwards."""
-    for after in (False, True):
-        for call in range(3):
-            llm = toy_llm(ToyExecutor(n_pages=16, page_size=8), context=128)
-            scheduler = llm._runner._scheduler
-            true = getattr(scheduler, method)
-            left = [call]
-
-            def broken(*args: object, true=true, left=left, after=after) -> object:  # type: ignore[no-untyped-def]
-                left[0] -= 1
-                if left[0] >= 0:
-                    return true(*args)
-                if after:
-                    true(*args)
-                raise KeyboardInterrupt
-
-            with monkeypatch.context() as patch:
-                patch.setattr(scheduler, method, broken)
-                with pytest.raises(KeyboardInterrupt):
-                    llm.generate(["a prompt of more than a page", "b", "c"], GREEDY)
-            usable(llm)
-
-
-def test_an_interrupted_stream_of_somebody_else_ends_as_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = toy_llm()
-    other = llm.stream("somebody else", GREEDY)
-    seen = [next(other)]
-
-    def broken() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm._runner._scheduler, "commit", broken)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate("hello", GREEDY)
-    seen += list(other)
-    assert seen[-1].finish_reason == "abort" and seen[-1].completion is not None
-    assert seen[-1].completion.token_ids == [event.token_id for event in seen[:-1]]
-    usable(llm)
 
 
 def test_threads_share_the_engine() -> None:
@@ -329,10 +336,20 @@ def test_threads_share_the_engine() -> None:
 def test_close() -> None:
     executor = ToyExecutor()
     with toy_llm(executor) as llm:
+        executor.held = True
         stream = llm.stream("hello", GREEDY)
-        next(stream)
-    assert executor.closed
-    assert next(stream).finish_reason == "abort"
+        executor.let()
+        assert next(stream).token_id == reference_answer("hello")[0]
+        waiting = ask(llm, ids("never started"), GREEDY)
+        closing = threading.Thread(target=llm.close)
+        closing.start()
+        until(lambda: llm._runner._driver._commands.qsize() == 2)
+        assert not executor.closed, "not within a step"
+        executor.release()
+        closing.join()
+        assert executor.closed
+    assert [event.finish_reason for event in stream] == [None, "abort"]
+    assert [event and event.finish_reason for event in waiting.rest()] == ["abort"]
     llm.close()
     for use in (lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.score([1], 0, lambda at, logits: None)):
         with pytest.raises(RequestError, match="was closed"):
@@ -386,15 +403,61 @@ def test_perplexity_of_a_short_text() -> None:
         perplexity(toy_llm(), "x" * 100, context=2)
 
 
-def test_ctrl_c_in_scoring() -> None:
+def test_ctrl_c_in_scoring(ctrl_c: Callable[[], None]) -> None:
     executor = ToyExecutor()
     llm = toy_llm(executor)
-    executor.interrupt_at = 3
+    executor.held = True
+
+    def interrupt() -> None:
+        executor.let(3)
+        executor.wait_for(3)
+        ctrl_c()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         perplexity(llm, "x" * 400, context=200)
+    thread.join()
+    executor.release()
     usable(llm)
     with pytest.raises(RequestError, match="do not fit the context"):
         perplexity(toy_llm(context=64), "x" * 400, context=100)
+
+
+def test_scoring_takes_turns_with_requests() -> None:
+    """Each is computed as it is alone; without a page, a request waits for the end of the scored text."""
+    executor = ToyExecutor(n_pages=20)  # a window of 500 takes 16
+    llm = toy_llm(executor)
+    alone = perplexity(llm, "x" * 1000, context=500)
+    for text, pages_left in (("hello", True), ("hello" * 60, False)):
+        executor.held = True
+        begun = executor.begun
+        found: list[Perplexity] = []
+        scoring = threading.Thread(target=lambda found=found: found.append(perplexity(llm, "x" * 1000, context=500)))
+        scoring.start()
+        executor.wait_for(begun)
+        asked = ask(llm, ids(text), GREEDY)
+        executor.let(3)
+        executor.wait_for(begun + 3)
+        assert (asked.request.start_time is not None) == pages_left
+        executor.release()
+        scoring.join()
+        assert found == [alone]
+        assert [event and event.token_id for event in asked.rest()] == reference_answer(text)
+    usable(llm)
+
+
+def test_an_error_of_who_scores_is_his_own() -> None:
+    llm = toy_llm()
+
+    def use(position: int, logits: np.ndarray) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.score(ids("hello"), 0, use)
+    with pytest.raises(RuntimeError, match="cannot wait for an answer"):
+        llm.score(ids("hello"), 0, lambda position, logits: llm.generate("x") and None)
+    usable(llm)
 
 
 def test_damaged_weights_are_named() -> None:

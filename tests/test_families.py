@@ -347,25 +347,25 @@ def test_prosparse(tmp_path: Path) -> None:
     checkpoint, taken = read(prosparse(tmp_path / "p"))
     config = checkpoint.config
     assert (config.activations, config.layers[0].ffn.threshold, config.architecture) == ("fatrelu", 0.01, "sparsellama")
-    assert config.layers[0].attention.window is None and config.gated and config.norm == "rms"
+    assert config.layers[0].attention.window is None and config.layers[0].ffn.gated and config.norm == "rms"
     assert all(np.array_equal(taken[name], values) for name, values in weights("llama").items())
     relu = read(prosparse(tmp_path / "r", hidden_act="relu"))[0].config
     assert (relu.activations, relu.layers[0].ffn.threshold) == ("relu", 0.0)
-    assert (
-        read(prosparse(tmp_path / "k", num_key_value_heads=KV_HEADS, mlp_bias=False))[0].config.n_kv_heads == KV_HEADS
-    )
+    grouped = read(prosparse(tmp_path / "k", num_key_value_heads=KV_HEADS, mlp_bias=False))[0].config
+    assert grouped.layers[0].attention.n_kv_heads == KV_HEADS
 
 
 def test_bamboo(tmp_path: Path) -> None:
     checkpoint, taken = read(bamboo(tmp_path / "b"))
     config = checkpoint.config
     assert (config.activations, config.layers[0].attention.window, config.architecture) == ("drelu", 4096, "bamboo")
-    assert config.gated and checkpoint.predictor_threshold is None and checkpoint.notes == []
+    assert config.layers[0].ffn.gated and checkpoint.predictor_threshold is None and checkpoint.notes == []
     assert all(np.array_equal(taken[name], values) for name, values in weights("mistral", False).items())
     # what its class takes for a missing key: 8 heads, here of 4 dimensions, and a window
     changes = {"num_key_value_heads": ..., "sliding_window": ...}
     config = read(bamboo(tmp_path / "kv", num_attention_heads=16, **changes))[0].config
-    assert (config.n_kv_heads, config.head_dim, config.layers[0].attention.window) == (8, 4, 4096)
+    attention = config.layers[0].attention
+    assert (attention.n_kv_heads, attention.head_dim, attention.window) == (8, 4, 4096)
 
 
 def test_predictors_of_turbosparse(tmp_path: Path) -> None:
@@ -440,12 +440,9 @@ def test_a_missing_key_of_gemma_means_what_it_means_in_transformers(tmp_path: Pa
     from powerinfer.formats.folder_config import read_config
 
     ours, theirs = read_config({"architectures": ["Gemma3ForCausalLM"]}, tmp_path), transformers.Gemma3TextConfig()
-    assert (ours.n_layers, ours.d_model, ours.n_heads) == (
-        theirs.num_hidden_layers,
-        theirs.hidden_size,
-        theirs.num_attention_heads,
-    )
-    assert (ours.n_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert (ours.n_layers, ours.d_model) == (theirs.num_hidden_layers, theirs.hidden_size)
+    heads = {(layer.attention.n_heads, layer.attention.n_kv_heads, layer.attention.head_dim) for layer in ours.layers}
+    assert heads == {(theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)}
     assert set(ours.ffn_sizes) == {theirs.intermediate_size} and ours.norm_eps == theirs.rms_norm_eps
     assert (ours.vocab_size, ours.context_length) == (theirs.vocab_size, theirs.max_position_embeddings)
     assert theirs.hidden_activation == "gelu_pytorch_tanh" and ours.activations == "gelu_tanh"
@@ -568,8 +565,8 @@ def test_other_activations_are_refused_by_name(tmp_path: Path, name: str) -> Non
         ({"threshold": 0.5}, "activation relu with threshold 0.5"),
         ({"activation": "fatrelu", "threshold": -0.5}, "threshold -0.5"),
         ({"norm": "batch"}, "norm 'batch'"),
-        ({"norms": "between"}, "'between', of q and k None, are unknown"),
-        ({"qk_norm": "both"}, "of q and k 'both', are unknown"),
+        ({"norms": "between"}, "norms in order 'between' are unknown"),
+        ({"qk_norm": "both"}, "of q and k 'both' are unknown"),
         ({"norms": "post", "parallel": False}, "neither a final norm"),
         ({"norms": "post", "final_norm": False}, "nor a parallel FFN"),
         ({"parallel": False, "shared_norm": True}, "needs them to be parallel"),

@@ -170,8 +170,9 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
         bundles = open_bundles(open_checkpoint(path, quantize), None, cpu.part_bytes)
         in_ram += sum(layer.nbytes for layer in bundles.layers[plan.claims.gpu_layers :])
         assert in_ram == plan.bytes["cpu"].get("ffn", 0)
-        assert executor.cpu.predictor_bytes == plan.bytes["cpu"].get("predictor", 0)
-        assert (executor.cpu.predictor_bytes > 0) == (name == "llama-predictors" and layers is not None)
+        predictors = sum(ffn.predictor_bytes for ffn in executor.cpu.ffns.values())
+        assert predictors == plan.bytes["cpu"].get("predictor", 0)
+        assert (predictors > 0) == (name == "llama-predictors" and layers is not None)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0"])

@@ -19,7 +19,7 @@ import torch
 from stored_weights import stored_evenly
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig
-from powerinfer.formats.bundle_file import bundle_layout
+from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
@@ -405,11 +405,11 @@ def make_bundles(
     d_model: int, d_ff: int, types: tuple[str, str], activation: str = "relu", gated: bool = True, biases: bool = False
 ) -> Bundles:
     config = ModelConfig(
-        architecture="test", d_model=d_model, n_heads=1, n_kv_heads=1, head_dim=d_model, vocab_size=8,
+        architecture="test", d_model=d_model, vocab_size=8,
         context_length=8, norm_eps=1e-5,
-        layers=(LayerConfig(AttentionConfig(), FfnConfig(d_ff, activation, THRESHOLD, gated)),),
+        layers=(LayerConfig(AttentionConfig(1, 1, d_model), FfnConfig(d_ff, activation, THRESHOLD, gated)),),
     )  # fmt: skip
-    layout = bundle_layout(config, *types, cpu.part_bytes)
+    (layout,) = bundle_layouts(config, *types, cpu.part_bytes)
     groups = np.full((-(-d_ff // BUNDLE_GROUP), layout.group_bytes), 0xAA, np.uint8)
     parts = {}
     for name in ("gate", "up", "down") if gated else ("up", "down"):

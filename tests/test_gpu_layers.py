@@ -367,7 +367,8 @@ def test_neurons_summed_by_other_devices(name: str, tmp_path: Path, monkeypatch:
     with counted(monkeypatch, matrices) as read, opened(truth.path, on_gpu(2), split=split) as executor:
         names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
         assert names == {
-            f"layers.2.{part}" for part in (("gate",) if executor.gpu._config.gated else ()) + ("up", "down")
+            f"layers.2.{part}"
+            for part in (("gate",) if executor.gpu._config.layers[2].ffn.gated else ()) + ("up", "down")
         }
         assert executor.gpu.memory()["ffn"] == 0
         pages = families.scattered_pages(executor, 1)[0]

@@ -43,6 +43,7 @@ def config_of(s: programs.Setting) -> ModelConfig:
     layers = tuple(
         LayerConfig(
             AttentionConfig(
+                s.heads, s.kv_heads, s.head_dim,
                 None if base is None or s.rotated == 0 else RopeConfig(theta=base), window or None, s.biases, s.biases,
                 norms, s.scale,
             ),
@@ -54,7 +55,7 @@ def config_of(s: programs.Setting) -> ModelConfig:
         for window, base in zip(s.windows, s.rope_bases, strict=True)
     )  # fmt: skip
     return ModelConfig(
-        "test", s.d_model, s.heads, s.kv_heads, s.head_dim, s.vocab, 1024, s.eps, layers, norm=s.norm,
+        "test", s.d_model, s.vocab, 1024, s.eps, layers, norm=s.norm,
         embed_dim=s.embed_dim or 0,
     )  # fmt: skip
 

@@ -161,16 +161,16 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
         pieces = families.run_chunks(executor, tokens, [32, 9, 31, 3], pages)
         assert families.rms(pieces - answers[0.0]) <= 2 * allowed
         sparsity = HybridSparsity("predicted", executor, ffns)
-        counts = executor.cpu.bundled_counts(1)
+        counts = executor.cpu.ffns[1].counts()
         assert counts["tokens"] == 4 * len(tokens)
         assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.config.widest_ffn
-        executor.cpu.clear_bundled_counts()
+        executor.cpu.ffns[1].clear()
         with sparsity.suspended():
             assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
-        counts = executor.cpu.bundled_counts(1)
+        counts = executor.cpu.ffns[1].counts()
         assert counts["candidates"] == counts["tokens"] * executor.cpu.config.widest_ffn
         whole = families.run_chunks(executor, tokens, [len(tokens)], pages)
-        assert families.rms(whole - truth) <= allowed and executor.cpu.bundled_counts(1) == counts  # a prompt
+        assert families.rms(whole - truth) <= allowed and executor.cpu.ffns[1].counts() == counts  # a prompt
 
 
 def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
-    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layout
+    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layouts[0]
     for share in SPLITS:
         with split(path, share) as (executor, ffns):
             placement = placed(executor.cpu.config, share)

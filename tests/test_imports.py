@@ -17,7 +17,7 @@ RANK = {
     **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "cli": 11},
 }
 # Imported when they are used: slow to import, or not in the core install.
-LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy"}
+LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy", "llguidance"}
 # Files that are themselves imported when they are used, and only then: their kernels are decorated at the top.
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "kernels", "neurons")}
 NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}

@@ -87,7 +87,7 @@ def make_layer(
         bias[0] = None
     native = _native.Bundles(
         data, neurons, k, types[0] if gated else None, *types, pitch, at.get("gate", 0), at["up"], at["down"],
-        _native.Activation(activation, THRESHOLD), *bias,
+        _native.NeuronSpec(activation, THRESHOLD, *bias),
     )  # fmt: skip
     return Layer(native, data, held.get("gate"), held["up"], held["down"], activation, *types, (bias[0], bias[1]))
 

@@ -45,7 +45,7 @@ def packed(model: Checkpoint, gate: str | None = None, down: str | None = None) 
 
 def unpacked(bundles: BundleFile, d_ff: int, part: str, layer: int) -> np.ndarray:
     """The values of a part of every neuron, float32 [d_ff, d_model]."""
-    layout = bundles.layout
+    layout = bundles.layouts[layer]
     part_type = layout.down_type if part == "down" else layout.gate_type
     at = getattr(layout, f"{part}_at")
     out = np.empty((d_ff, layout.d_model), np.float32)
@@ -70,7 +70,7 @@ def expected(model: Checkpoint, part: str, layer: int, part_type: str) -> tuple[
 
 def check(model: Checkpoint, made: packing.Packed) -> None:
     """Every value of every bundle, and the errors that were measured."""
-    layout = made.bundles.layout
+    layout = made.bundles.layouts[0]
     assert set(made.error) == {"gate", "up", "down"} - ({"gate"} if not layout.gated else set())
     for part, error in made.error.items():
         part_type = layout.down_type if part == "down" else layout.gate_type
@@ -169,7 +169,7 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
     model = checkpoint(tmp_path / "m", source, d_model=256, d_ff=512, gated=gated)
     made = packed(model)
     check(model, made)
-    assert made.bundles.layout.gated == gated and made.bundles.source_type == source
+    assert made.bundles.layouts[0].gated == gated and made.bundles.source_type == source
     floats = {"F16", "BF16"}
     lossless = {
         part: source in {*floats, "Q4_0"} or (part != "down" and source in ("Q8_0", "Q5_0")) for part in made.error
@@ -225,7 +225,7 @@ def test_weights_quantised_on_load(tmp_path: Path) -> None:
     """What is packed is what the dense path computes with: the codes of gate and up are those of --quantize."""
     model = checkpoint(tmp_path / "m", "F16", quantize="q4_0")
     made = packed(model)
-    assert (made.bundles.layout.gate_type, made.bundles.layout.down_type) == ("Q4_0", ACROSS)
+    assert made.bundles.types == ("Q4_0", ACROSS)
     assert made.error == {"gate": 0, "up": 0, "down": 0}
     check(model, made)
 
@@ -323,7 +323,7 @@ def test_what_is_current(tmp_path: Path) -> None:
     assert current(model, None, types) is None
     packed(model)
     found = current(model, None, types)
-    assert found is not None and found.layout.gate_type == "F16"
+    assert found is not None and found.layouts[0].gate_type == "F16"
     assert current(model, None, choose_types(model, "Q8_0")) is None
     assert current(model, None, choose_types(model, None, "Q8_0")) is None
     assert current(model, str(tmp_path / "elsewhere"), types) is None
@@ -338,7 +338,7 @@ def test_the_file(tmp_path: Path) -> None:
 
     model = checkpoint(tmp_path / "m.gguf", d_model=50, d_ff=37)
     bundles = packed(model).bundles
-    assert bundles.layout.group_bytes == 32 * 3 * 128 and bundles.nbytes == 2 * 2 * 32 * 384
+    assert bundles.layouts[0].group_bytes == 32 * 3 * 128 and bundles.nbytes == 2 * 2 * 32 * 384
     assert bundles.file.size == 4096 + bundles.nbytes
     stored = load_file(bundles.path)
     base = bundles.file.view().ctypes.data
@@ -364,15 +364,18 @@ def refused(model: Checkpoint, why: str) -> None:
         ({"neurons": [1 << 80, 96]}, "neurons.*1208925819614629174706176"),
         ({"neurons": [97, 96]}, r"states a neurons of \[97, 96\]"),
         ({"n_layers": None}, "n_layers is 'None', not a whole number"),
-        ({"gated": False}, "kind of FFN"),
-        ({"gated": 1}, "gated is '1', not true or false"),
+        ({"gated": [False, False]}, "kind of FFN"),
+        ({"gated": [True, False]}, "kind of FFN"),
+        ({"gated": [True]}, "kind of FFN"),
+        ({"gated": [True, 1]}, "gated.* is '1', not true or false"),
+        ({"gated": True}, "gated is 'True', not a list"),
         ({"gate_type": "F32"}, "parts of type 'F32'"),
         ({"gate_type": None}, "gate_type is 'None', not a text"),
         ({"down_type": ["F16"]}, "down_type is .*, not a text"),
         ({"gate_type": ACROSS}, "parts of type"),
         ({"down_type": "Q8_0"}, r"does not hold layers\.0\.neurons as \[3, "),
-        ({"format": 1}, r"another version of powerinfer \(format '1', not 3\)"),
-        ({"format": 2}, r"another version of powerinfer \(format '2', not 3\)"),
+        ({"format": 1}, r"another version of powerinfer \(format '1', not 4\)"),
+        ({"format": 3}, r"another version of powerinfer \(format '3', not 4\)"),
         ({"format": BUNDLES.format + 1}, "another version"),
     ],
 )

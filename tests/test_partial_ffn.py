@@ -48,8 +48,8 @@ class Case:
 
     def executor(self, neurons: np.ndarray, threads: int) -> CpuExecutor:
         """One FFN of these neurons between an embedding and a head that returns the residual stream."""
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
-        config = ModelConfig("sample", D_MODEL, 1, 1, 16, D_MODEL, 64, 1e-5, uniform(2, layer))
+        layer = LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), FfnConfig(D_FF, "relu", bias=True))
+        config = ModelConfig("sample", D_MODEL, D_MODEL, 64, 1e-5, uniform(2, layer))
         rotations = dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0))
         executor = CpuExecutor(config, EngineConfig(threads=threads, context=64), rotations)
         table = np.zeros((D_MODEL, D_MODEL), np.float32)
@@ -60,7 +60,7 @@ class Case:
         executor.ffn(0, None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
         layout, bundles = self.bundles(neurons)
         predictor = Predictor(RANK, 0.0, 0), half(self.w["inner"]), half(self.w["outer"][neurons])
-        executor.sparsify(0, bundles, layout, predictor=predictor)
+        executor.ffns[0].add_bundles(layout, bundles, predictor=predictor)
         executor.head(None, executor.matrix(half(np.eye(D_MODEL, dtype=np.float32))))
         return executor
 
@@ -80,9 +80,9 @@ class Case:
     def added(self, neurons: np.ndarray, way: str, threads: int) -> np.ndarray:
         """The FFN's output, float32 [TOKENS, D_MODEL]."""
         executor = self.executor(neurons, threads)
-        executor.set_ways(0, {executor.neuron_tokens: way})
+        executor.ffns[0].set_ways({executor.neuron_tokens: way})
         out = step(executor)
-        counts = executor.neuron_counts(0)
+        counts = executor.ffns[0].counts()
         assert (counts["steps"] == 0) == (way == "dense") and counts["active"] <= TOKENS * len(neurons)
         executor.close()
         return np.asarray(out - self.w["x"])
@@ -121,14 +121,14 @@ def test_new_bundles_make_it_dense_and_need_no_predictor() -> None:
     case, every = Case(), np.arange(D_FF)
     executor = case.executor(every, 2)
     dense = step(executor)
-    executor.set_ways(0, {executor.neuron_tokens: "predicted"})
+    executor.ffns[0].set_ways({executor.neuron_tokens: "predicted"})
     assert (step(executor) != dense).any()
     layout, bundles = case.bundles(every)
-    executor.sparsify(0, bundles, layout)
-    counts = executor.neuron_counts(0)
+    executor.ffns[0].add_bundles(layout, bundles)
+    counts = executor.ffns[0].counts()
     assert (step(executor) == dense).all() and counts["steps"] == counts["bytes"] == 0
     with pytest.raises(ValueError, match="no predictor"):
-        executor.set_ways(0, {executor.neuron_tokens: "predicted"})
+        executor.ffns[0].set_ways({executor.neuron_tokens: "predicted"})
     executor.close()
 
 
@@ -137,9 +137,9 @@ def test_bundled_neurons_use_the_biases_of_the_ffn() -> None:
     executor = case.executor(every, 1)
     layout, bundles = case.bundles(every)
     for biases in ((), (case.bias["gate"],), (case.bias["gate"], case.bias["gate"])):
-        native = executor._bundles(0, layout, bundles, D_FF, *biases)
+        neurons = executor.parts.bundled(0, layout, bundles, biases, neurons=D_FF)
         with pytest.raises(ValueError, match="other biases"):
-            executor._ffns[0].op.sparsify(native)
+            executor.ffns[0].op.set_bundled(neurons)
     executor.close()
 
 
@@ -162,5 +162,6 @@ def test_inconsistent_shapes_are_refused() -> None:
     for neurons, rows in ((64, 32), (32, 64)):
         about = Predictor(RANK, 0.0, 0), half(case.w["inner"]), half(np.zeros((rows, RANK), np.float32))
         with pytest.raises(ValueError, match=r"another shape|number of rows"):
-            executor.sparsify(1, np.zeros((n_groups(neurons), layout.group_bytes), np.uint8), layout, predictor=about)
+            bundles = np.zeros((n_groups(neurons), layout.group_bytes), np.uint8)
+            executor.ffns[1].add_bundles(layout, bundles, predictor=about)
     executor.close()

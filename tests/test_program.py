@@ -219,8 +219,8 @@ class Weights:
 
     def program(self, level: str, threads: int) -> _native.Program:
         s = self.s
-        cache = _native.Cache(s.kv_type, self.layers, s.kv_heads, s.head_dim, N_PAGES)
-        sizes = (MAX_TOKENS, s.d_model, s.d_ff, s.heads, s.kv_heads, s.head_dim)
+        cache = _native.Cache(s.kv_type, [(s.kv_heads, s.head_dim)] * self.layers, N_PAGES)
+        sizes = (MAX_TOKENS, s.d_model, s.d_ff, [s.heads] * self.layers)
         p = _native.Program(_native.Workspace(_native.Pool(threads), level), cache, *sizes, s.embed_dim)
         ropes = {base: p.add_rope(table, s.rope_factor) for base, table in self.frequencies.items()}
         positions = self.table("positions") if s.learned_positions else None
@@ -253,14 +253,14 @@ class Weights:
         p.attention(i, self.s.windows[i])
 
     def _project(self, p: _native.Program, i: int) -> None:
-        p.project(self.packed[f"{i}.o"], self.vectors.get(f"{i}.o_bias"), self.norm(f"{i}.attn_out_norm"))
+        p.project(i, self.packed[f"{i}.o"], self.vectors.get(f"{i}.o_bias"), self.norm(f"{i}.attn_out_norm"))
 
     def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
-        biases = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-        activation = _native.Activation(self.s.activation, self.s.threshold)
-        spec = _native.FfnSpec(activation, norm, self.norm(f"{i}.ffn_out_norm"), *biases)
-        p.ffn(spec, self.packed.get(f"{i}.gate"), up, down)
+        *biases, down_bias = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
+        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases)
+        neurons = _native.DenseNeurons(spec, self.packed.get(f"{i}.gate"), up, down)
+        p.ffn(_native.FfnSpec(norm, self.norm(f"{i}.ffn_out_norm"), down_bias), neurons)
 
 
 class Reference:
@@ -666,27 +666,37 @@ def test_wrong_wiring_is_refused() -> None:
         wrong = np.ones(9, np.float32) if name.endswith("bias") else _native.Norm(np.ones(9, np.float32), 1e-5)
         with pytest.raises(ValueError, match=r"wrong length|another length"):
             program.attention_input(0, norm, q, k, v, **{name: wrong})
-    for layer, window in ((2, 0), (-1, 0), (0, -1)):
+    for layer in (2, -1):
         with pytest.raises(ValueError, match="layer"):
-            program.attention(layer, window)
+            program.attention(layer, 0)
+        with pytest.raises(ValueError, match="layer"):
+            program.project(layer, o)
+    with pytest.raises(ValueError, match="negative window"):
+        program.attention(0, -1)
     with pytest.raises(ValueError, match="output projection"):
-        program.project(down)
+        program.project(0, down)
     with pytest.raises(ValueError, match="bias"):
-        program.project(o, ones[:39].copy())
+        program.project(0, o, ones[:39].copy())
     with pytest.raises(ValueError, match="norm of the output projection"):
-        program.project(o, norm=short)
-    silu = _native.Activation("silu")
+        program.project(0, o, norm=short)
+    silu = _native.NeuronSpec("silu")
     for weights_ in ((down, up, down), (gate, down, down), (gate, up, gate), (None, down, down)):
         with pytest.raises(ValueError, match="width"):
-            program.ffn(_native.FfnSpec(silu, norm), *weights_)
-    with pytest.raises(ValueError, match="FFN norm"):
-        program.ffn(_native.FfnSpec(silu, short), gate, up, down)
-    with pytest.raises(ValueError, match="norm of the FFN's output"):
-        program.ffn(_native.FfnSpec(silu, norm, short), gate, up, down)
+            program.ffn(_native.FfnSpec(norm), _native.DenseNeurons(silu, *weights_))
+    neurons = _native.DenseNeurons(silu, gate, up, down)
+    for spec, message in (
+        (_native.FfnSpec(short), "the FFN norm"),
+        (_native.FfnSpec(norm, short), "norm of the FFN's output"),
+        (_native.FfnSpec(down_bias=ones[:39].copy()), "bias of down"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            program.ffn(spec, neurons)
+    with pytest.raises(ValueError, match="needs neurons"):
+        program.ffn(_native.FfnSpec(norm))
     with pytest.raises(ValueError, match="without a gate"):
-        program.ffn(_native.FfnSpec(silu, gate_bias=np.ones(72, np.float32)), None, up, down)
+        _native.DenseNeurons(_native.NeuronSpec(gate_bias=np.ones(72, np.float32)), None, up, down)
     with pytest.raises(ValueError, match="activation 'gelu'"):
-        _native.Activation("gelu")
+        _native.NeuronSpec("gelu")
     with pytest.raises(ValueError, match="another length"):
         program.normalise(short)
     with pytest.raises(ValueError, match="another length"):
@@ -719,17 +729,41 @@ def test_norms_are_checked() -> None:
 
 
 def test_wrong_sizes_are_refused() -> None:
-    good = {"max_tokens": 4, "d_model": 32, "d_ff": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
-    workspace, cache = _native.Workspace(_native.Pool(1), ""), _native.Cache("f16", 1, 2, 8, 4)
-    assert cache.pages == 4 and cache.nbytes == 4 * _native.kv_page_bytes("f16", 1, 2, 8)
-    for change in ({"heads": 3}, {"kv_heads": 4}, {"head_dim": 16}, {"d_ff": 0}, {"max_tokens": -1}, {"embed_dim": 0}):
+    good = {"max_tokens": 4, "d_model": 32, "d_ff": 32, "heads": [4, 3]}
+    workspace, cache = _native.Workspace(_native.Pool(1), ""), _native.Cache("f16", [(2, 8), (1, 24)], 4)
+    assert cache.pages == 4
+    assert cache.nbytes == 4 * sum(_native.kv_page_bytes("f16", *heads) for heads in ((2, 8), (1, 24)))
+    for change in (
+        {"heads": [3, 3]},
+        {"heads": [4]},
+        {"heads": [4, 0]},
+        {"d_ff": 0},
+        {"max_tokens": -1},
+        {"embed_dim": 0},
+    ):
         with pytest.raises(ValueError):
             _native.Program(workspace, cache, **(good | change))
     program = _native.Program(workspace, cache, **good)
-    assert [program.add_rope(np.ones(n, np.float32), 1.0) for n in (4, 3)] == [0, 1]
+    assert [program.add_rope(np.ones(n, np.float32), 1.0) for n in (4, 5)] == [0, 1]
+    pool, arena, zeros = _native.Pool(1), _native.Arena(), np.zeros(96 * 32, np.float32)
+
+    def rows(count: int, columns: int = 32) -> _native.Matrix:
+        return _native.pack(pool, arena, "F32", count, columns, zeros[: count * columns].view(np.uint8))
+
+    # heads of 8 dimensions fill 16 lanes, those of 24 fill 32: each layer takes the matrices of its own heads
+    first, second = (rows(64), rows(32), rows(32)), (rows(96), rows(32), rows(32))
+    program.attention_input(0, None, *first, rope=0)
     with pytest.raises(ValueError, match="rotary"):
-        program.add_rope(np.ones(5, np.float32), 1.0)
-    for args in (("f8", 1, 1, 8, 1), ("f16", 0, 1, 8, 1), ("f16", 1, 1, 8, 0), ("f16", 1, -1, 8, 1)):
+        program.attention_input(0, None, *first, rope=1)
+    with pytest.raises(ValueError, match="rows than its heads"):
+        program.attention_input(1, None, *first)
+    program.attention_input(1, None, *second, rope=1)
+    with pytest.raises(ValueError, match="output projection"):
+        program.project(1, rows(32, 32))
+    program.project(0, rows(32, 32))
+    for args in (
+        ("f8", [(1, 8)], 1), ("f16", [], 1), ("f16", [(1, 8)], 0), ("f16", [(1, 8), (-1, 8)], 1), ("f16", [(1, 0)], 1)
+    ):  # fmt: skip
         with pytest.raises(ValueError):
             _native.Cache(*args)
 

@@ -44,12 +44,11 @@ def test_models(tmp_path: Path, architecture: str, two_norms: bool) -> None:
     checkpoint = open_checkpoint(family_gguf(architecture, two_norms, published=True).write(tmp_path / "m.gguf"))
     config = checkpoint.config
     assert (config.architecture, config.activations) == (architecture, ARCHITECTURES[architecture])
-    assert config.gated == (architecture in ("llama", "bamboo")) and config.layers[0].parallel == (
+    assert config.layers[0].ffn.gated == (architecture in ("llama", "bamboo")) and config.layers[0].parallel == (
         architecture == "falcon"
     )
-    assert all(rope.interleaved == config.gated for rope in config.ropes) and config.layers[0].shared_norm == (
-        architecture == "falcon" and not two_norms
-    )
+    assert all(rope.interleaved == config.layers[0].ffn.gated for rope in config.ropes)
+    assert config.layers[0].shared_norm == (architecture == "falcon" and not two_norms)
     plain = family_gguf(architecture, two_norms).put(f"{architecture}.hidden_act", STRING, ARCHITECTURES[architecture])
     assert config == open_checkpoint(plain.write(tmp_path / "plain.gguf")).config
     assert checkpoint.predictor_threshold == 0.25

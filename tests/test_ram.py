@@ -22,7 +22,7 @@ def test_what_ram_holds(tmp_path: Path) -> None:
     path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
     model = checkpoint_model(open_checkpoint(path))
     context = model.config.context_length
-    one, page = -(-context // cpu.PAGE), model.config.n_layers * model.kv_bytes("f16", 1, 1)
+    one, page = -(-context // cpu.PAGE), model.kv_bytes("f16", 1, 1)
 
     def needed(selector: str, context: int = context) -> int:
         held = sum(in_ram(model, Workload("f16", context, chunk=32, requests=3, selector=selector)).values())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_model import EOS, ToyExecutor, reference_greedy, toy_llm
+from toy_model import EOS, ToyExecutor, ask, idle, reference_greedy, toy_llm
 
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
@@ -27,7 +28,7 @@ def check(llm: LLM, prompts: list[list[int]], max_tokens: int = 20) -> None:
         assert answer.token_ids == reference_greedy(one, max_tokens)
         assert answer.prompt_tokens == len(one)
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == EOS else "length")
-    assert llm._runner.free_pages == llm._runner._executor.n_pages
+    assert idle(llm)
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 8])
@@ -43,24 +44,26 @@ def test_answers_do_not_depend_on_batch_and_chunk(max_batch: int, chunk: int) ->
     assert max(executor.sizes) <= chunk + max_batch
 
 
-def test_requests_join_and_leave_at_any_step() -> None:
+@pytest.mark.parametrize("mixed", [15, 4])
+def test_requests_join_and_leave_at_any_step(mixed: int) -> None:
     """A long prompt is computed in pieces beside the decoding of others, which never wait."""
     executor = ToyExecutor(max_tokens=16)
-    llm = toy_llm(executor, max_batch=2, prefill_chunk=16)
+    llm = toy_llm(executor, max_batch=2, prefill_chunk=16, mixed_chunk=mixed)
+    executor.held = True
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    first = llm.stream(prompt(3), params)
-    for _ in range(5):
-        next(first)
-    before = len(executor.sizes)
-    second = llm.stream(prompt(60), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
-    next(second)
-    # 60 tokens beside one decoding request in calls of 16: 4 calls
-    assert executor.sizes[before:] == [16, 16, 16, 16]
-    assert len([event for event in second]) == 4
-    before = len(executor.sizes)
-    rest = [event.token_id for event in first]
-    assert len(rest) == 35, "nothing was lost"
-    assert set(executor.sizes[before:]) == {1}, "the other one has left"
+    first = ask(llm, prompt(3), params)
+    executor.let(5)
+    executor.wait_for(5)
+    second = ask(llm, prompt(60), replace(params, max_tokens=5))
+    pieces = 60 // mixed
+    executor.let(1 + pieces)
+    executor.wait_for(6 + pieces)
+    assert executor.sizes == [3] + [1] * 5 + [mixed + 1] * pieces
+    assert first.events.qsize() == 6 + pieces, "a token at every step"
+    executor.release()
+    assert len(first.rest()) == 40 and len(second.rest()) == 5
+    assert executor.sizes[6 + pieces :] == [2] * 4 + [1] * (30 - pieces)
+    assert idle(llm)
 
 
 def test_the_first_prompts_of_a_call_share_a_step() -> None:
@@ -80,7 +83,7 @@ def test_preemption_changes_nothing() -> None:
     assert [answer.token_ids for answer in answers] == alone
     useful = sum(len(one) + 59 for one in prompts)
     assert len(executor.positions) > useful, "some tokens were computed twice: there was a preemption"
-    assert llm._runner.free_pages == 24
+    assert idle(llm) and llm.stats().preemptions > 0
 
 
 def test_sampling_goes_on_after_preemption() -> None:
@@ -156,17 +159,15 @@ def test_requests_that_come_together_compute_a_shared_prefix_once() -> None:
 def test_an_ended_request_does_not_hold_up_those_that_wait_for_its_prefix() -> None:
     executor = ToyExecutor(max_tokens=16)
     llm = toy_llm(executor, prefill_chunk=16)
+    executor.held = True
     system = prompt(130)
-    runner = llm._runner
-    request = runner.request([*system, 2], greedy(3))
-    waiting = runner.request([*system, 3], greedy(3))
-    runner.submit(request)
-    runner.submit(waiting)
-    runner.advance(waiting)
-    runner.abort(request)
-    while not waiting.ended:
-        runner.advance(waiting)
-    assert waiting.tokens[131:] == reference_greedy([*system, 3], 3)
+    first, waiting = ask(llm, [*system, 2], greedy(3)), ask(llm, [*system, 3], greedy(3))
+    executor.let()
+    executor.wait_for(1)
+    assert llm.stats().running == llm.stats().waiting == 1
+    llm._runner.abort([first.request])
+    executor.release()
+    assert [event and event.token_id for event in waiting.rest()] == reference_greedy([*system, 3], 3)
 
 
 def test_without_the_prefix_cache_everything_is_computed() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import changed
 from model_files import PLAIN, family_gguf, plain_folder, tiny_config, tiny_folder, tiny_gguf
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
@@ -45,11 +46,11 @@ def test_opt_175b_to_the_byte() -> None:
     """96 layers of 12288, 4 x 12288 neurons, a vocabulary of 50272, 2048 + 2 positions."""
     model = described_model(SHAPES["opt-175b"].config, "f16")
     assert sum(one.stored for one in model.attention[0]) == 4 * 12288 * 12288 * 2
-    assert model.bundles.stride == 2 * 2 * 12288 and len(model.attention) == 96
-    assert sum(one.stored for one in model.ffn[0]) == model.config.widest_ffn * model.bundles.stride
+    assert model.bundle.stride == 2 * 2 * 12288 and len(model.attention) == 96
+    assert sum(one.stored for one in model.ffn[0]) == model.config.widest_ffn * model.bundle.stride
     assert model.tables == 2 * 12288 * (50272 + 2050) and model.head.stored == 2 * 12288 * 50272
-    assert model.kv_bytes("f16", 2048, 1) == 2048 * 2 * 2 * 12288
-    assert model.kv_bytes("f16", 2049, 2) == 2 * (2048 + cpu.PAGE) * 2 * 2 * 12288, "whole pages"
+    assert model.kv_bytes("f16", 2048, 1) == 96 * 2048 * 2 * 2 * 12288
+    assert model.kv_bytes("f16", 2049, 2, slice(1)) == 2 * (2048 + cpu.PAGE) * 2 * 2 * 12288, "whole pages"
     # two norms and the biases of q, k, v, o, up and down of each layer, and the final norm
     assert model.vectors == 4 * (96 * (2 * 2 * 12288 + 4 * 12288 + 49152 + 12288) + 2 * 12288)
 
@@ -58,10 +59,10 @@ def test_types() -> None:
     config = SHAPES["llama-7b"].config
     bits = {dtype: described_model(config, dtype).ffn[0][0].stored * 8 / (11008 * 4096) for dtype in shapes.DTYPES}
     assert bits == {"f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5}
-    quantised = described_model(config, "q4_0").bundles
+    quantised = described_model(config, "q4_0").bundle
     assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q4_0X32"), "as pack makes them"
-    odd = described_model(replace(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
-    assert odd.bundles.gate_type == "F16" and not odd.predictors, "rows that are not whole blocks"
+    odd = described_model(changed(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
+    assert odd.bundle.gate_type == "F16" and not odd.predictors, "rows that are not whole blocks"
 
 
 @pytest.mark.parametrize(("name", "share"), [("opt-66b", 0.0488), ("llama-70b", 0.0808), ("opt-30b", 0.0709)])
@@ -93,7 +94,7 @@ def test_a_checkpoint_is_its_configuration(tmp_path: Path, architecture: str) ->
     rows = 2 * model.config.d_model * (2 if model.config.positions == "learned" else 1)  # of the tables, looked up
     assert executor.bytes_per_token == sum(one.panels for one in matrices) + rows
     for layer in range(model.config.n_layers):
-        assert executor.ffn_bytes(layer) == sum(one.panels for one in model.ffn[layer])
+        assert executor.ffns[layer].nbytes == sum(one.panels for one in model.ffn[layer])
 
 
 def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:
@@ -101,8 +102,8 @@ def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     model = checkpoint_model(checkpoint)
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
-    assert model.bundles == bundles.layout
-    assert model.bundles.stride * model.config.widest_ffn * model.config.n_layers == bundles.nbytes
+    assert model.bundles == bundles.layouts
+    assert model.bundle.stride * model.config.widest_ffn * model.config.n_layers == bundles.nbytes
     assert sum(one.stored for pair in model.predictors for one in pair) == open_predictor(checkpoint).nbytes
     assert model.selected == (shapes.SELECTED_PER_FIRING,) * model.config.n_layers
 
@@ -156,7 +157,9 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
         biases[1] = np.zeros(config.widest_ffn, np.float32)
     for index in ([0], [1, 31, 40], range(config.widest_ffn)):
         some = np.array(index, np.int32)
-        held = gpu.resident(bundles.layout, bundles.layers[0], some, torch.device("cpu"), config.layers[0].ffn, biases)
+        held = gpu.resident(
+            bundles.layouts[0], bundles.layers[0], some, torch.device("cpu"), config.layers[0].ffn, biases
+        )
         groups = len(np.unique(some // BUNDLE_GROUP))
         assert held.nbytes + 8 * len(some) == len(some) * model.gpu_neuron + groups * model.gpu_shared, index
 
@@ -219,5 +222,5 @@ def test_configurations_that_will_not_do(tmp_path: Path, text: str, why: str) ->
 def test_the_law_of_a_family() -> None:
     for name, shape in SHAPES.items():
         known = shapes.law_of(shape.config)
-        assert (known.active >= 0.1) == shape.config.gated, name
+        assert (known.active >= 0.1) == shape.config.layers[0].ffn.gated, name
         assert np.isfinite(known.hot)

@@ -121,11 +121,11 @@ def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_pa
     for above in (0.0, 0.3, 1.0):  # every step, some, none
         with opened(path, selector="exact") as (executor, sparsity):
             assert sparsity is not None
-            for ffn in executor._ffns.values():
+            for ffn in executor.ffns.values():
                 ffn.op.dense_above = above
             assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
             active.append(sparsity.report()["active_fraction"])
-            rows.append(executor.neuron_counts(0)["rows"])
+            rows.append(executor.ffns[0].counts()["rows"])
             together = side_by_side(executor, tokens)
             assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
     assert max(active) - min(active) < 2e-3  # gates near zero
@@ -140,6 +140,8 @@ def residual_of(case: families.Case, layer: Any) -> Any:
         if hasattr(layer, "ln_mlp"):
             return layer.ln_mlp
         return layer.input_layernorm if layer.config.parallel_attn else layer.post_attention_layernorm
+    if case.base == "openelm":
+        return layer.ffn_norm
     return layer.mlp if case.base == "olmo2" else layer.post_attention_layernorm
 
 
@@ -148,6 +150,7 @@ def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: 
     config, model = model_of(case)
     tokens = families.prompt(case)
     blocks = {"falcon": lambda: model.transformer.h, "opt": lambda: model.model.decoder.layers}
+    blocks["openelm"] = lambda: model.transformer.layers
     expected: list[Any] = []
     for layer in blocks.get(case.base, lambda: model.model.layers)():
         keep = lambda module, args: expected.append(args[0].detach().numpy().reshape(len(tokens), -1).copy())  # noqa: E731
@@ -289,7 +292,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
         assert report["active_fraction"] == pytest.approx(total, abs=2e-4)
         part = 2 * d_model  # bytes of a row of F16
         for layer, number in zip(report["layers"], active, strict=True):
-            gate = executor._ffns[0].first
+            gate = executor.ffns[0].matrices[0].nbytes
             assert layer["bytes_per_token"] == pytest.approx(gate + number / len(tokens) * 2 * part, rel=1e-3)
 
 

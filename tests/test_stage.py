@@ -246,7 +246,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
     allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layout, checkpoint.config.widest_ffn
+    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layouts[0], checkpoint.config.widest_ffn
     for share in (0.0, 0.5, 1.0):
         stage = Stage(CPU, buffer_bytes(layout, d_ff, 1 << 15))
         with split(path, share, stage=stage) as (executor, _):

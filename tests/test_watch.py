@@ -110,12 +110,13 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
         if bias is None
         else reference.layer_norm(x, take(norm), bias, config.norm_eps)
     )
-    first = take("gate" if config.gated else "up")
-    inner = n @ first.T + (take("up_bias") if config.layers[layer].ffn.bias else 0.0)
+    ffn = config.layers[layer].ffn
+    first = take("gate" if ffn.gated else "up")
+    inner = n @ first.T + (take("up_bias") if ffn.bias else 0.0)
     bound = 4 * config.d_model * EPS * (np.abs(n) @ np.abs(first).T + 1)
-    act, limit = config.activations, config.layers[layer].ffn.threshold
+    act, limit = ffn.activation, ffn.threshold
     a = reference.activate("relu" if act == "drelu" else act, inner, None, limit)
-    h = reference.activate(act, inner, n @ take("up").T if config.gated else None, limit)
+    h = reference.activate(act, inner, n @ take("up").T if ffn.gated else None, limit)
     close = np.abs(inner - limit) <= bound
     if act == "drelu":
         close |= np.abs(n @ take("up").T) <= bound
@@ -207,8 +208,8 @@ def test_silencing_is_what_selector_threshold_does(tmp_path: Path) -> None:
             silenced = executor.forward(batch(0, TOKENS, logits=True)).copy()
         bundles = open_bundles(checkpoint, None, cpu.part_bytes)
         for layer, rows in enumerate(bundles.layers):
-            executor.sparsify(layer, rows, bundles.layout, threshold=most[layer])
-            executor.set_ways(layer, {1: "exact"})
+            executor.ffns[layer].add_bundles(bundles.layouts[layer], rows, threshold=most[layer])
+            executor.ffns[layer].set_ways({1: "exact"})
         sparse = np.concatenate([executor.forward(batch(at, at + 1, logits=True)).copy() for at in range(TOKENS)])
     scale = np.abs(dense).max()
     assert np.abs(silenced - dense).max() > 0.01 * scale

@@ -9,7 +9,9 @@ pages.
 from __future__ import annotations
 
 import codecs
+import threading
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,10 @@ import numpy as np
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.devices import Batch
 from powerinfer.errors import RequestError
+from powerinfer.runtime.driver import EngineStats
 from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import StreamEvent
 
 BOS, EOS, VOCAB = 256, 257, 258
 PRIME = 2**31 - 1
@@ -65,7 +70,11 @@ class ToyExecutor:
         self.sizes: list[int] = []  # tokens of each call
         self.positions: list[int] = []  # of every token computed
         self.sequences: list[int] = []  # how many requests each call served
-        self.interrupt_at: int | None = None  # number of the call that Ctrl-C hits
+        self.calls: SimpleQueue[int] = SimpleQueue()  # the number of each call that has begun
+        self.held = False  # every call waits for `let`
+        self._allowed = threading.Semaphore(0)
+        self.fail_at: dict[int, BaseException] = {}  # what a call raises, by its number
+        self.begun = 0
         self.closed = False
         self.choices: dict[str, str] = {}
 
@@ -79,9 +88,12 @@ class ToyExecutor:
             assert array.dtype == np.int32 and array.flags.c_contiguous
         changes = np.count_nonzero(np.diff(batch.rows)) + 1
         assert changes == len(set(batch.rows.tolist())), "the tokens of a sequence are consecutive"
-        if self.interrupt_at == len(self.sizes):
-            self.interrupt_at = None
-            raise KeyboardInterrupt
+        number, self.begun = self.begun, self.begun + 1
+        self.calls.put(number)
+        if self.held:
+            self._allowed.acquire()
+        if number in self.fail_at:
+            raise self.fail_at.pop(number)
         for token, position, row in zip(batch.tokens, batch.positions, batch.rows, strict=True):
             before = self._slots(batch, row, position)
             value = int(before[-1]) if position else 0
@@ -95,6 +107,21 @@ class ToyExecutor:
             logits_of(self._slots(batch, batch.rows[at], batch.positions[at] + 1)) for at in batch.logit_rows.tolist()
         ]
         return np.asarray(rows, np.float32).reshape(len(rows), VOCAB)
+
+    def let(self, calls: int = 1) -> None:
+        """Let calls of a held executor go on."""
+        for _ in range(calls):
+            self._allowed.release()
+
+    def release(self) -> None:
+        """Hold no call any more."""
+        self.held = False
+        self._allowed.release(1000)
+
+    def wait_for(self, call: int) -> None:
+        """Until this call has begun."""
+        while self.begun <= call:
+            self.calls.get(timeout=60)
 
     def _slots(self, batch: Batch, row: int, count: int) -> np.ndarray:
         pages = batch.page_table[row, : -(-int(count) // self.page_size)]
@@ -121,6 +148,11 @@ class ToyTokenizer:
     bos_id, eos_id = BOS, EOS
     eos_ids = frozenset({EOS})
     add_bos = False
+    special_ids = frozenset({BOS, EOS})
+    strips_space = False
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         add = self.add_bos if add_bos is None else add_bos
@@ -135,7 +167,41 @@ class ToyTokenizer:
 
 def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
     config = ModelConfig(
-        architecture="toy", d_model=1, n_heads=1, n_kv_heads=1, head_dim=1, vocab_size=VOCAB, context_length=context,
-        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(), FfnConfig(1)),),
+        architecture="toy", d_model=1, vocab_size=VOCAB, context_length=context,
+        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(1, 1, 1), FfnConfig(1)),),
     )  # fmt: skip
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]
+
+
+def settled(llm: LLM) -> EngineStats:
+    """The statistics once everything asked for so far has been done."""
+    return llm._runner.call(llm.stats)
+
+
+def idle(llm: LLM) -> bool:
+    """Whether nothing runs or waits, and every page is free."""
+    stats = settled(llm)
+    return (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0) and not llm._runner._driver.held
+
+
+class Asked:
+    """A request that was submitted, and its events."""
+
+    def __init__(self, llm: LLM, prompt: Sequence[int], params: SamplingParams | None = None, **limits: Any) -> None:
+        self.request = llm._runner.request(prompt, params or SamplingParams(temperature=0), **limits)
+        self.events: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        self.request.deliver, self.request.every = self.events.put, True
+
+    def rest(self) -> list[StreamEvent | None]:
+        """The events from here on, until the request has ended."""
+        events = [self.events.get(timeout=60)]
+        while events[-1] is not None and events[-1].finish_reason is None:
+            events.append(self.events.get(timeout=60))
+        return events
+
+
+def ask(llm: LLM, prompt: Sequence[int], params: SamplingParams | None = None, **limits: Any) -> Asked:
+    """Submit a request from this thread, without waiting for anything."""
+    asked = Asked(llm, prompt, params, **limits)
+    llm._runner.submit([asked.request])
+    return asked

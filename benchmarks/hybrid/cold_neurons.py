@@ -21,7 +21,7 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.bundle_file import bundle_layout, n_groups
+from powerinfer.formats.bundle_file import bundle_layouts, n_groups
 from powerinfer.formats.bundle_memory import SomeBundles
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
@@ -70,25 +70,24 @@ def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) ->
 def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
     rng = np.random.default_rng(5)
     k, n = args.d_model, args.neurons
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=16)), FfnConfig(n, "relu", gated=args.gated))
-    config = ModelConfig("cold", k, 1, 1, 16, 32, 64, 1e-5, (layer,))
+    layer = LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), FfnConfig(n, "relu", gated=args.gated))
+    config = ModelConfig("cold", k, 32, 64, 1e-5, (layer,))
     engine = EngineConfig(threads=args.threads, context=64, isa=args.isa)
     executor = CpuExecutor(config, engine, dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0)), first_layer=1)
-    layout = bundle_layout(config, gate_type, down_type, cpu.part_bytes)
+    (layout,) = bundle_layouts(config, gate_type, down_type, cpu.part_bytes)
     least, most = args.fires
     p = np.exp(rng.uniform(np.log(least), np.log(most), n))
     bias = np.array([NormalDist().inv_cdf(one) for one in p], np.float32)
     biases = (bias, None) if args.gated else (None, bias)
     every = bundles(rng, config, layout, args.layers)
-    parts = [executor.neuron_sum(0, layout, some, biases, count_fired=some is every[0]) for some in every]
+    parts = [executor.parts.bundled(0, layout, some, biases, count_fired=some is every[0]) for some in every]
     x = rng.standard_normal((max(args.tokens), k), np.float32)
     out = np.empty_like(x)
     fires = np.empty((len(x), n), bool)
     fired_for = np.empty(n, np.int64)
     for t in range(len(x)):
-        parts[0].clear()
         parts[0].sum(x[t : t + 1], out[t : t + 1])
-        parts[0].fired(fired_for)
+        parts[0].take_fired(fired_for)
         fires[t] = fired_for > 0
     selected = (fires | (rng.random(fires.shape) < IN_VAIN * p / (1 - p))).astype(np.uint8)
     for tokens in args.tokens:

@@ -135,7 +135,7 @@ def _vram(model: Path, engine: EngineConfig, vram: int | float) -> int:
     plan = resolve(open_checkpoint(model), replace(engine, selector="predicted")).plan
     assert plan is not None
     shape, config = plan.request.model, plan.request.model.config
-    return plan.request.vram_for() + int(vram * shape.bundles.stride * config.n_neurons)
+    return plan.request.vram_for() + int(vram * shape.bundle.stride * config.n_neurons)
 
 
 def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | None]:
@@ -210,7 +210,8 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     config = checkpoint.config
     bundles = open_bundles(checkpoint, None, cpu.part_bytes)
     every = np.arange(config.widest_ffn, dtype=np.int32)
-    neurons = gpu.resident(bundles.layout, bundles.layers[config.n_layers // 2], every, device, config.layers[0].ffn)
+    middle = config.n_layers // 2
+    neurons = gpu.resident(bundles.layouts[middle], bundles.layers[middle], every, device, config.layers[middle].ffn)
     runs = []
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]

@@ -186,10 +186,11 @@ def _neurons(config: FfnConfig, tensors: _Tensors, n: Float32) -> tuple[Float32,
 def _attention(config: ModelConfig, tensors: _Tensors, n: Float32) -> Float32:
     """Causal attention within each sequence, [sequences, length, d_model]."""
     sequences, length, _ = n.shape
-    dim, groups = config.head_dim, config.n_heads // config.n_kv_heads
-    q = tensors.linear("q", n).reshape(sequences, length, config.n_heads, dim)
-    k = tensors.linear("k", n).reshape(sequences, length, config.n_kv_heads, dim)
-    v = tensors.linear("v", n).reshape(sequences, length, config.n_kv_heads, dim)
+    own = config.layers[0].attention  # of models whose layers are alike
+    dim, groups = own.head_dim, own.n_heads // own.n_kv_heads
+    q = tensors.linear("q", n).reshape(sequences, length, own.n_heads, dim)
+    k = tensors.linear("k", n).reshape(sequences, length, own.n_kv_heads, dim)
+    v = tensors.linear("v", n).reshape(sequences, length, own.n_kv_heads, dim)
     if config.positions == "rope":
         q, k = (_rotated(config, part) for part in (q, k))
     k, v = (np.repeat(part, groups, axis=2).transpose(0, 2, 1, 3) for part in (k, v))

@@ -250,7 +250,7 @@ class StandIn:
         """The cold neurons' bundles; the scales that groups of them share are others', which takes as long."""
         if self.bundles is None:
             return None
-        layout, held = self.bundles.layout, self.bundles.layers[layer]
+        layout, held = self.bundles.layouts[layer], self.bundles.layers[layer]
         bundles, groups = BUNDLE_GROUP * layout.pitch, n_groups(len(cold))
         rows = np.zeros((groups, layout.group_bytes), np.uint8)
         picked = np.zeros((groups * BUNDLE_GROUP, layout.pitch), np.uint8)
@@ -267,8 +267,8 @@ class StandIn:
                 one = self.predictors[layer]
                 about = Predictor(one.predictor.rank, one.predictor.threshold if threshold is None else threshold, 0)
                 predictor = about, one.inner, rows_of(one.outer, cold)
-            self.executor.sparsify(layer, self.rows[layer], self.bundles.layout, predictor=predictor)
-            self.executor.set_ways(layer, {1: WAY[self._selector]})
+            self.executor.ffns[layer].add_bundles(self.bundles.layouts[layer], self.rows[layer], predictor=predictor)
+            self.executor.ffns[layer].set_ways({1: WAY[self._selector]})
 
     def seconds(self, fixed: float) -> tuple[NDArray[np.float64], float]:
         """([layers]: what the FFNs take, cores that others used meanwhile). fixed: a sparse FFN without products."""
@@ -318,7 +318,7 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
     on_cpu = np.zeros(config.n_layers)
     for layer, k in enumerate(groups):
         left = expected.sums[layer, -1] - expected.sums[layer, k]
-        each = cost.neuron_seconds(here.cpu, model.bundles, selector, model.ffn[layer], config.widest_ffn)
+        each = cost.neuron_seconds(here.cpu, model.bundles[layer], selector, model.ffn[layer], config.widest_ffn)
         on_cpu[layer] = left @ each + fixed if left[0] else 0.0
     half = StandIn(subject, plan, selector)
     measured, others = half.seconds(fixed)

@@ -41,7 +41,7 @@ def measure(path: Path, rounds: int, tokens: int) -> dict[str, Any]:
     rng = np.random.default_rng(6)
     text = Windows(rng.integers(0, config.vocab_size, (rounds + 1, WINDOW), np.int32), ("random",), (rounds + 1,), "")
     rows = min(tokens, ProfileConfig.samples // row_bytes(checkpoint)) * text.tokens // tokens
-    rectified = config.rectified
+    rectified = config.partly_rectified
     task = Task(text, max(1, rows), None if rectified else 0.01)
     thresholds = None if rectified else [0.05] * config.n_layers
     state = State(config, 1)

@@ -34,7 +34,7 @@ def measure(model: Path, threads: int, steps: int) -> dict[str, Any]:
             for step in range(len(WAYS) * (steps + 1)):
                 way = WAYS[step % len(WAYS)]
                 for layer in range(llm.config.n_layers):
-                    executor.set_ways(layer, {1: way})
+                    executor.ffns[layer].set_ways({1: way})
                 at = np.full(1, step % CONTEXT, np.int32)
                 executor.forward(Batch(tokens[at], at, first, pages, nothing))
                 seconds[way].append(sum(executor.ffn_seconds()))

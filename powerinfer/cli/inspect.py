@@ -1,12 +1,12 @@
 """Show what a model is and how it would run, without running it.
 
-JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...), layers (each kind
-of layer: numbers of the layers, and what `LayerConfig` says), quantisation (main type, bytes by type), tokenizer,
-chat_template, notes, fingerprint, choices (chosen and why), prepared (folder; profile, predictor, bundles and the
-newest plan, each null if missing: path, bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora,
-active_fraction, hot_share (of the neurons, that carry 80 % of activations) and thresholds of a profile, type, layers
-and training of a predictor, types of bundles, selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu
-and decode_tok_s (predicted) of a plan; report: path of its page).
+JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
+are lists, of every layer), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
+quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why),
+prepared (folder; profile, predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null, or
+why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 % of
+activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles, selector, policy,
+hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report: path of its page).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan_document import PlanDocument
 
-SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "context_length")
+HEADS = ("n_heads", "n_kv_heads", "head_dim")
 MEMORIES = {"gpu": "VRAM", "cpu": "RAM"}
 
 
@@ -61,7 +61,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": str(checkpoint.path),
         "file_bytes": checkpoint.file_bytes,
         "parameters": checkpoint.parameters,
-        "sizes": {name: getattr(config, name) for name in SIZES},
+        "sizes": _sizes(config),
         "tied_embeddings": config.tied_embeddings,
         "norm_eps": config.norm_eps,
         "layers": _kinds(config),
@@ -71,6 +71,14 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "notes": checkpoint.notes,
         "fingerprint": checkpoint.fingerprint,
     }
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"n_layers": config.n_layers, "d_model": config.d_model}
+    for name in HEADS:
+        every = [getattr(layer.attention, name) for layer in config.layers]
+        sizes[name] = every[0] if len(set(every)) == 1 else every
+    return sizes | {"vocab_size": config.vocab_size, "context_length": config.context_length}
 
 
 def _kinds(config: ModelConfig) -> list[dict[str, Any]]:
@@ -118,8 +126,7 @@ def _predictor(file: PredictorFile) -> dict[str, Any]:
 
 
 def _bundles(file: BundleFile) -> dict[str, Any]:
-    gate = file.layout.gate_type if file.layout.gated else None
-    return {"types": {"gate": gate, "up": file.layout.gate_type, "down": file.layout.down_type}}
+    return {"types": file.types_by_part}
 
 
 def _plan(plan: PlanDocument) -> dict[str, Any]:
@@ -147,7 +154,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
         "architecture": f"{document['architecture']}, {document['parameters'] / 1e6:.1f} M parameters",
         "layers": f"{sizes['n_layers']} of width {sizes['d_model']}",
         **_layer_lines(document["layers"]),
-        "attention": f"{sizes['n_heads']} heads of {sizes['head_dim']}, {sizes['n_kv_heads']} for keys and values",
+        "attention": _attention(sizes),
         "context": f"{sizes['context_length']} tokens",
         "vocabulary": f"{sizes['vocab_size']} tokens, answers end at {document['tokenizer']['end_ids']}",
         "head": "the embedding" if document["tied_embeddings"] else "a matrix of its own",
@@ -161,6 +168,12 @@ def _show(document: dict[str, Any], out: Output) -> None:
     _show_training(document["prepared"]["predictor"], out)
     for note in document["notes"]:
         out.note(note)
+
+
+def _attention(sizes: dict[str, Any]) -> str:
+    every = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
+    heads, kv, dim = map(_span, every)
+    return f"{heads} heads of {dim}, {kv} for keys and values"
 
 
 def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:

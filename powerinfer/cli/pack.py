@@ -74,7 +74,7 @@ def _agreement(config: ModelConfig, model: str | None, engine: EngineConfig, out
 
     context = min(CONTEXT, config.context_length)
     engine = replace(engine, context=context, max_batch=1, trial=False, selector="exact")
-    if not config.rectified:
+    if not config.partly_rectified:
         engine = replace(engine, selector="threshold", threshold=1e-30)
     with open_llm(model, engine, out) as llm, Bar() as bar:
         return asdict(agreement(llm, None, SAMPLE, context, progress=bar))

@@ -1,5 +1,7 @@
-// The activation of an FFN's neurons: h = act(gate . n) * (up . n), or without a gate act(up . n).
+// What the neurons of an FFN compute with their weights, whatever these are stored in.
 #pragma once
+#include <vector>
+
 #include "table.h"
 
 struct Activation {
@@ -20,4 +22,11 @@ struct Activation {
     if (kind == PI_DRELU) kernels->activate(PI_RELU, 0.0f, up, nullptr, n);
   }
   bool operator==(const Activation& other) const { return kind == other.kind && threshold == other.threshold; }
+};
+
+// h = act(gate . n + gate_bias) * (up . n + up_bias) of the input n, or without a gate act(up . n + up_bias).
+struct NeuronSpec {
+  Activation activation;
+  std::vector<float> gate_bias, up_bias;  // a value for each neuron; empty: none
+  const std::vector<float>& first_bias(bool gated) const { return gated ? gate_bias : up_bias; }
 };

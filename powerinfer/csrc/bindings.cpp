@@ -7,7 +7,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -191,8 +190,7 @@ nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> order_of(const std::string& type_na
 std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model,
                                       const std::optional<std::string>& gate_type, const std::string& up_type,
                                       const std::string& down_type, int64_t pitch, int64_t gate_at, int64_t up_at,
-                                      int64_t down_at, const Activation& activation, std::optional<Floats> gate_bias,
-                                      std::optional<Floats> up_bias, std::optional<Ints> counts) {
+                                      int64_t down_at, const NeuronSpec& spec, std::optional<Ints> counts) {
   auto b = std::make_shared<Bundles>();
   const int64_t groups = counts ? (int64_t)counts->shape(0) : (int64_t)data.shape(0);
   int64_t group_bytes = (int64_t)data.shape(1);
@@ -223,13 +221,10 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   b->up = part(up_type, PI_DOT, up_at);
   b->down = part(down_type, PI_ADD, down_at);
   b->neurons = neurons;
-  b->activation = activation;
-  b->gate_bias = vector_of(gate_bias);
-  b->up_bias = vector_of(up_bias);
-  require(b->neurons > 0 && (b->gate_bias.empty() || (int64_t)b->gate_bias.size() == b->neurons) &&
-              (b->up_bias.empty() || (int64_t)b->up_bias.size() == b->neurons),
-          "biases must have one value for every neuron");
-  require(b->gated() || b->gate_bias.empty(), "a bias of gate, but no gate");
+  b->spec = spec;
+  for (const Vector* bias : {&spec.gate_bias, &spec.up_bias})
+    require(bias->empty() || (int64_t)bias->size() == b->neurons, "biases must have one value for every neuron");
+  require(b->gated() || spec.gate_bias.empty(), "a bias of gate, but no gate");
   return b;
 }
 
@@ -267,12 +262,6 @@ void between_jobs(const Workspace& workspace, const Work& work) {
 
 using Counts = std::map<std::string, int64_t>;
 
-NeuronStats stats_of(const NeuronSum& sum) {
-  NeuronStats stats;
-  between_jobs(*sum.workspace, [&] { stats = sum.stats; });
-  return stats;
-}
-
 Counts counts_of(const NeuronStats& s) {
   return {{"steps", s.steps},           {"tokens", s.tokens},
           {"active", s.active},         {"candidates", s.candidates},
@@ -293,59 +282,33 @@ bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2>
                  out.data());
 }
 
-void fired(const NeuronSum& sum, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
-  const std::vector<int32_t>& members = sum.bundles->members;
-  require(!sum.fired.empty() && out.shape(0) == members.size(),
-          "firings are not counted, or out has another number of neurons");
-  int64_t* const to = out.data();
-  between_jobs(*sum.workspace, [&] {
-    for (size_t j = 0; j < members.size(); j++) to[j] = sum.fired[(size_t)members[j]];
-  });
-}
-
-void clear(NeuronSum& sum) {
-  between_jobs(*sum.workspace, [&] {
-    sum.stats = {};
-    std::fill(sum.fired.begin(), sum.fired.end(), 0);
-  });
-}
-
-void sparsify(Ffn& ffn, std::shared_ptr<Bundles> bundles, std::shared_ptr<Predictor> predictor, float threshold,
-              int64_t recall_every) {
+Counts sum_counts(const NeuronSum& sum) {
   nb::gil_scoped_release release;
-  ffn.sparsify(std::move(bundles), std::move(predictor), threshold, recall_every);
+  return counts_of(sum.stats());
+}
+
+void take_fired(NeuronSum& sum, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+  require(out.shape(0) == sum.bundles->members.size(), "out has another number of neurons");
+  nb::gil_scoped_release release;
+  sum.take_fired(out.data());
 }
 
 void set_ways(Ffn& ffn, const std::vector<std::string>& names) {
   require(names.size() == PI_NEURON_TOKENS, "a way is needed for each number of tokens");
   Way ways[PI_NEURON_TOKENS];
-  bool predicted = false;
-  for (size_t i = 0; i < names.size(); i++) {
-    ways[i] = (Way)index_of(WAYS, N_WAYS, names[i], "way");
-    predicted |= ways[i] == WAY_PREDICTED;
-  }
-  between_jobs(*ffn.workspace, [&] {
-    require((bool)ffn.neurons, "that FFN has no bundles");
-    require(!predicted || ffn.predictor, "that FFN has no predictor");
-    std::copy(ways, ways + PI_NEURON_TOKENS, ffn.ways + 1);
-  });
+  for (size_t i = 0; i < names.size(); i++) ways[i] = (Way)index_of(WAYS, N_WAYS, names[i], "way");
+  nb::gil_scoped_release release;
+  ffn.set_ways(ways);
 }
 
 Counts ffn_counts(const Ffn& ffn) {
-  NeuronStats stats;
-  int64_t exact_steps = 0;
-  Ffn::Recall recall = {};
-  between_jobs(*ffn.workspace, [&] {
-    require((bool)ffn.neurons, "that FFN has no bundles");
-    stats = ffn.neurons->stats;
-    exact_steps = ffn.exact_steps;
-    recall = ffn.recall;
-  });
-  Counts counts = counts_of(stats);
-  counts["exact_steps"] = exact_steps;
-  counts["sampled_tokens"] = recall.tokens;
-  counts["sampled_active"] = recall.active;
-  counts["sampled_found"] = recall.found;
+  nb::gil_scoped_release release;
+  const Ffn::Counts all = ffn.counts();
+  Counts counts = counts_of(all.neurons);
+  counts["exact_steps"] = all.exact_steps;
+  counts["sampled_tokens"] = all.recall.tokens;
+  counts["sampled_active"] = all.recall.active;
+  counts["sampled_found"] = all.recall.found;
   return counts;
 }
 
@@ -422,11 +385,11 @@ void bind_levels(nb::module_& m) {
       "k"_a, "Bytes of 16 packed rows of k columns.");
   m.def(
       "kv_page_bytes",
-      [](const std::string& type, int layers, int kv_heads, int head_dim) {
-        return (int64_t)layers * kv_heads *
+      [](const std::string& type, int64_t kv_heads, int64_t head_dim) {
+        return kv_heads *
                pi_kv_head_bytes(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), pi_round_up(head_dim, PI_LANES));
       },
-      "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one page of 32 tokens of all layers.");
+      "type"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one layer in a page of 32 tokens.");
 }
 
 void bind_pool(nb::module_& m) {
@@ -489,24 +452,30 @@ void bind_parts(nb::module_& m) {
         "The values of one part of bundles: data [groups, bytes of a group], out [rows, k].");
 }
 
-void bind_activation(nb::module_& m) {
-  nb::class_<Activation>(m, "Activation", "The activation of an FFN: a name of ACTIVATIONS; threshold: of fatrelu.")
+void bind_neuron_spec(nb::module_& m) {
+  nb::class_<NeuronSpec>(m, "NeuronSpec",
+                         "What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of\n"
+                         "fatrelu; biases of gate and up, a value for each neuron.")
       .def(
           "__init__",
-          [](Activation* activation, const std::string& name, float threshold) {
-            new (activation) Activation{index_of(ACTIVATIONS, PI_N_ACTS, name, "activation"), threshold};
+          [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
+             std::optional<Floats> up_bias) {
+            new (spec) NeuronSpec{{index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold},
+                                  vector_of(gate_bias),
+                                  vector_of(up_bias)};
           },
-          "name"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f);
+          "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f, "gate_bias"_a = nb::none(),
+          "up_bias"_a = nb::none());
 }
 
 void bind_bundles(nb::module_& m) {
   nb::class_<Bundles>(m, "Bundles",
                       "Neurons of a layer, each with its rows of gate and up and its column of down.\n\n"
                       "data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of\n"
-                      "groups that differ. Biases have a value for every place of a group.")
+                      "groups that differ; then spec's biases have a value for every place of a group.")
       .def(nb::new_(&make_bundles), "data"_a.noconvert(), "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
-           "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "activation"_a, "gate_bias"_a = nb::none(),
-           "up_bias"_a = nb::none(), "counts"_a = nb::none(), nb::keep_alive<0, 2>())  // 1 is the class
+           "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "spec"_a, "counts"_a = nb::none(),
+           nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
       .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
@@ -546,11 +515,14 @@ void bind_cache(nb::module_& m) {
   nb::class_<Cache>(m, "Cache")
       .def(
           "__init__",
-          [](Cache* cache, const std::string& type, int layers, int kv_heads, int head_dim, int64_t pages) {
-            require(layers > 0 && kv_heads > 0 && head_dim > 0 && pages > 0, "a cache needs layers, heads and pages");
-            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), layers, kv_heads, head_dim, pages);
+          [](Cache* cache, const std::string& type, const std::vector<std::pair<int64_t, int64_t>>& heads,
+             int64_t pages) {
+            const bool right = std::all_of(heads.begin(), heads.end(),
+                                           [](const auto& one) { return one.first > 0 && one.second > 0; });
+            require(!heads.empty() && right && pages > 0, "a cache needs layers, heads and pages");
+            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), heads, pages);
           },
-          "type"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "pages"_a)
+          "type"_a, "heads"_a, "pages"_a, "heads: of each layer the number for keys and values, and their dimensions.")
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
 }
@@ -579,11 +551,12 @@ void bind_neuron_sum(nb::module_& m) {
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
            "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
       .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
-      .def(
-          "counts", [](const NeuronSum& sum) { return counts_of(stats_of(sum)); },
-          "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.")
-      .def("fired", &fired, "out"_a.noconvert(), "out = tokens that each neuron fired for, [neurons].")
-      .def("clear", &clear, "Reset the counters.");
+      .def("counts", &sum_counts,
+           "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.\n\n"
+           "Waits until no job runs, like the others that read or reset counters: all of a job is counted, or nothing.")
+      .def("take_fired", &take_fired, "out"_a.noconvert(),
+           "out = tokens that each neuron fired for since the last call, [neurons].")
+      .def("clear", &NeuronSum::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 
 void bind_predictor(nb::module_& m) {
@@ -593,45 +566,53 @@ void bind_predictor(nb::module_& m) {
       "largest where these are fewer; z = outer . relu(inner . x), x before the FFN's norm.\n\n"
       "inner: [rank, d_model]; outer: [neurons, rank].")
       .def(nb::init<std::shared_ptr<Matrix>, std::shared_ptr<Matrix>, float, int64_t>(), "inner"_a, "outer"_a,
-           "threshold"_a = 0.0f, "floor"_a = 0);
+           "threshold"_a = 0.0f, "floor"_a = 0)
+      .def_prop_ro("nbytes", [](const Predictor& p) { return p.in->bytes() + p.out->bytes(); });
+}
+
+void bind_dense_neurons(nb::module_& m) {
+  nb::class_<DenseNeurons>(m, "DenseNeurons", "A part of an FFN: neurons of one layer as matrices.")
+      .def(
+          "__init__",
+          [](DenseNeurons* neurons, const NeuronSpec& spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
+             std::shared_ptr<Matrix> down) {
+            new (neurons) DenseNeurons(spec, std::move(gate), std::move(up), std::move(down));
+          },
+          "spec"_a, "gate"_a.none(), "up"_a, "down"_a);
 }
 
 void bind_ffn(nb::module_& m) {
-  nb::class_<FfnSpec>(m, "FfnSpec",
-                      "An FFN without its weights: its norms (of its input and its output), biases, activation.")
+  nb::class_<FfnSpec>(m, "FfnSpec", "What an FFN does around the sum of its neurons.")
       .def(
           "__init__",
-          [](FfnSpec* spec, const Activation& activation, const Norm* norm, const Norm* out_norm,
-             std::optional<Floats> gate_bias, std::optional<Floats> up_bias, std::optional<Floats> down_bias) {
-            new (spec) FfnSpec{norm_of(norm),      norm_of(out_norm),    vector_of(gate_bias),
-                               vector_of(up_bias), vector_of(down_bias), activation};
+          [](FfnSpec* spec, const Norm* norm, const Norm* out_norm, std::optional<Floats> down_bias) {
+            new (spec) FfnSpec{norm_of(norm), norm_of(out_norm), vector_of(down_bias)};
           },
-          "activation"_a, "norm"_a = nb::none(), "out_norm"_a = nb::none(), "gate_bias"_a = nb::none(),
-          "up_bias"_a = nb::none(), "down_bias"_a = nb::none());
+          "norm"_a = nb::none(), "out_norm"_a = nb::none(), "down_bias"_a = nb::none());
 
   nb::class_<Op>(m, "Operator", "An operator of a program, the number-th that it runs.").def_ro("number", &Op::number);
-  nb::class_<Ffn, Op>(m, "Ffn", "An FFN that has its matrices; it may also have its neurons as bundles.")
-      .def("sparsify", &sparsify, "bundles"_a, "predictor"_a = nb::none(), "threshold"_a = 0.0f, "recall_every"_a = 0,
-           "Give it its neurons as bundles, with its biases, and a predictor. It is dense until `set_ways`.\n\n"
-           "threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the\n"
-           "predictor's recall, 0: none.")
+  nb::class_<Ffn, Op>(m, "Ffn", "An FFN that has its neurons as matrices, as bundles, or both.")
+      .def(
+          "set_bundled",
+          [](Ffn& ffn, std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every) {
+            nb::gil_scoped_release release;
+            ffn.set_bundled(std::move(bundled), std::move(predictor), recall_every);
+          },
+          "bundled"_a, "predictor"_a = nb::none(), "recall_every"_a = 0,
+          "Replace its neurons as bundles, and the predictor that selects among them; counters and ways are reset.\n\n"
+          "recall_every: steps between samples of the predictor's recall, 0: none.")
       .def_prop_rw(
-          "dense_above", [](const Ffn& ffn) { return ffn.dense_above; },
+          "dense_above", &Ffn::dense_above,
           [](Ffn& ffn, double share) {
-            require(share >= 0 && share <= 1, "a share lies between 0 and 1");
-            between_jobs(*ffn.workspace, [&] { ffn.dense_above = share; });
+            nb::gil_scoped_release release;
+            ffn.set_dense_above(share);
           },
           "The share of firing neurons above which an exact step reads up and down from the matrices.")
       .def("set_ways", &set_ways, "ways"_a,
-           "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\", \"exact\" or \"predicted\".")
+           "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\" (the default where there are matrices),\n"
+           "\"exact\" or \"predicted\".")
       .def("counts", &ffn_counts, "As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found.")
-      .def("clear", [](Ffn& ffn) { between_jobs(*ffn.workspace, [&] { ffn.clear_stats(); }); }, "Reset the counters.");
-  nb::class_<BundledFfn, Op>(m, "BundledFfn", "An FFN that has its neurons only as bundles.")
-      .def_prop_ro("neurons", [](const BundledFfn& ffn) { return ffn.neurons; })
-      .def_prop_rw(
-          "predicts", [](const BundledFfn& ffn) { return ffn.predicts; },
-          [](BundledFfn& ffn, bool on) { between_jobs(*ffn.neurons->workspace, [&] { ffn.predicts = on; }); },
-          "Whether its predictor is used, if it has one.");
+      .def("clear", &Ffn::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 
 void bind_watch(nb::module_& m) {
@@ -685,16 +666,13 @@ void bind_program(nb::module_& m) {
       .def(
           "__init__",
           [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
-             int64_t d_model, int64_t d_ff, int64_t heads, int64_t kv_heads, int64_t head_dim,
-             std::optional<int64_t> embed_dim) {
-            const Sizes sizes{max_tokens, d_model, d_ff, heads, kv_heads, head_dim, embed_dim.value_or(d_model)};
-            require(max_tokens > 0 && d_model > 0 && d_ff > 0 && heads > 0 && kv_heads > 0 && head_dim > 0 &&
-                        sizes.embed_dim > 0,
-                    "sizes must be positive");
-            new (p) Program(std::move(workspace), std::move(cache), sizes);
+             int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim) {
+            Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
+            require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
+            new (p) Program(std::move(workspace), std::move(cache), std::move(sizes));
           },
-          "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
-          "embed_dim"_a = nb::none())
+          "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
+          "heads: query heads of each layer of the cache.")
       .def(
           "add_rope",
           [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
@@ -716,7 +694,7 @@ void bind_program(nb::module_& m) {
              std::optional<float> scale) {
             p.attention_input({layer, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
                                vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
-                               scale.value_or(1.0f / sqrtf((float)p.sizes.head_dim))});
+                               scale});
           },
           "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(),
           "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "rope"_a = -1,
@@ -727,25 +705,20 @@ void bind_program(nb::module_& m) {
       .def("attention", &Program::attention, "layer"_a, "window"_a, "attended = softmax(q k) v; window 0: none.")
       .def(
           "project",
-          [](Program& p, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
-            p.project(std::move(w), vector_of(bias), norm_of(norm));
+          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
+            p.project(layer, std::move(w), vector_of(bias), norm_of(norm));
           },
-          "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
+          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
       .def(
           "ffn",
-          [](Program& p, const FfnSpec& spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
-             std::shared_ptr<Matrix> down) { return p.ffn({spec, std::move(gate), std::move(up), std::move(down)}); },
-          "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
-          "x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x); without a gate down . act(up . n).")
-      .def(
-          "bundled_ffn",
-          [](Program& p, const FfnSpec& spec, std::shared_ptr<NeuronSum> neurons,
+          [](Program& p, const FfnSpec& spec, std::shared_ptr<DenseNeurons> dense, std::shared_ptr<NeuronSum> bundled,
              std::shared_ptr<Predictor> predictor) {
-            return p.bundled_ffn(spec, std::move(neurons), std::move(predictor));
+            return p.ffn(spec, std::move(dense), std::move(bundled), std::move(predictor));
           },
-          "spec"_a, "neurons"_a, "predictor"_a = nb::none(),
-          "x += out_norm(sum of the neurons of norm(x) + down_bias); the biases of gate and up are in the bundles.\n\n"
-          "A predictor selects, of all neurons, those of steps of up to NEURON_TOKENS tokens.")
+          "spec"_a, "dense"_a = nb::none(), "bundled"_a = nb::none(), "predictor"_a = nb::none(),
+          "x += out_norm(sum of the neurons of norm(x) + down_bias).\n\n"
+          "The neurons as matrices, as bundles, or both. predictor: selects among bundles, in steps of up to\n"
+          "NEURON_TOKENS tokens.")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",
@@ -789,7 +762,7 @@ NB_MODULE(_native, m) {
   bind_pool(m);
   bind_matrix(m);
   bind_parts(m);
-  bind_activation(m);
+  bind_neuron_spec(m);
   bind_bundles(m);
   bind_table(m);
   bind_norm(m);
@@ -797,6 +770,7 @@ NB_MODULE(_native, m) {
   bind_workspace(m);
   bind_neuron_sum(m);
   bind_predictor(m);
+  bind_dense_neurons(m);
   bind_ffn(m);
   bind_watch(m);
   bind_program(m);

@@ -58,7 +58,7 @@ struct Work {
       float* a = h(t);
       if (f.known)
         for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
-      else b.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES));
+      else b.spec.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES));
       if (f.wanted)
         for (int64_t j = 0; j < n; j++)
           if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
@@ -69,10 +69,10 @@ struct Work {
   }
 
   void multiply_up() {
-    dots(b.up, b.up_bias, block.more);
+    dots(b.up, b.spec.up_bias, block.more);
     for (int64_t t = 0; t < tokens; t++) {
       float *a = h(t), *u = more(t);
-      b.activation.apply_second(kernels, u, pi_round_up(n, PI_LANES));
+      b.spec.activation.apply_second(kernels, u, pi_round_up(n, PI_LANES));
       for (int64_t j = 0; j < n; j++) a[j] *= u[j];
     }
   }
@@ -136,7 +136,7 @@ struct Work {
       for (int64_t i = 0; i < count; i++) a[i] = f.known[block.pairs[i].token * f.ld + block.pairs[i].neuron];
     } else {
       dot_pairs(b.first(), b.first_bias(), a);
-      b.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES));
+      b.spec.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES));
     }
     if (f.threshold > 0.0f)
       for (int64_t i = 0; i < count; i++)
@@ -144,8 +144,8 @@ struct Work {
   }
 
   void multiply_up_pairs() {
-    dot_pairs(b.up, b.up_bias, block.more);
-    b.activation.apply_second(kernels, block.more, pi_round_up(count, PI_LANES));
+    dot_pairs(b.up, b.spec.up_bias, block.more);
+    b.spec.activation.apply_second(kernels, block.more, pi_round_up(count, PI_LANES));
     for (int64_t i = 0; i < count; i++) block.h[i] *= block.more[i];
   }
 

@@ -21,17 +21,17 @@ void unpack_part(int kind, const PiPart& part, int64_t i, float* out);
 // The form of activations that the kernels read instead of q and d, pi_lanes_bytes per token.
 void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 
-// An FFN's neurons: h = act(gate . n + gate_bias) * (up . n + up_bias), or without a gate act(up . n + up_bias).
+// Neurons of one layer.
 struct Bundles {
-  PiPart gate, up, down;  // gate.groups null: no gate
-  int64_t neurons;        // places: where groups have fewer bundles, some are empty
-  Activation activation;
-  std::vector<float> gate_bias, up_bias;  // empty: none
-  std::vector<int32_t> members;           // the places that hold a neuron, ascending
-  std::vector<int64_t> offsets;           // of groups, where some have fewer bundles; else empty
+  PiPart gate, up, down;         // gate.groups null: no gate
+  int64_t neurons;               // places: where groups have fewer bundles, some are empty
+  NeuronSpec spec;               // biases have a value for every place
+  std::vector<int32_t> members;  // the places that hold a neuron, ascending
+  std::vector<int64_t> offsets;  // of groups, where some have fewer bundles; else empty
   bool gated() const { return gate.groups != nullptr; }
   const PiPart& first() const { return gated() ? gate : up; }  // what the activation is on
-  const std::vector<float>& first_bias() const { return gated() ? gate_bias : up_bias; }
+  const std::vector<float>& first_bias() const { return spec.first_bias(gated()); }
+  bool complete() const { return (int64_t)members.size() == neurons; }  // whether every place holds a neuron
   int forms() const { return pi_form(gate.groups ? gate.type : up.type) | pi_form(up.type); }
 };
 

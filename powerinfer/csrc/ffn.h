@@ -1,82 +1,73 @@
-// The FFN of a layer, as a choice over its neurons: all of them from matrices (dense), those whose gates fire (exact)
-// or those that a predictor selects (predicted); and FFNs that have their neurons only as bundles.
+// The FFN of a layer: a sum over its neurons, which are parts. It has all of them as matrices (dense_neurons.h), as
+// bundles (neuron_sum.h), or both, and for each number of tokens a way that says which part is used, and for which
+// neurons.
 #pragma once
-#include "activation.h"
+#include "dense_neurons.h"
 #include "neuron_sum.h"
 #include "program.h"
 
+// dense: all neurons, from the matrices. exact: those whose gates fire; gates come from the matrices where there are
+// any, else from bundles. predicted: those that a predictor selects, from bundles.
 enum Way { WAY_DENSE, WAY_EXACT, WAY_PREDICTED, N_WAYS };
 
-// An FFN without its weights.
+// What an FFN does around the sum of its neurons.
 struct FfnSpec {
   Norm norm, out_norm;  // of what it reads, and of what it adds
-  Vector gate_bias, up_bias, down_bias;
-  Activation activation;
+  Vector down_bias;     // of the sum
 };
 
-struct FfnInput {
-  FfnSpec spec;
-  std::shared_ptr<Matrix> gate, up, down;                     // gate may be null: the activation is on up
-  const Matrix& first() const { return gate ? *gate : *up; }  // what the activation is on
-  const Vector& first_bias() const { return gate ? spec.gate_bias : spec.up_bias; }
-};
-
-// x += out_norm(down . (act(gate . n) * (up . n))), n = norm(x), or without a gate down . act(up . n).
+// x += out_norm(sum of the neurons + down_bias), of norm(x).
 class Ffn : public Op {
  public:
-  Ffn(std::shared_ptr<Workspace> of, FfnInput in) : workspace(std::move(of)), in_(std::move(in)) {}
-  // Gives it its neurons as bundles, with the biases of gate and up, and a predictor or null; it is dense until `ways`
-  // are set. threshold: activations up to this magnitude count as zero; recall_every: steps between samples of the
-  // predictor's recall, 0: none.
-  void sparsify(std::shared_ptr<Bundles> bundles, std::shared_ptr<const Predictor> predictor, float threshold,
-                int64_t recall_every);
+  // dense may be null; then `set_bundled` must follow. Made by Program::ffn, which checks the sizes.
+  Ffn(std::shared_ptr<Workspace> workspace, FfnSpec spec, std::shared_ptr<const DenseNeurons> dense);
+
+  // Replaces its neurons as bundles, and the predictor, which may be null; resets its counters and its ways: dense
+  // where it has matrices. recall_every: steps between samples of the predictor's recall, for which all gates are
+  // computed from the matrices; 0: none.
+  void set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const Predictor> predictor,
+                   int64_t recall_every = 0);
+  // The ways of steps of 1, 2, .. PI_NEURON_TOKENS tokens. Larger steps are dense, or without matrices exact.
+  void set_ways(const Way* ways);
+  // `exact`: of the neurons, the share above which a step computes the rest from the matrices.
+  void set_dense_above(double share);
+  double dense_above() const { return dense_above_; }
+  const std::shared_ptr<NeuronSum>& bundled() const { return bundled_; }
 
   const char* name() const override { return "ffn"; }
   void run(Thread& t, const Step& step) override;
 
-  const std::shared_ptr<Workspace> workspace;  // of its program
-
-  // Of a sparsified one; changed between jobs only.
-  Way ways[PI_NEURON_TOKENS + 1] = {};  // for each number of tokens
-  double dense_above = 1;               // `exact`: of the neurons, the share above which the step continues densely
-  std::unique_ptr<NeuronSum> neurons;   // null: it is dense
-  std::shared_ptr<const Predictor> predictor;
-  int64_t exact_steps = 0;
   // How many active neurons of sampled tokens were candidates.
   struct Recall {
     int64_t tokens, active, found;
-  } recall = {};
-  void clear_stats();
+  };
+  struct Counts {
+    NeuronStats neurons;
+    int64_t exact_steps;
+    Recall recall;
+  };
+  // Since they were cleared; as those of a NeuronSum, read and cleared between jobs.
+  Counts counts() const;
+  void clear();
 
  private:
-  void dense(Thread& t, const Step& step);
-  void exact(Thread& t, const Step& step);
-  void predicted(Thread& t, const Step& step);
-  void fire(Thread& t, const Step& step, const PiActs* acts);
+  Way way(const Program& p, int64_t tokens) const;
+  void exact(Thread& t, const NeuronSum::Piece& piece);
+  void predicted(Thread& t, const NeuronSum::Piece& piece);
+  void list_firing(Thread& t, const PiActs* acts, int64_t tokens);
   bool many(const NeuronLists& lists, int64_t tokens) const;
-  void finish_densely(Thread& t, const Step& step, const PiActs* acts);
-  void sample(Thread& t, const Step& step, const PiActs* acts);
-  void multiply_down(Thread& t, int64_t tokens, const Columns& mine);
-  NeuronSum::Piece piece(Program& p, const Step& step) const;
+  void sample(Thread& t, const PiActs* acts, int64_t tokens);
+  void clear_counts();
 
-  const FfnInput in_;
-  int64_t recall_every_ = 0;
+  const std::shared_ptr<Workspace> workspace_;  // of its program
+  const FfnSpec spec_;
+  const std::shared_ptr<const DenseNeurons> dense_;
+  // The following change between jobs only.
+  std::shared_ptr<NeuronSum> bundled_;
+  std::shared_ptr<const Predictor> predictor_;
+  Way ways_[PI_NEURON_TOKENS + 1] = {};  // by tokens
+  double dense_above_ = 1;
+  int64_t recall_every_ = 0, exact_steps_ = 0;
+  Recall recall_ = {};
   std::vector<Recall> sampled_;  // of the threads
-};
-
-// x += out_norm(sum of the neurons + bias), of norm(x), for steps of any size, in pieces.
-class BundledFfn : public Op {
- public:
-  BundledFfn(Norm norm, Norm out_norm, Vector down_bias, std::shared_ptr<NeuronSum> neurons,
-             std::shared_ptr<const Predictor> predictor);
-  const char* name() const override { return "ffn"; }
-  void run(Thread& t, const Step& step) override;
-
-  const std::shared_ptr<NeuronSum> neurons;
-  const std::shared_ptr<const Predictor> predictor;  // selects the neurons of small steps; null: computes every gate
-  bool predicts = true;                              // whether it is used; changed between jobs only
-
- private:
-  const Norm norm_, out_norm_;
-  const Vector down_bias_;
 };

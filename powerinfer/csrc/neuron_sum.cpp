@@ -8,7 +8,8 @@ NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, f
     : workspace(std::move(w)),
       bundles(std::move(b)),
       threshold(threshold_),
-      fired((size_t)(count_fired ? bundles->neurons : 0)) {
+      counts_fired(count_fired),
+      fired_((size_t)(count_fired ? bundles->neurons : 0)) {
   check(threshold >= 0.0f, "a threshold is negative");
   workspace->reserve_lists(bundles->neurons, bundles->up.k, 0);
 }
@@ -29,10 +30,7 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
       const int64_t some = std::min(tokens - first, (int64_t)PI_NEURON_TOKENS);
       sum_selected(thread, {{x + first * k, k, k, some},
                             {},
-                            out + first * k,
-                            k,
-                            false,
-                            {},
+                            {out + first * k, k, false, {}},
                             tokens <= PI_NEURON_TOKENS,
                             selected ? selected + first * all : nullptr,
                             weight ? weight + first : nullptr});
@@ -93,7 +91,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   own.done = {};
   add_neurons(workspace->kernels, *bundles, acts, tokens, own.part.data(), n,
               {known, ldk, some ? lists.wanted.data() : nullptr, threshold}, own.block, own.sums.data(), lists.lds,
-              own.done, piece.counted && !fired.empty() ? fired.data() : nullptr);
+              own.done, piece.counted && counts_fired ? fired_.data() : nullptr);
   workspace->pool->barrier();
   add_sums(thread, piece);
   if (thread == 0 && piece.counted) count(tokens);
@@ -106,29 +104,52 @@ void NeuronSum::add_sums(int thread, const Piece& piece) {
   int64_t c0, c1;
   share(bundles->up.k, PI_LANES, workspace->pool->threads(), thread, &c0, &c1);
   for (int64_t i = 0; i < piece.x.tokens; i++) {
-    float *sum = lists.shares[0].sums.data() + i * lists.lds, *out = piece.out + i * piece.ldo;
+    float *sum = lists.shares[0].sums.data() + i * lists.lds, *out = piece.to.out + i * piece.to.ld;
     for (size_t other = 1; other < lists.shares.size(); other++) {
       const float* more = lists.shares[other].sums.data() + i * lists.lds;
       for (int64_t c = c0; c < c1; c++) sum[c] += more[c];
     }
     if (piece.weight)
       for (int64_t c = c0; c < c1; c++) sum[c] *= piece.weight[i];
-    if (!piece.bias.empty())
-      for (int64_t c = c0; c < c1; c++) sum[c] += piece.bias[(size_t)c];
-    if (!piece.add) std::fill(out + c0, out + c1, 0.0f);
+    if (!piece.to.bias.empty())
+      for (int64_t c = c0; c < c1; c++) sum[c] += piece.to.bias[(size_t)c];
+    if (!piece.to.add) std::fill(out + c0, out + c1, 0.0f);
     for (int64_t c = c0; c < c1; c++) out[c] += sum[c];
   }
 }
 
 void NeuronSum::count(int64_t tokens) {
-  stats.steps++;
-  stats.tokens += tokens;
+  stats_.steps++;
+  stats_.tokens += tokens;
   for (const NeuronLists::Share& share : workspace->lists().shares) {
-    for (int64_t i = 0; i < tokens; i++) stats.candidates += share.counts[i];
-    stats.active += share.done.active;
-    stats.first_rows += share.done.first;
-    stats.up_rows += share.done.up;
-    stats.down_rows += share.done.down;
-    stats.shared_scales += share.done.shared;
+    for (int64_t i = 0; i < tokens; i++) stats_.candidates += share.counts[i];
+    stats_.active += share.done.active;
+    stats_.first_rows += share.done.first;
+    stats_.up_rows += share.done.up;
+    stats_.down_rows += share.done.down;
+    stats_.shared_scales += share.done.shared;
   }
+}
+
+NeuronStats NeuronSum::stats() const {
+  NeuronStats stats;
+  workspace->pool->between_jobs([&] { stats = stats_; });
+  return stats;
+}
+
+void NeuronSum::take_fired(int64_t* out) {
+  check(counts_fired, "firings are not counted");
+  workspace->pool->between_jobs([&] {
+    for (const int32_t place : bundles->members) *out++ = fired_[(size_t)place];
+    std::fill(fired_.begin(), fired_.end(), 0);
+  });
+}
+
+void NeuronSum::clear() {
+  workspace->pool->between_jobs([&] { clear_counts(); });
+}
+
+void NeuronSum::clear_counts() {
+  stats_ = {};
+  std::fill(fired_.begin(), fired_.end(), 0);
 }

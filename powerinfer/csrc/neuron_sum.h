@@ -24,15 +24,18 @@ class NeuronSum {
   // Steps of up to PI_NEURON_TOKENS tokens are counted.
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
 
+  // ---- Counters. Jobs write them, so these wait until none runs: a job counts as a whole or not at all.
+  NeuronStats stats() const;
+  // out: for each member the tokens that it fired for; resets that.
+  void take_fired(int64_t* out);
+  void clear();
+
   // ---- For the threads of a job
-  // The input of up to PI_NEURON_TOKENS tokens, and the destination of their sums.
+  // The input of up to PI_NEURON_TOKENS tokens, and where their sums go.
   struct Piece {
     Rows x;            // before the norm
     const Norm& norm;  // may be absent
-    float* out;        // [tokens][ldo]
-    int64_t ldo;
-    bool add;            // out += the sum, else out = the sum
-    const Vector& bias;  // of the sum, may be empty
+    Destination to;
     bool counted;
     const uint8_t* selected = nullptr;  // [tokens][members]
     const float* weight = nullptr;      // [tokens]
@@ -46,14 +49,19 @@ class NeuronSum {
                   const Predictor* predictor);
   // Adds up the threads' work in a step: `done`, and the numbers that they listed.
   void count(int64_t tokens);
+  // The counters as they are, and their reset; also for who has the pool between jobs.
+  const NeuronStats& stats_of_job() const { return stats_; }
+  void clear_counts();
 
   const std::shared_ptr<Workspace> workspace;
   const std::shared_ptr<Bundles> bundles;
   const float threshold;
-  NeuronStats stats = {};
-  std::vector<int64_t> fired;  // by place; empty: not counted
+  const bool counts_fired;
 
  private:
   void list_selected(int thread, const Piece& piece);
   void add_sums(int thread, const Piece& piece);
+
+  NeuronStats stats_ = {};
+  std::vector<int64_t> fired_;  // by place; empty: not counted
 };

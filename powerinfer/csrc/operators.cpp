@@ -1,4 +1,5 @@
 // The operators of a program except its FFNs, each followed by the method that adds it.
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -82,16 +83,18 @@ namespace {
 
 class AttentionIn : public Op {
  public:
-  AttentionIn(AttentionInput in, int64_t head_dim) : in_(std::move(in)) {
-    q_wide_ = (int64_t)in_.q_norm.w.size() > head_dim;
-    k_wide_ = (int64_t)in_.k_norm.w.size() > head_dim;
-  }
+  AttentionIn(AttentionInput in, int64_t heads, const Cache::Layer& kv)
+      : in_(std::move(in)),
+        heads_(heads),
+        kv_(kv),
+        q_wide_((int64_t)in_.q_norm.w.size() > kv.head_dim),
+        k_wide_((int64_t)in_.k_norm.w.size() > kv.head_dim) {}
   const char* name() const override { return "attention_input"; }
 
   void run(Thread& t, const Step& step) override {
     const Here here(t);
     Program& p = here.p;
-    const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads;
+    const int64_t heads = heads_, kv = kv_.kv_heads;
     const PiActs* acts =
         here.w.prepare(t.id, p.residual(0, step.tokens), in_.norm, in_.q->form() | in_.k->form() | in_.v->form());
     // Whole heads to each thread: it can rotate them and store them without waiting for another.
@@ -117,17 +120,17 @@ class AttentionIn : public Op {
             int64_t end, int64_t first, int64_t count) const {
     const Program& p = here.p;
     const int64_t b = std::max<int64_t>(begin - first, 0), e = std::min(end - first, count),
-                  panels = p.head_pad / PI_LANES;
+                  panels = kv_.head_pad / PI_LANES;
     if (b < e)
-      here.w.linear(here.t.id, w, bias, acts, p.qkv + first * p.head_pad, p.ldqkv, step.tokens, false, b * panels,
+      here.w.linear(here.t.id, w, bias, acts, p.qkv + first * kv_.head_pad, p.ldqkv, step.tokens, false, b * panels,
                     e * panels);
   }
 
   // Normalises heads [first, first + count) of each token as one row; each fills whole lanes. Tokens are divided among
   // the threads.
-  static void normalise_heads(const Here& here, const Norm& norm, int64_t tokens, int64_t first, int64_t count) {
+  void normalise_heads(const Here& here, const Norm& norm, int64_t tokens, int64_t first, int64_t count) const {
     const Program& p = here.p;
-    const int64_t dim = p.sizes.head_dim, pad = p.head_pad;
+    const int64_t dim = kv_.head_dim, pad = kv_.head_pad;
     int64_t begin, end;
     here.share_of(tokens, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
@@ -143,10 +146,10 @@ class AttentionIn : public Op {
   // Heads [begin, end) of token i of a run: normalised, rotated, scaled; keys and values to the cache.
   void finish_heads(const Here& here, const Run& run, int64_t i, int64_t begin, int64_t end) const {
     const Program& p = here.p;
-    const int64_t heads = p.sizes.heads, kv = p.sizes.kv_heads, dim = p.sizes.head_dim, pad = p.head_pad;
+    const int64_t heads = heads_, kv = kv_.kv_heads, dim = kv_.head_dim, pad = kv_.head_pad;
     const int64_t token = run.first + i, position = run.position + i;
     const int type = p.cache->type, slot = (int)(position % PI_PAGE);
-    uint8_t* page = p.cache->layer(in_.layer) + run.pages[position / PI_PAGE] * p.cache->page_bytes;
+    uint8_t* page = p.cache->data(kv_) + run.pages[position / PI_PAGE] * p.cache->page_bytes;
     const Program::Rope* rope = p.rope(in_.rope);
     const int64_t half = rope ? (int64_t)rope->frequencies.size() : 0;
     const auto turn = [&](const Norm& norm, bool wide, float* x) {
@@ -157,29 +160,30 @@ class AttentionIn : public Op {
       float* x = p.qkv + token * p.ldqkv + h * pad;
       if (h < heads) {
         turn(in_.q_norm, q_wide_, x);
-        here.kernels->scale(x, in_.scale, dim);
+        here.kernels->scale(x, *in_.scale, dim);
       } else if (h < heads + kv) {
         turn(in_.k_norm, k_wide_, x);
-        here.kernels->store_kv(type, page + (h - heads) * p.cache->head_bytes, slot, x, nullptr, (int)pad);
+        here.kernels->store_kv(type, page + (h - heads) * kv_.head_bytes, slot, x, nullptr, (int)pad);
       } else {
-        here.kernels->store_kv(type, page + (h - heads - kv) * p.cache->head_bytes, slot, nullptr, x, (int)pad);
+        here.kernels->store_kv(type, page + (h - heads - kv) * kv_.head_bytes, slot, nullptr, x, (int)pad);
       }
     }
   }
 
   const AttentionInput in_;
-  bool q_wide_, k_wide_;  // whether their norms are over all heads together
+  const int64_t heads_;
+  const Cache::Layer& kv_;
+  const bool q_wide_, k_wide_;  // whether their norms are over all heads together
 };
 
 class Attention : public Op {
  public:
-  Attention(int layer, int window) : layer_(layer), window_(window) {}
+  Attention(int64_t heads, const Cache::Layer& kv, int window) : heads_(heads), kv_(kv), window_(window) {}
   const char* name() const override { return "attention"; }
   void run(Thread& t, const Step& step) override {
     const Here here(t);
-    const Program& p = here.p;
     const int threads = here.w.pool->threads();
-    const int64_t group = p.sizes.heads / p.sizes.kv_heads, kv = p.sizes.kv_heads;
+    const int64_t kv = kv_.kv_heads, group = heads_ / kv;
     if ((int64_t)step.runs.size() == step.tokens) {  // decode: all rows cost about the same, cut them evenly
       int64_t begin, end;
       here.share_of(step.tokens * kv * group, &begin, &end);
@@ -209,21 +213,23 @@ class Attention : public Op {
     PiAttention a;
     a.q = p.qkv + run.first * p.ldqkv;
     a.out = p.attended + run.first * p.lda;
-    a.kv = p.cache->layer(layer_);
+    a.kv = p.cache->data(kv_);
     a.pages = run.pages;
     a.q_stride = p.ldqkv;
     a.out_stride = p.lda;
     a.page_bytes = p.cache->page_bytes;
-    a.head_bytes = p.cache->head_bytes;
+    a.head_bytes = kv_.head_bytes;
     a.position = run.position;
-    a.head_dim = (int)p.sizes.head_dim;
-    a.head_pad = (int)p.head_pad;
-    a.group = (int)(p.sizes.heads / p.sizes.kv_heads);
+    a.head_dim = (int)kv_.head_dim;
+    a.head_pad = (int)kv_.head_pad;
+    a.group = (int)(heads_ / kv_.kv_heads);
     a.window = window_;
     here.kernels->attention[p.cache->type](&a, g, r0, r1, here.t.attention.data());
   }
 
-  const int layer_, window_;
+  const int64_t heads_;
+  const Cache::Layer& kv_;
+  const int window_;
 };
 
 class Project : public Op {
@@ -234,7 +240,9 @@ class Project : public Op {
   void run(Thread& t, const Step& step) override {
     Program& p = *t.program;
     const PiActs* acts = p.workspace->prepare(t.id, {p.attended, p.lda, w_->k, step.tokens}, {}, w_->form());
-    p.add_product(t, *w_, bias_, acts, step.tokens, norm_, p.gate);
+    p.workspace->product(t.id, *w_, acts, step.tokens, p.added_to(0, norm_, bias_, p.gate));
+    p.workspace->pool->barrier();
+    p.add_normalised(t, norm_, p.gate, 0, step.tokens);
   }
 
  private:
@@ -246,7 +254,9 @@ class Project : public Op {
 }  // namespace
 
 void Program::attention_input(AttentionInput in) {
-  const int64_t q = sizes.heads * head_pad, kv = sizes.kv_heads * head_pad;
+  check_layer(in.layer);
+  const Cache::Layer& own = cache->layers[(size_t)in.layer];
+  const int64_t heads = sizes.heads[(size_t)in.layer], q = heads * own.head_pad, kv = own.kv_heads * own.head_pad;
   check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv,
         "q, k or v has another number of rows than its heads need");
   check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model,
@@ -255,23 +265,28 @@ void Program::attention_input(AttentionInput in) {
   check_bias(in.q_bias, q, "q");
   check_bias(in.k_bias, kv, "k");
   check_bias(in.v_bias, kv, "v");
-  const auto check_heads = [this](const Norm& norm, int64_t heads, const char* what) {
-    if ((int64_t)norm.w.size() != heads * sizes.head_dim) check_norm(norm, sizes.head_dim, what);
+  const auto check_heads = [&](const Norm& norm, int64_t n, const char* what) {
+    if ((int64_t)norm.w.size() != n * own.head_dim) check_norm(norm, own.head_dim, what);
   };
-  check_heads(in.q_norm, sizes.heads, "the norm of q");
-  check_heads(in.k_norm, sizes.kv_heads, "the norm of k");
-  check(in.layer >= 0 && in.layer < cache->layers, "no such layer in the cache");
+  check_heads(in.q_norm, heads, "the norm of q");
+  check_heads(in.k_norm, own.kv_heads, "the norm of k");
   check(in.rope >= -1 && in.rope < (int)ropes_.size(), "no such table of rotary frequencies");
-  add(std::make_shared<AttentionIn>(std::move(in), sizes.head_dim));
+  check(in.rope < 0 || 2 * (int64_t)ropes_[(size_t)in.rope].frequencies.size() <= own.head_dim,
+        "more rotary frequencies than a head has pairs");
+  if (!in.scale) in.scale = 1.0f / sqrtf((float)own.head_dim);
+  add(std::make_shared<AttentionIn>(std::move(in), heads, own));
 }
 
 void Program::attention(int layer, int window) {
-  check(layer >= 0 && layer < cache->layers && window >= 0, "no such layer in the cache, or a negative window");
-  add(std::make_shared<Attention>(layer, window));
+  check_layer(layer);
+  check(window >= 0, "a negative window");
+  add(std::make_shared<Attention>(sizes.heads[(size_t)layer], cache->layers[(size_t)layer], window));
 }
 
-void Program::project(std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
-  check(w->rows == sizes.d_model && w->k == sizes.heads * sizes.head_dim, "the output projection has a wrong shape");
+void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
+  check_layer(layer);
+  check(w->rows == sizes.d_model && w->k == sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim,
+        "the output projection has a wrong shape");
   check_bias(bias, sizes.d_model, "the output projection");
   check_norm(norm, sizes.d_model, "the norm of the output projection");
   add(std::make_shared<Project>(std::move(w), padded(std::move(bias)), std::move(norm)));

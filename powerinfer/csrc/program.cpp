@@ -5,52 +5,78 @@
 #include <algorithm>
 #include <chrono>
 
-Cache::Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages)
+namespace {
+
+std::vector<Cache::Layer> lay_out(int type, const std::vector<std::pair<int64_t, int64_t>>& heads) {
+  std::vector<Cache::Layer> layers;
+  int64_t at = 0;
+  for (const auto& [kv_heads, head_dim] : heads) {
+    const int64_t pad = pi_round_up(head_dim, PI_LANES), bytes = pi_kv_head_bytes(type, pad);
+    layers.push_back({kv_heads, head_dim, pad, bytes, at});
+    at += kv_heads * bytes;
+  }
+  return layers;
+}
+
+// The most that a layer of the cache, with its query heads, makes of f.
+template <class F>
+int64_t most(const Cache& cache, const std::vector<int64_t>& heads, F f) {
+  int64_t found = 0;
+  for (size_t i = 0; i < std::min(heads.size(), cache.layers.size()); i++)
+    found = std::max(found, f(cache.layers[i], heads[i]));
+  return found;
+}
+
+}  // namespace
+
+Cache::Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads, int64_t pages)
     : type(type),
-      layers(layers),
-      kv_heads(kv_heads),
-      head_dim(head_dim),
-      head_pad((int)pi_round_up(head_dim, PI_LANES)),
+      layers(lay_out(type, heads)),
       pages(pages),
-      head_bytes(pi_kv_head_bytes(type, head_pad)),
-      layer_bytes(head_bytes * kv_heads),
-      page_bytes(layer_bytes * layers),
+      page_bytes(layers.back().at + layers.back().kv_heads * layers.back().head_bytes),
       memory_(pages * page_bytes) {}
 
 Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> cache_, Sizes s)
-    : sizes(s),
+    : sizes(std::move(s)),
       workspace(std::move(workspace_)),
       cache(std::move(cache_)),
-      head_pad(pi_round_up(s.head_dim, PI_LANES)),
-      ldx(pi_round_up(s.d_model, PI_LANES)),
-      ldqkv((s.heads + 2 * s.kv_heads) * head_pad),
-      lda(pi_round_up(s.heads * s.head_dim, PI_LANES)),
-      ldh(pi_round_up(std::max({s.d_ff, s.d_model, s.embed_dim}), 2 * PI_LANES)),
-      hidden(s.max_tokens * pi_round_up(s.d_ff, 32)) {
-  check(s.heads % s.kv_heads == 0, "the number of heads is not a multiple of the number of key/value heads");
-  check(s.kv_heads == cache->kv_heads && s.head_dim == cache->head_dim, "the cache was made for other heads");
+      ldx(pi_round_up(sizes.d_model, PI_LANES)),
+      ldqkv(most(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; })),
+      lda(most(*cache, sizes.heads, [](auto& kv, int64_t q) { return pi_round_up(q * kv.head_dim, PI_LANES); })),
+      ldh(pi_round_up(std::max({sizes.d_ff, sizes.d_model, sizes.embed_dim}), 2 * PI_LANES)),
+      hidden(sizes.max_tokens * pi_round_up(sizes.d_ff, 32)) {
+  check(sizes.heads.size() == cache->layers.size(), "the cache has another number of layers than there are heads for");
+  for (size_t i = 0; i < cache->layers.size(); i++) {
+    const Cache::Layer& kv = cache->layers[i];
+    check(sizes.heads[i] > 0 && sizes.heads[i] % kv.kv_heads == 0,
+          "the number of heads is not a multiple of the number of key/value heads");
+    workspace->reserve(sizes.max_tokens, sizes.heads[i] * kv.head_dim);
+  }
   const auto floats = [&](int64_t n) { return (float*)memory_.allocate(n * 4); };
-  x = floats(s.max_tokens * ldx);
-  qkv = floats(s.max_tokens * ldqkv);
-  attended = floats(s.max_tokens * lda);
-  gate = floats(s.max_tokens * ldh);
-  up = floats(s.max_tokens * ldh);
-  for (int64_t k : {s.d_model, s.heads * s.head_dim, s.embed_dim}) workspace->reserve(s.max_tokens, k);
-  workspace->reserve(1, s.d_ff);
+  x = floats(sizes.max_tokens * ldx);
+  qkv = floats(sizes.max_tokens * ldqkv);
+  attended = floats(sizes.max_tokens * lda);
+  gate = floats(sizes.max_tokens * ldh);
+  up = floats(sizes.max_tokens * ldh);
+  for (int64_t k : {sizes.d_model, sizes.embed_dim}) workspace->reserve(sizes.max_tokens, k);
+  workspace->reserve(1, sizes.d_ff);
+  const int64_t pad = most(*cache, sizes.heads, [](auto& kv, int64_t) { return kv.head_pad; });
   threads_.resize((size_t)workspace->pool->threads());
-  for (size_t i = 0; i < threads_.size(); i++)
-    threads_[i] = {(int)i, this, Vector((size_t)pi_attention_scratch(head_pad))};
+  for (size_t i = 0; i < threads_.size(); i++) threads_[i] = {(int)i, this, Vector((size_t)pi_attention_scratch(pad))};
 }
 
 Program::~Program() = default;
 
 int Program::add_rope(Vector frequencies, float factor) {
   const int64_t pairs = (int64_t)frequencies.size();
-  check(2 * pairs <= sizes.head_dim, "more rotary frequencies than a head has pairs");
   const auto angles = [&] { return (float*)memory_.allocate(sizes.max_tokens * pairs * 4); };
   ropes_.push_back({std::move(frequencies), factor, angles(), angles()});
   rotated_.clear();
   return (int)ropes_.size() - 1;
+}
+
+void Program::check_layer(int layer) const {
+  check(layer >= 0 && layer < (int)cache->layers.size(), "no such layer in the cache");
 }
 
 void Program::rotate(int thread, const Step& step) {
@@ -68,21 +94,8 @@ void Program::rotate(int thread, const Step& step) {
   }
 }
 
-NeuronSum::Piece Program::piece(int64_t first, int64_t tokens, const Norm& norm, const Norm& out_norm,
-                                const Vector& bias, bool counted) const {
-  float* const out = out_norm ? up : x + first * ldx;
-  return {residual(first, tokens), norm, out, out_norm ? ldh : ldx, !out_norm, bias, counted};
-}
-
-void Program::add_product(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens,
-                          const Norm& norm, float* buffer) {
-  const Columns mine(w, *workspace->pool, t.id);
-  workspace->linear(t.id, w, bias, acts, norm ? buffer : x, norm ? ldh : ldx, tokens, !norm, mine.p0, mine.p1);
-  workspace->pool->barrier();
-  if (norm) add_normalised(t, norm, buffer, 0, tokens);
-}
-
 void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens) {
+  if (!norm) return;
   int64_t begin, end;
   share(tokens, 1, workspace->pool->threads(), t.id, &begin, &end);
   for (int64_t i = begin; i < end; i++) {

@@ -2,21 +2,28 @@
 // it, with all threads inside one job, synchronised by barriers. Operators hold no state of a step.
 #pragma once
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "neuron_sum.h"
 #include "watch.h"
 #include "workspace.h"
 
-// Keys and values in pages of 32 tokens: [page][layer][kv head]. All layers of a page lie together, so that the memory
-// touched grows with the tokens held, in whole huge pages.
+// Keys and values in pages of 32 tokens: [page][layer][kv head], layers of any heads. All layers of a page lie together,
+// so that the memory touched grows with the tokens held, in whole huge pages.
 class Cache {
  public:
-  Cache(int type, int layers, int kv_heads, int head_dim, int64_t pages);
-  const int type, layers, kv_heads, head_dim, head_pad;
-  const int64_t pages, head_bytes, layer_bytes, page_bytes;
-  uint8_t* layer(int i) const { return memory_.data() + i * layer_bytes; }  // of page 0
+  struct Layer {
+    int64_t kv_heads, head_dim, head_pad;  // head_pad: head_dim in whole lanes
+    int64_t head_bytes, at;                // of a head in a page; where the layer begins in a page
+  };
+  Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads,
+        int64_t pages);  // (kv_heads, head_dim) of each
+  const int type;
+  const std::vector<Layer> layers;
+  const int64_t pages, page_bytes;
+  uint8_t* data(const Layer& layer) const { return memory_.data() + layer.at; }  // of page 0
   int64_t bytes() const { return pages * page_bytes; }
 
  private:
@@ -52,8 +59,9 @@ class Op {
 };
 
 struct Sizes {
-  int64_t max_tokens, d_model, d_ff, heads, kv_heads, head_dim;  // d_ff: of the largest FFN
-  int64_t embed_dim = d_model;                                   // width of the embedding and of the head's input
+  int64_t max_tokens, d_model, d_ff;  // d_ff: of the largest FFN
+  std::vector<int64_t> heads;         // query heads of each layer of the cache
+  int64_t embed_dim = d_model;        // width of the embedding and of the head's input
 };
 
 struct EmbedInput {
@@ -68,14 +76,15 @@ struct AttentionInput {
   Norm norm, q_norm, k_norm;  // those of q and k are over each head, or as wide as all heads together
   Vector q_bias, k_bias, v_bias;
   std::shared_ptr<Matrix> q, k, v;
-  int rope;     // a table of `add_rope`, -1: q and k are not rotated
-  float scale;  // of the scores
+  int rope;                    // a table of `add_rope`, -1: q and k are not rotated
+  std::optional<float> scale;  // of the scores; none: 1 / sqrt(head_dim)
 };
 
 struct FfnSpec;
-struct FfnInput;
 class Ffn;
-class BundledFfn;
+class DenseNeurons;
+class NeuronSum;
+class Predictor;
 
 class Program {
  public:
@@ -93,14 +102,15 @@ class Program {
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
   void attention(int layer, int window);    // attended = softmax(q k) v
-  void project(std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
-  void normalise(Norm norm);                                        // x = norm(x)
+  void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
+  void normalise(Norm norm);                                                   // x = norm(x)
   // logits = w . project . norm(x); project may be null
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
-  // FFNs, see ffn.h; the predictor may be null.
-  std::shared_ptr<Ffn> ffn(FfnInput in);
-  std::shared_ptr<BundledFfn> bundled_ffn(const FfnSpec& spec, std::shared_ptr<NeuronSum> neurons,
-                                          std::shared_ptr<const Predictor> predictor);
+  // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
+  // or null.
+  std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
+                           std::shared_ptr<NeuronSum> bundled = nullptr,
+                           std::shared_ptr<const Predictor> predictor = nullptr);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -120,18 +130,17 @@ class Program {
   // ---- For operators
   // The buffers that they share. Strides are padded to whole lanes. Rows of `gate` and `up` hold any row of the model:
   // between layers they are scratch.
-  const int64_t head_pad, ldx, ldqkv, lda, ldh;
+  const int64_t ldx, ldqkv, lda, ldh;
   float *x, *qkv, *attended, *gate, *up;
   ActMemory hidden;  // forms of an FFN's activations, whose floats are in `gate`
 
   Rows residual(int64_t first, int64_t tokens) const { return {x + first * ldx, ldx, sizes.d_model, tokens}; }
-  // Where a sum of neurons is added to x; with an out_norm it goes to `up`, for add_normalised.
-  NeuronSum::Piece piece(int64_t first, int64_t tokens, const Norm& norm, const Norm& out_norm, const Vector& bias,
-                         bool counted) const;
-  // x += norm(w . acts), or without a norm x += w . acts, by all threads; `buffer` holds rows of `ldh` meanwhile.
-  void add_product(Thread& t, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens, const Norm& norm,
-                   float* buffer);
-  // x, from row `first` on, += norm(row), by all threads; rows are `ldh` apart and overwritten.
+  // Where what is added to x from row `first` on goes: to x, or, if there is a norm, to rows that are `ldh` apart, for
+  // `add_normalised`.
+  Destination added_to(int64_t first, const Norm& norm, const Vector& bias, float* rows) const {
+    return norm ? Destination{rows, ldh, false, bias} : Destination{x + first * ldx, ldx, true, bias};
+  }
+  // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.
   void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
   // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.
   struct Rope {
@@ -148,6 +157,7 @@ class Program {
     return op;
   }
   void rotate(int thread, const Step& step);
+  void check_layer(int layer) const;
 
   std::vector<Rope> ropes_;
   std::vector<int32_t> rotated_;  // the positions that their angles are of

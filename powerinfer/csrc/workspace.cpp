@@ -98,3 +98,8 @@ void Workspace::linear(int thread, const Matrix& w, const Vector& bias, const Pi
   uint8_t* scratch = own_[(size_t)thread].scratch.data();
   kernels->linear(&l, acts, p0, p1, tokens, (void*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63));
 }
+
+void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
+  const Columns mine(w, *pool, thread);
+  linear(thread, w, to.bias, acts, to.out, to.ld, tokens, to.add, mine.p0, mine.p1);
+}

@@ -27,6 +27,14 @@ struct Rows {
   const int32_t* index = nullptr;
 };
 
+// Where the sum of an FFN's neurons goes: out[t * ld ..] += sum + bias, or = where not `add`.
+struct Destination {
+  float* out;
+  int64_t ld;
+  bool add;
+  const Vector& bias;  // padded to whole panels; may be empty
+};
+
 // The panels of a product that one thread computes, in whole units, and their rows.
 struct Columns {
   int64_t p0, p1, c0, c1;
@@ -60,6 +68,8 @@ class Workspace {
   // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1).
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
               int64_t tokens, bool add, int64_t p0, int64_t p1);
+  // This thread's panels of w . acts.
+  void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   float* row(int thread) {
     return own_[(size_t)thread].memory.floats();
   }  // room for one row of any k; `prepare` uses it

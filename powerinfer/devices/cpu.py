@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -13,40 +14,22 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.bundle_memory import SomeBundles
-    from powerinfer.neurons import BundleLayout, Predictor
+    from powerinfer.neurons import BundleLayout
 
 Float32 = NDArray[np.float32]
 
 Rotation = tuple[Float32, float]
 """Of a rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
 multiplied by."""
-
-Weights = tuple["Predictor", RawTensor, RawTensor]
-"""A layer's predictor with its matrices in [rank, d_model] and out [neurons, rank]."""
-
-
-@dataclass
-class _Ffn:
-    """op: the operator; neurons: of it; biases: of gate and up; bytes of the dense weights, of the product that selects
-    the active ones, and, once there are bundles, of the predictor and of what is read of a neuron, gate (plain: up),
-    up and down, and of a group's scales."""
-
-    op: _native.Ffn
-    neurons: int
-    biases: tuple[Float32 | None, Float32 | None]
-    total: int
-    first: int
-    predictor: int = 0
-    parts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -114,50 +97,49 @@ class CpuExecutor:
         """
         isa, isa_reason = cpu.choose_isa(engine.isa)
         threads, threads_reason = cpu.choose_threads(engine.threads)
-        context = engine.context or config.context_length
-        layers = config.n_layers - first_layer
-        if pages is None:
-            pages, pages_reason = choose_pages(config, engine, context, layers, room)
-        else:
-            pages_reason = "given"
+        self.choices = {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
+        self.config = config
+        self.first_layer = first_layer
         self.page_size = cpu.PAGE
-        self.n_pages = pages
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
-        self.config = config
-        self.first_layer = first_layer
-        self._ffns: dict[int, _Ffn] = {}  # by layer
-        self._bundled: dict[int, _native.BundledFfn] = {}  # by layer: FFNs that have bundles alone
-        self.predictor_bytes = 0  # of these FFNs
+        self.ffns: dict[int, CpuFfn] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
-        self._arena = _native.Arena()
+        self._pack = partial(pack, self._pool, _native.Arena())
+        self.parts = PartMaker(config, self._workspace, self._pack)
+        self._program = self._empty_program(engine, pages, room)
+        self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
+        self._observed: _Observed | None = None
+        self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
+
+    def _empty_program(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Program:
+        """A program without operators, and its KV cache; arguments as of the executor."""
+        config, reason = self.config, "given"
+        layers = config.n_layers - self.first_layer
+        if pages is None:
+            pages, reason = choose_pages(
+                config, engine, engine.context or config.context_length, self.first_layer, room
+            )
+        self.n_pages = pages
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
-        cache = _native.Cache(engine.kv_type, max(1, layers), config.n_kv_heads, config.head_dim, pages)
-        self.choices = {
-            "isa": f"{isa} ({isa_reason})",
-            "threads": f"{threads} ({threads_reason})",
-            "kv_cache": f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, "
-            f"{cache.nbytes * layers // max(1, layers) >> 20} MiB ({pages_reason})",
-        }
-        self._program = _native.Program(
+        own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
+        cache = _native.Cache(engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages)
+        mib = cache.nbytes * bool(layers) >> 20
+        self.choices["kv_cache"] = f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {mib} MiB ({reason})"
+        return _native.Program(
             self._workspace,
             cache,
             self.max_tokens,
             config.d_model,
             config.widest_ffn,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_dim,
+            [one.n_heads for one in own],
             config.embed_dim or config.d_model,
         )
-        self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
-        self._observed: _Observed | None = None
-        self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
         """Pack a matrix [out, in]. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
@@ -165,16 +147,12 @@ class CpuExecutor:
         self.bytes_per_token += packed.nbytes
         return packed
 
-    def _pack(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
-        rows, cols = tensor.shape
-        return _native.pack(self._pool, self._arena, tensor.type, rows, cols, tensor.data, row_map)
-
-    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are heads: padded to whole lanes, rotary pairs brought to (i, i + dim/2).
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: padded to whole lanes, rotary pairs
+        brought to (i, i + dim/2).
 
         None where the rows are right as they are.
         """
-        dim = self.config.head_dim
         padded = cpu.round_up(dim, cpu.LANES)
         if padded == dim and not interleaved:
             return None
@@ -234,7 +212,7 @@ class CpuExecutor:
         self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
     ) -> None:
         """x += norm(matrix . attended)."""
-        self._program.project(matrix, bias, norm)
+        self._program.project(layer - self.first_layer, matrix, bias, norm)
 
     def ffn(
         self,
@@ -250,19 +228,9 @@ class CpuExecutor:
 
         biases: of gate, up and down.
         """
-        op = self._program.ffn(self._spec(layer, norm, biases, out_norm), gate, up, down)
-        total = sum(matrix.nbytes for matrix in (gate, up, down) if matrix is not None)
-        self._ffns[layer] = _Ffn(op, up.rows, (biases[0], biases[1]), total, (up if gate is None else gate).nbytes)
-
-    def normalise(self, layer: int, norm: _native.Norm) -> None:
-        """x = norm(x)."""
-        self._program.normalise(norm)
-
-    def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
-        """logits = matrix . projection . norm(x)."""
-        self._program.head(norm, matrix, projection)
-
-    # ---------------------------------------------------------------- the neurons of an FFN
+        dense = self.parts.dense(layer, gate, up, down, biases)
+        op = self._program.ffn(_native.FfnSpec(norm, out_norm, biases[2]), dense)
+        self.ffns[layer] = CpuFfn(self.parts, layer, op, biases, matrices=(gate, up, down))
 
     def bundled_ffn(
         self,
@@ -276,169 +244,23 @@ class CpuExecutor:
         threshold: float = 0.0,
         predictor: Weights | None = None,
     ) -> None:
-        """The FFN of a layer that has its neurons as bundles alone: x += out_norm(their sum of norm(x)).
+        """The same where the layer has its neurons as bundles alone; arguments as of `PartMaker.bundled`.
 
-        Arguments as of `neuron_sum`; biases: of gate, up and down. predictor: selects, of all neurons, those that are
-        computed in steps of up to `neuron_tokens`. What it does is counted (`bundled_counts`). ValueError for shapes
-        that are not the layer's.
+        predictor: selects, of all neurons, those that are computed in steps of up to `neuron_tokens`. ValueError for
+        shapes that are not the layer's.
         """
-        neurons = self.neuron_sum(layer, layout, bundles, biases[:2], threshold=threshold)
-        selects, nbytes = self._predictor(predictor)
-        self.predictor_bytes += nbytes
-        spec = self._spec(layer, norm, biases, out_norm)
-        self._bundled[layer] = self._program.bundled_ffn(spec, neurons, selects)
+        neurons = self.parts.bundled(layer, layout, bundles, biases, threshold=threshold)
+        selects = self.parts.predictor(predictor)
+        op = self._program.ffn(_native.FfnSpec(norm, out_norm, biases[2]), None, neurons, selects)
+        self.ffns[layer] = CpuFfn(self.parts, layer, op, biases, layout=layout, predictor=selects)
 
-    @property
-    def bundled_layers(self) -> list[int]:
-        """The layers of the model's own steps that have their neurons as bundles alone."""
-        return list(self._bundled)
+    def normalise(self, layer: int, norm: _native.Norm) -> None:
+        """x = norm(x)."""
+        self._program.normalise(norm)
 
-    def bundled_counts(self, layer: int) -> dict[str, int]:
-        """Of one of these, in steps of up to `neuron_tokens`: steps, tokens, and summed over them neurons active and
-        candidates (neurons that were computed)."""
-        return self._bundled[layer].neurons.counts()
-
-    def clear_bundled_counts(self) -> None:
-        """Reset the counters of all of them."""
-        for ffn in self._bundled.values():
-            ffn.neurons.clear()
-
-    def predict_bundled(self, on: bool) -> None:
-        """Whether these ask their predictors, if they have any; else they compute every gate."""
-        for ffn in self._bundled.values():
-            ffn.predicts = on
-
-    def neuron_sum(
-        self,
-        layer: int,
-        layout: BundleLayout,
-        bundles: NDArray[np.uint8] | SomeBundles,
-        biases: Sequence[Float32 | None] = (None, None),
-        *,
-        threshold: float = 0.0,
-        count_fired: bool = False,
-    ) -> _native.NeuronSum:
-        """A part of an FFN: some neurons of a layer, and the sum that they add to its output.
-
-        bundles: uint8 [groups, layout.group_bytes] of all the layer's neurons, or some of them; they are kept. biases:
-        of gate and up, of all the layer's neurons; threshold: activations up to this magnitude count as zero;
-        count_fired: for each neuron, too, the tokens that it fires for. ValueError for shapes that are not the layer's.
-        """
-        gate_bias, up_bias = biases
-        if isinstance(bundles, np.ndarray):
-            native = self._bundles(layer, layout, bundles, self.config.layers[layer].ffn.size, gate_bias, up_bias)
-        else:
-            placed = _placed(bundles, gate_bias), _placed(bundles, up_bias)
-            native = self._bundles(layer, layout, bundles.rows, len(bundles.index), *placed, bundles.counts)
-        return _native.NeuronSum(self._workspace, native, threshold, count_fired)
-
-    def _bundles(
-        self,
-        layer: int,
-        layout: BundleLayout,
-        rows: NDArray[np.uint8],
-        neurons: int,
-        gate_bias: Float32 | None = None,
-        up_bias: Float32 | None = None,
-        counts: NDArray[np.int32] | None = None,
-    ) -> _native.Bundles:
-        return _native.Bundles(
-            rows,
-            neurons,
-            self.d_model,
-            layout.gate_type if layout.gated else None,
-            layout.gate_type,
-            layout.down_type,
-            layout.pitch,
-            layout.gate_at if layout.gated else 0,
-            layout.up_at,
-            layout.down_at,
-            self._activation(layer),
-            gate_bias,
-            up_bias,
-            counts,
-        )
-
-    def _activation(self, layer: int) -> _native.Activation:
-        about = self.config.layers[layer].ffn
-        return _native.Activation(about.activation, about.threshold)
-
-    def _spec(
-        self,
-        layer: int,
-        norm: _native.Norm | None,
-        biases: Sequence[Float32 | None],
-        out_norm: _native.Norm | None,
-    ) -> _native.FfnSpec:
-        return _native.FfnSpec(self._activation(layer), norm, out_norm, *biases)
-
-    def _predictor(self, weights: Weights | None) -> tuple[_native.Predictor | None, int]:
-        """With the bytes of its matrices."""
-        if weights is None:
-            return None, 0
-        about, inner, outer = weights[0], self._pack(weights[1]), self._pack(weights[2])
-        return _native.Predictor(inner, outer, about.threshold, about.floor), inner.nbytes + outer.nbytes
-
-    def sparsify(
-        self,
-        layer: int,
-        rows: NDArray[np.uint8],
-        layout: BundleLayout,
-        *,
-        threshold: float = 0.0,
-        predictor: Weights | None = None,
-        recall_every: int = 0,
-        dense_above: float = 1.0,
-    ) -> None:
-        """Give a layer's FFN its neurons as bundles; it stays dense until `set_ways` says otherwise.
-
-        rows: uint8 [groups, layout.group_bytes], kept; threshold: activations up to this magnitude count as zero;
-        predictor: its description and its matrices in [rank, d_model] and out [neurons, rank]; recall_every: steps
-        between samples of its recall, 0 for none; dense_above: of the neurons, the share from which on a step of
-        `exact`, whose gates are known, computes the rest from the dense matrices. ValueError for shapes that are not
-        the layer's.
-        """
-        ffn = self._ffns[layer]
-        bundles = self._bundles(layer, layout, rows, ffn.neurons, *ffn.biases)
-        selects, nbytes = self._predictor(predictor)
-        ffn.op.sparsify(bundles, selects, threshold, recall_every)
-        ffn.predictor = nbytes
-        ffn.op.dense_above = dense_above
-        ffn.parts = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
-
-    def set_ways(self, layer: int, ways: Mapping[int, str]) -> None:
-        """How a sparsified layer runs steps of few tokens: number of tokens -> "dense", "exact" or "predicted".
-
-        A number in between uses the way of the next larger one; more than the largest are dense.
-        """
-        every = []
-        for tokens in range(1, self.neuron_tokens + 1):
-            larger = [size for size in ways if size >= tokens]
-            every.append(ways[min(larger)] if larger else "dense")
-        self._ffns[layer].op.set_ways(every)
-
-    def neuron_counts(self, layer: int) -> dict[str, int]:
-        """What a sparsified layer did since the last `clear_neuron_counts`, summed over its tokens.
-
-        tokens, active and candidates (neurons), sampled_tokens, sampled_active, sampled_found (of those active, the
-        ones that were candidates); steps, and in these rows of bundles and bytes of weights read.
-        """
-        ffn = self._ffns[layer]
-        counts = ffn.op.counts()
-        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
-        exact = counts.pop("exact_steps")
-        counts["rows"] = sum(rows[:3])
-        counts["bytes"] = exact * ffn.first + (counts["steps"] - exact) * ffn.predictor
-        counts["bytes"] += sum(number * nbytes for number, nbytes in zip(rows, ffn.parts, strict=True))
-        return counts
-
-    def clear_neuron_counts(self, layer: int) -> None:
-        """Reset the counters."""
-        self._ffns[layer].op.clear()
-
-    def ffn_bytes(self, layer: int) -> int:
-        """Bytes of a layer's dense FFN."""
-        return self._ffns[layer].total
+    def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
+        """logits = matrix . projection . norm(x)."""
+        self._program.head(norm, matrix, projection)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -452,7 +274,7 @@ class CpuExecutor:
     def ffn_seconds(self) -> list[float]:
         """Seconds spent in each layer's FFN since the last call, while `timed`."""
         times = self._program.take_times()
-        return [times[ffn.op.number][1] for ffn in self._ffns.values()]
+        return [times[ffn.op.number][1] for ffn in self.ffns.values()]
 
     # ---------------------------------------------------------------- running
 
@@ -498,7 +320,7 @@ class CpuExecutor:
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
         """A call in parts, observing every FFN."""
         tokens, at, watch, observer = len(batch.tokens), 0, observed.watch, observed.by
-        for layer, ffn in self._ffns.items():
+        for layer, ffn in self._watched():
             self._run(batch, at, ffn.op.number)
             if observer is not None:
                 x = self._program.residual(tokens)
@@ -518,6 +340,10 @@ class CpuExecutor:
                 observer.fires(layer, Fired(watch.counts[: ffn.neurons], active, watch.magnitudes.sum(axis=0)))
         self._run(batch, at, self._program.size)
 
+    def _watched(self) -> list[tuple[int, CpuFfn]]:
+        """The FFNs that can be observed, with their layers."""
+        return [(layer, ffn) for layer, ffn in self.ffns.items() if ffn.matrices]
+
     @contextmanager
     def observed(
         self,
@@ -534,7 +360,7 @@ class CpuExecutor:
         left out, as selector `threshold` does. measure: count magnitudes, only with `thresholds`. `forward` raises
         ModelError for activations of numbers that are not finite.
         """
-        assert thresholds is None or len(thresholds) == len(self._ffns)
+        assert thresholds is None or len(thresholds) == len(self._watched())
         assert thresholds is not None or not (silence or measure)
         watch = _native.Watch(self._program)
         watch.gate, watch.silence, watch.measure = thresholds is not None, silence, measure
@@ -559,27 +385,19 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        for name in ("_observed", "_program", "_arena", "_pool"):
+        for name in ("_observed", "_program", "parts", "_pack", "_pool"):
             self.__dict__.pop(name, None)
 
 
-def _placed(bundles: SomeBundles, bias: Float32 | None) -> Float32 | None:
-    if bias is None:
-        return None
-    placed = np.zeros(len(bundles.counts) * BUNDLE_GROUP, np.float32)
-    placed[bundles.places] = bias[bundles.index]
-    return placed
-
-
 def choose_pages(
-    config: ModelConfig, engine: EngineConfig, context: int, layers: int, room: int | None = None
+    config: ModelConfig, engine: EngineConfig, context: int, first_layer: int = 0, room: int | None = None
 ) -> tuple[int, str]:
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
-    layers: how many of the model's have their cache here; room: bytes that it must not exceed, enough for one context.
+    first_layer: the first that has its cache here; room: bytes that it must not exceed, enough for one context.
     RequestError when not even one context fits the memory.
     """
-    page = layers * _native.kv_page_bytes(engine.kv_type, 1, config.n_kv_heads, config.head_dim)
+    page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
     memory = available_memory() or 1 << 62
     if one * page > memory:

@@ -77,8 +77,8 @@ class GpuLayers:
         self._head: Operator | None = None
         self._operators: list[Operator] | None = None
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
-        shape = (kv_type, pages, config.n_kv_heads, config.head_dim, device)
-        self._cache = [(gpu.new_cache(*shape), gpu.new_cache(*shape)) for _ in range(layers)]
+        heads = [(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in config.layers[:layers]]
+        self._cache = [tuple(gpu.new_cache(kv_type, pages, *one, device) for _ in "kv") for one in heads]
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         totals = split and any(layer.norms in ("output", "both") for layer in config.layers[:layers])
         self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=totals)
@@ -103,11 +103,11 @@ class GpuLayers:
         self.bytes_per_token += together.nbytes
         return together
 
-    def head_rows(self, heads: int, interleaved: bool) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are heads: rotary pairs moved to (i, i + dim/2). None: as they are."""
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: rotary pairs moved to
+        (i, i + dim/2). None: as they are."""
         if not interleaved:
             return None
-        dim = self._config.head_dim
         within = np.arange(dim).reshape(-1, 2).T.reshape(-1)
         return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
 
@@ -143,8 +143,8 @@ class GpuLayers:
 
         q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width".
         """
-        config, about = self._config, self._config.layers[layer].attention
-        heads, kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
+        about = self._config.layers[layer].attention
+        heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
         matrices = self._upload("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
         keys, values = self._cache[layer]

@@ -7,7 +7,7 @@ scales follow each group. Biases stay in the model's own files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,12 +36,12 @@ PartBytes = Callable[[str, int], tuple[int, int]]
 class BundleFile:
     """The bundles of a model, mapped.
 
-    layers: for each layer uint8 [groups, layout.group_bytes], read-only; source_type: the main type of the weights they
-    were made from; file: call `file.check()` before reading, it raises if the file has been truncated since it was
-    opened.
+    layouts: of each layer; layers: for each uint8 [groups, layout.group_bytes], read-only; source_type: the main type
+    of the weights they were made from; file: call `file.check()` before reading, it raises if the file has been
+    truncated since it was opened.
     """
 
-    layout: BundleLayout
+    layouts: tuple[BundleLayout, ...]
     layers: tuple[Bytes, ...]
     source_type: str
     file: MappedFile
@@ -50,6 +50,17 @@ class BundleFile:
     def path(self) -> Path:
         """The file."""
         return self.file.path
+
+    @property
+    def types(self) -> tuple[str, str]:
+        """The types of gate and up, and of down."""
+        return self.layouts[0].gate_type, self.layouts[0].down_type
+
+    @property
+    def types_by_part(self) -> dict[str, str | None]:
+        """The types of gate, up and down; of gate None if no layer has one."""
+        gate, down = self.types
+        return {"gate": gate if any(layout.gated for layout in self.layouts) else None, "up": gate, "down": down}
 
     @property
     def nbytes(self) -> int:
@@ -72,17 +83,19 @@ class _Description:
     d_model: int
     neurons: list[int]
     n_layers: int
-    gated: bool
+    gated: list[bool]
     gate_type: str
     down_type: str
     source_type: str
 
 
-def bundle_layout(config: ModelConfig, gate_type: str, down_type: str, part_bytes: PartBytes) -> BundleLayout:
-    """The layout of the bundles of a model with parts of these types."""
+def bundle_layouts(
+    config: ModelConfig, gate_type: str, down_type: str, part_bytes: PartBytes
+) -> tuple[BundleLayout, ...]:
+    """The layouts of the bundles of each layer, with parts of these types: they differ where only some have gates."""
     gate_bytes, _ = part_bytes(gate_type, config.d_model)
-    down_bytes, shared_bytes = part_bytes(down_type, config.d_model)
-    return BundleLayout(config.d_model, config.gated, gate_type, down_type, gate_bytes, down_bytes, shared_bytes)
+    sizes = (gate_bytes, *part_bytes(down_type, config.d_model))
+    return tuple(BundleLayout(config.d_model, layer.ffn.gated, gate_type, down_type, *sizes) for layer in config.layers)
 
 
 def can_hold(config: ModelConfig, part: str, type_name: str) -> bool:
@@ -106,31 +119,34 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     description, tensors, file = place.read()
     config = checkpoint.config
     about = place.described(_Description, description)
-    for name, size in (("d_model", config.d_model), ("neurons", list(config.ffn_sizes)), ("n_layers", config.n_layers)):
+    gated = [layer.ffn.gated for layer in config.layers]
+    sizes = {"d_model": config.d_model, "neurons": list(config.ffn_sizes), "n_layers": config.n_layers}
+    for name, size in sizes.items():
         if getattr(about, name) != size:
             raise place.bad(f"states a {name} of {getattr(about, name)}, and the model has {size}")
-    if about.gated is not config.gated:
+    if about.gated != gated:
         raise place.bad("is not of the model's kind of FFN")
     gate_type, down_type = about.gate_type, about.down_type
     for part, name in (("up", gate_type), ("down", down_type)):
         if not can_hold(config, part, name):
             raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
-    layout = bundle_layout(config, gate_type, down_type, part_bytes)
+    layouts = bundle_layouts(config, gate_type, down_type, part_bytes)
     layers = []
-    for layer, size in enumerate(config.ffn_sizes):
+    for layer, (size, layout) in enumerate(zip(config.ffn_sizes, layouts, strict=True)):
         tensor = place.holds(tensors, _name(layer), "U8", (n_groups(size), layout.group_bytes))
         if tensor.data.ctypes.data % LINE:
             raise place.bad(f"holds layer {layer} where no cache line begins")
         layers.append(tensor.data.reshape(tensor.shape))
     place.holds_no_more(tensors)
-    return BundleFile(layout, tuple(layers), about.source_type, file)
+    return BundleFile(layouts, tuple(layers), about.source_type, file)
 
 
 @contextmanager
 def write_bundles(
-    checkpoint: Checkpoint, prepared: str | None, layout: BundleLayout
+    checkpoint: Checkpoint, prepared: str | None, layouts: Sequence[BundleLayout]
 ) -> Iterator[Callable[[int, Bytes], None]]:
-    """Write the bundles of a model: the block calls the function with (layer, uint8 [groups, layout.group_bytes]).
+    """Write the bundles of a model: the block calls the function with (layer, uint8 [groups,
+    group_bytes of its layout]).
 
     Layers in order, the groups of a layer in order and in any number of pieces. The file is renamed to its final name
     when the block succeeds. PowerInferError if it cannot be written.
@@ -140,12 +156,12 @@ def write_bundles(
         d_model=config.d_model,
         neurons=list(config.ffn_sizes),
         n_layers=config.n_layers,
-        gated=config.gated,
-        gate_type=layout.gate_type,
-        down_type=layout.down_type,
+        gated=[layout.gated for layout in layouts],
+        gate_type=layouts[0].gate_type,
+        down_type=layouts[0].down_type,
         source_type=checkpoint.main_type,
     )
-    shapes = [(n_groups(size), layout.group_bytes) for size in config.ffn_sizes]
+    shapes = [(n_groups(size), own.group_bytes) for size, own in zip(config.ffn_sizes, layouts, strict=True)]
     tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes)]
     with PreparedFile(BUNDLES, checkpoint, prepared).write(asdict(description), tensors) as write:
         yield lambda layer, rows: write(_name(layer), rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from powerinfer.config import LayerConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, PART_TYPES, can_hold
 from powerinfer.formats.checkpoint import Checkpoint
@@ -35,9 +37,10 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
         if name is not None and not can_hold(checkpoint.config, part, name):
             across = name == ACROSS and d_model % 32 == 0
             neurons = " and ".join(map(str, sorted(set(checkpoint.config.ffn_sizes))))
-            rows = f"{neurons} neurons" if across else f"rows of {d_model} weights"
-            raise RequestError(f"{rows} are not whole blocks of {name}; choose f16 or bf16")
-    gates = {checkpoint.taken_type(name) for part in row_parts(checkpoint) for name in tensor_names(checkpoint, part)}
+            what = f"{neurons} neurons" if across else f"rows of {d_model} weights"
+            raise RequestError(f"{what} are not whole blocks of {name}; choose f16 or bf16")
+    rows = row_parts(checkpoint.config.layers)
+    gates = {checkpoint.taken_type(name) for part in rows for name in tensor_names(checkpoint, part)}
     downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}
     gate = gate_type or _nearest(gates, d_model)
     if down_type is not None:
@@ -50,14 +53,15 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
         down = gate if gate in FLOAT_TYPES else "Q8_0"
     else:
         down = _nearest(downs, d_model)
-    changes = ((" and ".join(row_parts(checkpoint)), gates, gate), ("down", downs, down))
+    changes = ((" and ".join(row_parts(checkpoint.config.layers)), gates, gate), ("down", downs, down))
     kept = {new: {"Q4_0"} if new == ACROSS else {new} for _, _, new in changes}
     notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != kept[new])
     return PartTypes(gate, down, tuple(notes))
 
 
-def row_parts(checkpoint: Checkpoint) -> list[str]:
-    return ["gate", "up"] if checkpoint.config.gated else ["up"]
+def row_parts(layers: Sequence[LayerConfig]) -> list[str]:
+    """The parts that some of these layers have and that are rows of their matrices."""
+    return ["gate", "up"] if any(layer.ffn.gated for layer in layers) else ["up"]
 
 
 def tensor_name(checkpoint: Checkpoint, part: str, layer: int) -> str:
@@ -67,7 +71,8 @@ def tensor_name(checkpoint: Checkpoint, part: str, layer: int) -> str:
 
 
 def tensor_names(checkpoint: Checkpoint, part: str) -> list[str]:
-    return [tensor_name(checkpoint, part, layer) for layer in range(checkpoint.config.n_layers)]
+    layers = enumerate(checkpoint.config.layers)
+    return [tensor_name(checkpoint, part, number) for number, layer in layers if part in layer.ffn.matrices]
 
 
 def by_neuron(name: str) -> bool:

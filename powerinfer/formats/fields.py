@@ -61,6 +61,15 @@ class Fields:
 
         return self._typed(key, default, accept, f"a number from {low} to {high}")
 
+    def integers(self, key: str, count: int, low: int, high: int, default: Any = _REQUIRED) -> list[int]:
+        """Of `count` layers an integer each, from `low` to `high`: one for all of them, or a list with one for each."""
+        values = self.get(key, None)
+        if type(values) is not list:
+            return [self.integer(key, low, high, default)] * count
+        if len(values) != count or not all(type(value) is int and low <= value <= high for value in values):
+            raise self.bad(key, f"is {shown(values)}, not a number from {low} to {high} for every layer")
+        return values
+
     def number(self, key: str, low: float, high: float, default: Any = _REQUIRED) -> Any:
         """A finite float from `low` to `high`."""
 

@@ -68,10 +68,25 @@ _FALCON = Names(
         "down": "mlp.dense_4h_to_h",
     },
 )
+_OPENELM = Names(
+    outer={"embed": "transformer.token_embeddings", "head": "transformer.classifier", "final_norm": "transformer.norm"},
+    layers="transformer.layers",
+    inner={
+        "attn_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        **dict.fromkeys("qkv", "attn.qkv_proj"),
+        "o": "attn.out_proj",
+        "q_norm": "attn.q_norm",
+        "k_norm": "attn.k_norm",
+        **dict.fromkeys(("gate", "up"), "ffn.proj_1"),
+        "down": "ffn.proj_2",
+    },
+)
 _FALCON_TWO_NORMS = replace(_FALCON, inner=_FALCON.inner | {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
 _NAMES = {
     "opt": _OPT,
     "falcon": _FALCON,
+    "openelm": _OPENELM,
     "gemma3_text": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
     "olmo2": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
     "olmo3": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
@@ -91,8 +106,9 @@ def _names(config: ModelConfig) -> Names:
 def _fused(config: ModelConfig) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
-        return [Fused(("q", "k", "v"), config.n_kv_heads)]
-    return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if config.architecture == "phi3" else []
+        return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
+    fused = config.architecture in ("phi3", "openelm")
+    return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
 
 
 def open_folder(folder: Path) -> Source:

@@ -32,11 +32,12 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "OpenELMForCausalLM": "openelm",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
 # Folders of these classes refer to custom code whose function this engine has natively. It is not run.
-_WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM")
+_WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM")
 
 
 def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
@@ -45,23 +46,22 @@ def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
     architecture = _architecture(Fields(metadata, where))
     stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
     fields = Fields(_DEFAULTS.get(architecture, {}) | stated, where)
-    d_model = fields.integer("hidden_size", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
-    kv_default = {} if architecture in _KV_HEADS_STATED else {"default": n_heads}
+    own = _OWN_KEYS.get(architecture, {})
+
+    def key(name: str) -> str:
+        return own.get(name, name)
+
     config = ModelConfig(
         architecture=architecture,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, **kv_default),
-        head_dim=_head_dim(fields, architecture, d_model, n_heads),
+        d_model=fields.integer(key("hidden_size"), 1, layout.MAX_WIDTH),
         vocab_size=fields.integer("vocab_size", 1, layout.MAX_VOCAB),
-        context_length=fields.integer("max_position_embeddings", 1, layout.MAX_CONTEXT),
-        norm_eps=fields.number(_EPSILON.get(architecture, "rms_norm_eps"), 1e-12, 0.1, 1e-5),
+        context_length=fields.integer(key("max_position_embeddings"), 1, layout.MAX_CONTEXT),
+        norm_eps=fields.number(key("rms_norm_eps"), 1e-12, 0.1, 1e-5),
         layers=(),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        tied_embeddings=fields.flag(key("tie_word_embeddings"), False),
         name=printable(folder.resolve().name),
     )
-    return _READERS[architecture](fields, config, fields.integer("num_hidden_layers", 1, layout.MAX_LAYERS))
+    return _READERS[architecture](fields, config, fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS))
 
 
 def _architecture(fields: Fields) -> str:
@@ -120,6 +120,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"vocab_size": 32064, "max_position_embeddings": 4096, "hidden_act": "silu"},
     "olmo2": _OLMO,
     "olmo3": _OLMO,
+    "openelm": {
+        "vocab_size": 32000, "max_context_length": 2048, "model_dim": 2048, "num_transformer_layers": 12,
+        "head_dim": 128, "ffn_dim_divisor": 256, "activation_fn_name": "swish", "rms_norm_eps": 1e-6,
+    },
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
@@ -127,7 +131,15 @@ _NULLABLE = (
     "bias",
 )  # fmt: skip
 _KV_HEADS_STATED = ("mistral", "qwen2", "qwen3", "nemotron")  # whose number of key-value heads has no usable default
-_EPSILON = {"falcon": "layer_norm_epsilon", "nemotron": "norm_eps"}
+# Keys that a family calls otherwise.
+_OWN_KEYS = {
+    "falcon": {"rms_norm_eps": "layer_norm_epsilon"},
+    "nemotron": {"rms_norm_eps": "norm_eps"},
+    "openelm": {
+        "hidden_size": "model_dim", "num_hidden_layers": "num_transformer_layers",
+        "max_position_embeddings": "max_context_length", "tie_word_embeddings": "share_input_output_layers",
+    },
+}  # fmt: skip
 
 
 def _llama_like(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -136,8 +148,10 @@ def _llama_like(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConf
     if architecture == "qwen2":
         fields.only("attention_bias", True)  # the class has biases on q, k and v, and no switch
     mlp_bias = architecture in ("llama", "sparsellama") and fields.flag("mlp_bias", False)
-    attention = AttentionConfig(
-        rope=_rope(fields, config),
+    heads = _heads(fields, config)
+    attention = replace(
+        heads,
+        rope=_rope(fields, config, heads),
         qkv_bias=architecture == "qwen2" or attention_bias,
         o_bias=architecture != "qwen2" and attention_bias,
         qk_norm="head" if architecture == "qwen3" else None,
@@ -163,14 +177,14 @@ def _opt(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     bias = fields.flag("enable_bias", True)
     width = fields.integer("word_embed_proj_dim", 1, layout.MAX_WIDTH, config.d_model)
     activation = _activation(fields, "activation_function", {"relu": "relu"})
+    heads = _heads(fields, config)
     layer = LayerConfig(
-        AttentionConfig(qkv_bias=bias, o_bias=bias),
+        replace(heads, n_kv_heads=heads.n_heads, qkv_bias=bias, o_bias=bias),
         FfnConfig(fields.integer("ffn_dim", 1, layout.MAX_WIDTH), activation, gated=False, bias=bias),
         norms="pre" if first else "post",
     )
     return replace(
         config,
-        n_kv_heads=config.n_heads,
         norm_eps=1e-5,  # torch's own default; the configuration has no key for it
         layers=uniform(n_layers, layer),
         norm="layer",
@@ -192,28 +206,30 @@ def _falcon(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
     if parallel and not new and norms == 2:
         raise fields.bad("num_ln_in_parallel_attn", "is 2, which goes with new_decoder_architecture only")
-    kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, config.n_heads)
+    heads = _heads(fields, config)
+    kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, heads.n_heads)
     if not new:
         one = fields.flag("multi_query", False)
-        if not one and kv_heads != config.n_heads:
-            raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {config.n_heads}")
-        kv_heads = 1 if one else config.n_heads
+        if not one and kv_heads != heads.n_heads:
+            raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {heads.n_heads}")
+        kv_heads = 1 if one else heads.n_heads
     bias = fields.flag("bias", False)
     size = fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * config.d_model)
     layer = LayerConfig(
-        AttentionConfig(_rope(fields, config), qkv_bias=bias, o_bias=bias),
+        replace(heads, n_kv_heads=kv_heads, rope=_rope(fields, config, heads), qkv_bias=bias, o_bias=bias),
         FfnConfig(size, _activation(fields, "activation", _PLAIN), gated=False, bias=bias),
         parallel=parallel,
         shared_norm=parallel and norms == 1,
     )
-    return replace(config, n_kv_heads=kv_heads, layers=uniform(n_layers, layer), norm="layer")
+    return replace(config, layers=uniform(n_layers, layer), norm="layer")
 
 
 def _nemotron(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     activation = _activation(fields, "hidden_act", _PLAIN)
+    heads = _heads(fields, config)
     layer = LayerConfig(
-        AttentionConfig(_rope(fields, config, partial=0.5), qkv_bias=bias, o_bias=bias),
+        replace(heads, rope=_rope(fields, config, heads, partial=0.5), qkv_bias=bias, o_bias=bias),
         FfnConfig(_ffn_size(fields), activation, gated=False, bias=fields.flag("mlp_bias", False)),
     )
     return replace(config, layers=uniform(n_layers, layer), norm="layer")
@@ -225,7 +241,8 @@ def _gemma3(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     fields.only("use_bidirectional_attention", False)
     bias = fields.flag("attention_bias", False)
     activation = _activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"} | _GATED)
-    attention = AttentionConfig(
+    attention = replace(
+        _heads(fields, config),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
@@ -233,7 +250,7 @@ def _gemma3(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     )
     ffn = FfnConfig(_ffn_size(fields), activation)
     every = fields.integer("sliding_window_pattern", 1, layout.MAX_CONTEXT, 6)
-    kinds = _kinds(fields, attention, _ropes(fields, config, 1e6, 1e4))
+    kinds = _kinds(fields, attention, _ropes(fields, config, attention, 1e6, 1e4))
     return replace(
         config,
         layers=tuple(LayerConfig(kinds[one], ffn, norms="both") for one in _layer_types(fields, n_layers, every)),
@@ -243,23 +260,58 @@ def _gemma3(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
 
 def _olmo(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
-    attention = AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm="width")
+    attention = replace(_heads(fields, config), qkv_bias=bias, o_bias=bias, qk_norm="width")
     ffn = FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED))
     if config.architecture == "olmo2":
-        every = [replace(attention, rope=_rope(fields, config))] * n_layers
+        every = [replace(attention, rope=_rope(fields, config, attention))] * n_layers
     else:
-        kinds = _kinds(fields, attention, _ropes(fields, config, 5e5, None))
+        kinds = _kinds(fields, attention, _ropes(fields, config, attention, 5e5, None))
         every = [kinds[one] for one in _layer_types(fields, n_layers, 4)]
     return replace(config, layers=tuple(LayerConfig(one, ffn, norms="output") for one in every))
 
 
 def _phi3(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
-    attention = AttentionConfig(
-        rope=_rope(fields, config, partial=1.0, original=4096),
+    heads = _heads(fields, config)
+    attention = replace(
+        heads,
+        rope=_rope(fields, config, heads, partial=1.0, original=4096),
         window=fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None),
     )
     layer = LayerConfig(attention, FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED)))
     return replace(config, layers=uniform(n_layers, layer))
+
+
+def _openelm(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Layers of several sizes (arXiv 2404.14619), which the published files state one by one."""
+    fields.only("ffn_with_glu", True)
+    fields.only("normalization_layer_name", "rms_norm")
+    dim = fields.integer("head_dim", 2, layout.MAX_HEAD_DIM)
+    rope = RopeConfig(fields.number("rope_freq_constant", 1.0001, layout.MAX_THETA, 10000.0), dim)
+    qk_norm = "head" if fields.flag("normalize_qk_projections", False) else None
+    activation = _activation(fields, "activation_fn_name", _GATED)
+    divisor = fields.integer("ffn_dim_divisor", 1, layout.MAX_WIDTH)
+    heads, kv_heads = (
+        fields.integers(key, n_layers, 1, layout.MAX_HEADS) for key in ("num_query_heads", "num_kv_heads")
+    )
+    shares = fields.get("ffn_multipliers", None)
+    if type(shares) is not list or len(shares) != n_layers or not all(type(one) in (int, float) for one in shares):
+        raise fields.bad("ffn_multipliers", f"is {shown(shares)}, not a number for every layer")
+    sizes = [_divisible(share * config.d_model, divisor) for share in shares if 0 < share < layout.MAX_WIDTH]
+    if len(sizes) != n_layers or max(sizes) > layout.MAX_WIDTH:
+        raise fields.bad("ffn_multipliers", f"is {shown(shares)}, which are no sizes of FFNs")
+    return replace(
+        config,
+        layers=tuple(
+            LayerConfig(AttentionConfig(n, kv, dim, rope, qk_norm=qk_norm), FfnConfig(size, activation))
+            for n, kv, size in zip(heads, kv_heads, sizes, strict=True)
+        ),
+    )
+
+
+def _divisible(size: float, divisor: int) -> int:
+    """The multiple of `divisor` nearest to `size`, at least one; the next one if it is more than a tenth below."""
+    nearest = max(divisor, int(size + divisor / 2) // divisor * divisor)
+    return nearest + divisor * (nearest < 0.9 * size)
 
 
 _READERS = {
@@ -271,6 +323,7 @@ _READERS = {
     "phi3": _phi3,
     "olmo2": _olmo,
     "olmo3": _olmo,
+    "openelm": _openelm,
 }
 
 
@@ -287,6 +340,14 @@ def _activation(fields: Fields, key: str, known: dict[str, str]) -> str:
     if name not in known:
         raise fields.bad(key, f"is {shown(name)}; of this family only {', '.join(known)} is supported")
     return known[name]
+
+
+def _heads(fields: Fields, config: ModelConfig) -> AttentionConfig:
+    """Attention with the heads of a family whose layers have as many."""
+    n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+    kv_default = {} if config.architecture in _KV_HEADS_STATED else {"default": n_heads}
+    kv_heads = fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, **kv_default)
+    return AttentionConfig(n_heads, kv_heads, _head_dim(fields, config.architecture, config.d_model, n_heads))
 
 
 def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> int:
@@ -340,7 +401,9 @@ def _kinds(fields: Fields, attention: AttentionConfig, ropes: dict[str, RopeConf
     return {kind: replace(attention, rope=rope, window=windows[kind]) for kind, rope in ropes.items()}
 
 
-def _ropes(fields: Fields, config: ModelConfig, theta: float, local_theta: float | None) -> dict[str, RopeConfig]:
+def _ropes(
+    fields: Fields, config: ModelConfig, heads: AttentionConfig, theta: float, local_theta: float | None
+) -> dict[str, RopeConfig]:
     """The rotary embedding of each kind of attention. `rope_scaling` is that of global attention only.
 
     local_theta: default of the local one's base, in `rope_local_base_freq`; None: the base is that of the global one.
@@ -349,17 +412,18 @@ def _ropes(fields: Fields, config: ModelConfig, theta: float, local_theta: float
     if type(new) is dict and set(new) & {_GLOBAL, _LOCAL}:
         defaults = {_GLOBAL: theta, _LOCAL: local_theta or theta}
         parts = {kind: Fields({"rope_parameters": new.get(kind)}, f"{fields.where}: {kind}") for kind in defaults}
-        return {kind: _rope(parts[kind], config, theta=default) for kind, default in defaults.items()}
-    whole = _rope(fields, config, theta=theta)
+        return {kind: _rope(parts[kind], config, heads, theta=default) for kind, default in defaults.items()}
+    whole = _rope(fields, config, heads, theta=theta)
     local = whole.theta
     if local_theta is not None:
         local = fields.number("rope_local_base_freq", 1.0001, layout.MAX_THETA, local_theta)
-    return {_GLOBAL: whole, _LOCAL: RopeConfig(theta=local, dim=config.head_dim)}
+    return {_GLOBAL: whole, _LOCAL: RopeConfig(theta=local, dim=heads.head_dim)}
 
 
 def _rope(
     fields: Fields,
     config: ModelConfig,
+    heads: AttentionConfig,
     partial: float | None = None,
     theta: float = 10000.0,
     original: int | None = None,
@@ -376,7 +440,7 @@ def _rope(
     if type(values) is not dict:
         raise fields.bad("rope_parameters", f"is {shown(values)}, not an object")
     rope = Fields(values, f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}")
-    dim = _rotated(fields, rope, config.head_dim, partial)
+    dim = _rotated(fields, rope, heads.head_dim, partial)
     theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, theta)
     plain = RopeConfig(rope.number("rope_theta", 1.0001, layout.MAX_THETA, theta), dim)
     outer = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, original)

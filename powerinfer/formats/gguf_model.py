@@ -60,6 +60,7 @@ ARCHITECTURES = {
     "gemma3": _Family("gelu_tanh", norms="both", qk_norm="head", full_every=6, local_theta=10000.0, scaled=True),
     "phi3": _Family("silu", partial=True, fused=(Fused(("gate", "up")),)),
     "olmo2": _Family("silu", norms="output", qk_norm="width", full_every=4),
+    "openelm": _Family("silu", qk_norm="head"),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -155,11 +156,7 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         family = replace(family, activation=published[architecture])
         fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
-    n_heads = fields.integer("attention.head_count", 1, layout.MAX_HEADS)
-    if not fields.has("attention.key_length") and d_model % n_heads:
-        raise fields.bad("attention.key_length", f"is missing, and {n_heads} heads do not divide {d_model} evenly")
-    head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // n_heads))
-    fields.only("attention.value_length", head_dim)
+    n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
     names = file.tensors
     if "token_embd.weight" not in names:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
@@ -168,13 +165,10 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
     config = ModelConfig(
         architecture=architecture,
         d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("attention.head_count_kv", 1, layout.MAX_HEADS, n_heads),
-        head_dim=head_dim,
         vocab_size=_vocabulary(file, fields),
         context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
         norm_eps=_epsilon(fields, family, architecture),
-        layers=_layers(file, fields, architecture, family, head_dim),
+        layers=_layers(file, fields, architecture, family, _heads(fields, d_model, n_layers)),
         norm=family.norm,
         positions="learned" if learned else "rope",
         position_offset=_OPT_OFFSET if learned else 0,
@@ -187,43 +181,62 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
     return config
 
 
+def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]:
+    """The heads of each layer: one number for all of them, or one for each."""
+    heads = fields.integers("attention.head_count", n_layers, 1, layout.MAX_HEADS)
+    if not fields.has("attention.key_length") and (len(set(heads)) > 1 or d_model % heads[0]):
+        some = " or ".join(map(str, sorted(set(heads))[:2]))
+        raise fields.bad("attention.key_length", f"is missing, and {some} heads do not divide {d_model} evenly")
+    head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // heads[0]))
+    fields.only("attention.value_length", head_dim)
+    if fields.has("attention.head_count_kv"):
+        kv_heads = fields.integers("attention.head_count_kv", n_layers, 1, layout.MAX_HEADS)
+    else:
+        kv_heads = heads
+    return [AttentionConfig(n, kv, head_dim) for n, kv in zip(heads, kv_heads, strict=True)]
+
+
 def _layers(
-    file: GGUFFile, fields: Fields, architecture: str, family: _Family, head_dim: int
+    file: GGUFFile, fields: Fields, architecture: str, family: _Family, heads: list[AttentionConfig]
 ) -> tuple[LayerConfig, ...]:
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
-    names, falcon = file.tensors, architecture == "falcon"
-    n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
-    rope = None if architecture == "opt" else _rope(file, fields, family, head_dim)
+    names, falcon, n_layers = file.tensors, architecture == "falcon", len(heads)
+    rope = None if architecture == "opt" else _rope(file, fields, family, heads[0].head_dim)
     local = rope
     if rope is not None and family.full_every:
         theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
         local = RopeConfig(theta, rope.dim, rope.interleaved)
-    attention = AttentionConfig(
-        qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
-        o_bias="blk.0.attn_output.bias" in names,
-        qk_norm=family.qk_norm,
-        scale=_scale(fields, architecture, n_layers),
-    )
+    shared: dict[str, Any] = {
+        "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
+        "o_bias": "blk.0.attn_output.bias" in names,
+        "qk_norm": family.qk_norm,
+        "scale": _scale(fields, architecture, heads),
+    }
     activation, threshold = _activation(fields, family)
     bias = "blk.0.ffn_up.bias" in names
     return tuple(
         LayerConfig(
-            replace(attention, rope=rope if window is None else local, window=window),
+            replace(own, rope=rope if window is None else local, window=window, **shared),
             FfnConfig(size, activation, threshold, family.gated, bias),
             norms=family.norms,
             parallel=falcon,
             shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
         )
-        for size, window in zip(_ffn_sizes(fields, n_layers), _windows(fields, n_layers, family), strict=True)
+        for own, size, window in zip(
+            heads,
+            fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH),
+            _windows(fields, n_layers, family),
+            strict=True,
+        )
     )
 
 
-def _scale(fields: Fields, architecture: str, n_layers: int) -> float | None:
+def _scale(fields: Fields, architecture: str, heads: list[AttentionConfig]) -> float | None:
     """Of attention's scores. No key states it: llama.cpp knows Gemma 3 27B by its number of layers."""
-    if architecture != "gemma3" or n_layers != 62:
+    if architecture != "gemma3" or len(heads) != 62:
         return None
     width = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
-    return float((width // fields.integer("attention.head_count", 1, layout.MAX_HEADS)) ** -0.5)
+    return float((width // heads[0].n_heads) ** -0.5)
 
 
 def _architecture(general: Fields, published: Collection[str] | None) -> str:
@@ -326,16 +339,6 @@ def _rope_scaling(fields: Fields) -> tuple[str, float, int, float, dict[str, Any
     fields.only("rope.scaling.yarn_attn_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_log_multiplier", 0.0)
     return kind, factor, original, gain, yarn
-
-
-def _ffn_sizes(fields: Fields, n_layers: int) -> list[int]:
-    """Neurons of each layer: one number for all, or one for each."""
-    sizes = fields.get("feed_forward_length", None)
-    if type(sizes) is not list:
-        return [fields.integer("feed_forward_length", 1, layout.MAX_WIDTH)] * n_layers
-    if len(sizes) != n_layers or not all(type(size) is int and 0 < size <= layout.MAX_WIDTH for size in sizes):
-        raise fields.bad("feed_forward_length", f"is {shown(sizes)}, not a size for every layer")
-    return sizes
 
 
 def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]:

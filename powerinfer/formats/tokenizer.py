@@ -235,7 +235,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary are skipped. Bytes that are not UTF-8 become U+FFFD."""
-        data = b"".join(self._token_bytes(at) for at in ids if not (skip_special and at in self._special_ids))
+        data = b"".join(self.token_bytes(at) for at in ids if not (skip_special and at in self._special_ids))
         text = data.decode("utf-8", "replace")
         return text[1:] if self._vocabulary.strip_space and text[:1] == " " else text
 
@@ -245,9 +245,20 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """Text of one token on its own, a leading space and special tokens included."""
-        return self._token_bytes(token).decode("utf-8", "replace")
+        return self.token_bytes(token).decode("utf-8", "replace")
 
-    def _token_bytes(self, token: int) -> bytes:
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` hides."""
+        return self._special_ids
+
+    @property
+    def strips_space(self) -> bool:
+        """Whether decoding drops a space that the text begins with."""
+        return self._vocabulary.strip_space
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes of one token on its own, which may be part of a character; empty for no token."""
         token = int(token)
         known = self._bytes.get(token)
         if known is None:
@@ -282,7 +293,7 @@ class StreamDecoder:
         """The text that `token` completes; often empty."""
         if self._skip and token in self._tokenizer._special_ids:
             return ""
-        return self._first(self._decoder.decode(self._tokenizer._token_bytes(token)))
+        return self._first(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def flush(self) -> str:
         """The rest of the text: U+FFFD for an incomplete character, otherwise empty. Resets the decoder."""

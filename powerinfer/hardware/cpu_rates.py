@@ -243,14 +243,14 @@ class _CpuSamples(Samples):
                 # predictor's guesses are about normal, of variance 1/2.
                 quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
                 predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
-                executor.sparsify(layer, owned(bundles), layout, threshold=quantile, predictor=predictor)
+                executor.ffns[layer].add_bundles(layout, owned(bundles), threshold=quantile, predictor=predictor)
             ways = {
                 "exact": FitGroup(d_model, "exact", type_name, gate.data.nbytes),
                 "predicted": FitGroup(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
             }
             for way, group in ways.items():
                 for layer in range(layers):
-                    executor.set_ways(layer, {1: way})
+                    executor.ffns[layer].set_ways({1: way})
                 yield from self._fractions(executor, group)
 
     def _fractions(self, executor: CpuExecutor, group: FitGroup) -> Iterator[tuple[FitGroup, float, float, float]]:
@@ -261,8 +261,8 @@ class _CpuSamples(Samples):
                 self._step(executor, 0, step)
                 table.append([])
                 for layer, seconds in enumerate(executor.ffn_seconds()):
-                    counts = executor.neuron_counts(layer)
-                    executor.clear_neuron_counts(layer)
+                    counts = executor.ffns[layer].counts()
+                    executor.ffns[layer].clear()
                     table[-1].append((counts["rows"], counts["bytes"] - group.dense_bytes, seconds))
         medians = np.median(np.array(table[_WARM_UP:]), axis=0)
         for at in range(len(FRACTIONS)):

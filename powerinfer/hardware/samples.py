@@ -14,7 +14,7 @@ from powerinfer.formats.bundle_file import ACROSS, n_groups
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.models.blocks import Builder, Matrix, Norm
+from powerinfer.models.builder import Builder, Matrix, Norm
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.progress import Progress
 
@@ -49,13 +49,12 @@ class Samples:
     ) -> ModelConfig:
         """A transformer of d_model and neurons `shape`; as many heads as d_model holds, unless they are given."""
         d_model, neurons = shape
-        layer = LayerConfig(AttentionConfig(RopeConfig(dim=HEAD_DIM)), FfnConfig(neurons, "relu"))
+        heads = heads or d_model // HEAD_DIM
+        attention = AttentionConfig(heads, kv_heads or d_model // HEAD_DIM, HEAD_DIM, RopeConfig(dim=HEAD_DIM))
+        layer = LayerConfig(attention, FfnConfig(neurons, "relu"))
         return ModelConfig(
             architecture="sample",
             d_model=d_model,
-            n_heads=heads or d_model // HEAD_DIM,
-            n_kv_heads=kv_heads or d_model // HEAD_DIM,
-            head_dim=HEAD_DIM,
             vocab_size=vocab,
             context_length=self._context,
             norm_eps=1e-5,

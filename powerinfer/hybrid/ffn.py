@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from powerinfer.devices.cpu import CpuExecutor, Weights
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
@@ -92,7 +93,7 @@ class HybridFfn:
         self._biases = biases
         self._threshold = threshold
         self._gpu_part: GpuPart | None = None
-        self._cpu_part = CpuPart(cpu, layer, bundles.layout, biases, threshold)
+        self._cpu_part = CpuPart(cpu, layer, bundles.layouts[layer], biases, threshold)
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
         if weights is not None:
@@ -110,7 +111,7 @@ class HybridFfn:
         """
         import torch
 
-        layout, to = self._bundles.layout, self._layers.device
+        layout, to = self._bundles.layouts[self.layer], self._layers.device
         self._bundles.file.check()
         groups = self._bundles.layers[self.layer]
         self.hot = hot
@@ -232,8 +233,8 @@ class HybridFfn:
 
     def _stream_cold(self, step: Step) -> None:
         assert self.stage is not None and self._cpu_part.bundles is not None and step.read is not None
-        own = self._bundles.layout, self._cpu_part.bundles, self._config, self._biases, self._threshold
-        self.stage.add_sum(step.target, step.read, *own)
+        own = self._cpu_part.bundles, self._config, self._biases, self._threshold
+        self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], *own)
 
     def _add_cold(self, step: Step) -> None:
         if not self._streams(step):

@@ -104,7 +104,7 @@ class CpuPart:
             self._memory = own_pages(nbytes)
         self.bundles = gather(layout, groups, index, self._memory)
         own = self._layer, layout, self.bundles, self._biases
-        self._neurons = self._cpu.neuron_sum(*own, threshold=self._threshold, count_fired=True)
+        self._neurons = self._cpu.parts.bundled(*own, threshold=self._threshold, count_fired=True)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
         """out = the neurons' sum for x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
@@ -118,6 +118,5 @@ class CpuPart:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""
         assert self._neurons is not None
         counts = np.empty(self._neurons.neurons, np.int64)
-        self._neurons.fired(counts)
-        self._neurons.clear()
+        self._neurons.take_fired(counts)
         return counts

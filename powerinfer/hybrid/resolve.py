@@ -139,7 +139,7 @@ def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:
 
 
 def _kv_bytes(model: Model, engine: EngineConfig) -> int:
-    return model.config.n_layers * model.kv_bytes(engine.kv_type, _context(model, engine), 1)
+    return model.kv_bytes(engine.kv_type, _context(model, engine), 1)
 
 
 def _context(model: Model, engine: EngineConfig) -> int:
@@ -156,7 +156,7 @@ def _too_little_ram(
 
     ram, context, kv = engine.ram or 0, _context(model, engine), _kv_bytes(model, engine)
     helps = [f"give --ram {gib(total)}"]
-    page = model.config.n_layers * model.kv_bytes(engine.kv_type, 1, 1)
+    page = model.kv_bytes(engine.kv_type, 1, 1)
     tokens = (ram - total + kv) // page * cpu.PAGE
     if tokens >= min(context // 2, _SHORT):
         helps.append(f"--context {tokens}")

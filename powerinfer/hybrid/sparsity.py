@@ -55,8 +55,8 @@ class HybridSparsity(Sparsity):
 
         for ffn in self.ffns:
             add(ffn.layer, len(ffn.hot), ffn.collect())
-        for layer in cpu.bundled_layers:
-            counts = cpu.bundled_counts(layer)
+        for layer, own_ffn in cpu.ffns.items():
+            counts = own_ffn.counts()
             own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
             add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
         whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
@@ -67,7 +67,8 @@ class HybridSparsity(Sparsity):
         """Reset the counters of `report`."""
         for ffn in self.ffns:
             ffn.clear()
-        self._executor.cpu.clear_bundled_counts()
+        for own in self._executor.cpu.ffns.values():
+            own.clear()
 
     def adjust(self) -> bool:
         """Swap neurons of one layer, the next in turn with enough recent tokens; not while a step runs.
@@ -106,7 +107,8 @@ class HybridSparsity(Sparsity):
     def _let_predict(self, on: bool) -> None:
         for ffn in self.ffns:
             ffn.predict(on)
-        self._executor.cpu.predict_bundled(on)
+        for own in self._executor.cpu.ffns.values():
+            own.predict(on)
 
     def bytes_per_token(self, dense: int | None) -> None:
         """Unknown: what the GPU skips is not counted."""

@@ -123,9 +123,9 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: 
     held = {
         "runtime": hardware.gpu.reserved_bytes,
         "scratch": model.gpu_scratch(work.tokens, work.requests, layers),
-        "norms": model.rotation_bytes + layers * model.layer_vectors(dense) + head * model.end_vectors,
+        "norms": model.rotation_bytes + model.layer_vectors(dense, layers) + head * model.end_vectors,
         "attention": sum(map(_stored, model.attention[:layers])),
-        "kv": layers * model.gpu_kv_bytes(work.kv_type, work.context, work.batch),
+        "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers)),
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
@@ -153,10 +153,10 @@ def in_ram(
         "runtime": RUNTIME_BYTES + (host_bytes if layers else 0),
         "scratch": scratch,
         "embedding": model.tables,
-        "norms": model.vectors - layers * model.layer_vectors(panels) - head * model.end_vectors,
+        "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
-        "kv": (config.n_layers - layers) * model.kv_bytes(work.kv_type, work.context, work.batch),
+        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None)),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
     }
     if panels:
@@ -166,7 +166,8 @@ def in_ram(
 
 def bundle_bytes(model: Model) -> int:
     """All neurons as bundles, in whole groups, as the file has them."""
-    return _groups(model, model.config.n_layers) * model.bundles.group_bytes
+    pairs = zip(model.config.ffn_sizes, model.bundles, strict=True)
+    return sum(n_groups(size) * layout.group_bytes for size, layout in pairs)
 
 
 def layers_that_fit(
@@ -196,7 +197,7 @@ def shared_on_gpu(model: Model, layers: int) -> int:
 
 def shared_in_ram(model: Model, gpu_layers: int) -> int:
     """The same in RAM; without layers on a GPU it is part of the neurons' own bytes."""
-    return _groups(model, model.config.n_layers) * model.bundles.shared_bytes if gpu_layers else 0
+    return _groups(model, model.config.n_layers) * model.bundle.shared_bytes if gpu_layers else 0
 
 
 # ---------------------------------------------------------------- placing the dense parts
@@ -211,19 +212,19 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
     left = ram - sum(cpu.values())
     if left < 0:
         raise _too_large(model, gpu, cpu, ram)
-    bundles = model.bundles.stride * model.config.n_neurons
+    bundles = model.bundle.stride * model.config.n_neurons
     if layers:
         gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
         left = max(0, left - shared_in_ram(model, layers))
         staging = _staging(model, work, layers, gpu_left, left)
         gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
-        return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundles.pitch, True, False, staging)
+        return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundle.pitch, True, False, staging)
     panels, dense = sum(map(_panels, model.ffn)), work.selector == "all"
     keep = panels + (0 if dense else bundles) <= left
     if keep:
         cpu["panels"] = panels
         left -= panels
-    return Claims(0, False, {}, cpu, 0, left, model.bundles.stride, not (dense and keep), keep)
+    return Claims(0, False, {}, cpu, 0, left, model.bundle.stride, not (dense and keep), keep)
 
 
 def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> RequestError:
@@ -240,11 +241,11 @@ def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> Reques
 def _staging(model: Model, work: Workload, gpu_layers: int, gpu_left: int, left: int) -> int:
     """Bytes of a staging buffer: the most with which all neurons still fit. 0 if no prompt needs one."""
     sizes = [-(-layer.ffn.size // GROUP) for layer in model.config.layers]
-    gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundles.pitch
+    gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundle.pitch
     if work.selector == "all" or work.chunk <= kernels.FEW or gpu_left // gpu_group >= sum(sizes[:gpu_layers]):
         return 0
     limit = gpu_left // (STAGED * staged_on_gpu(1))
-    while size := buffer_bytes(model.bundles, model.config.widest_ffn, limit):
+    while size := buffer_bytes(model.bundle, model.config.widest_ffn, limit):
         room = (gpu_left - staged_on_gpu(size)) // gpu_group + max(0, left - staged_in_ram(size)) // ram_group
         if room >= sum(sizes):
             return size
@@ -265,7 +266,7 @@ def staged_in_ram(staging: int) -> int:
 def staged_beside(model: Model, neurons: int) -> int:
     """Bytes on the GPU of the buffers for that number of bytes of neurons there."""
     limit = neurons // ((STAGED - 1) * staged_on_gpu(1))
-    return staged_on_gpu(buffer_bytes(model.bundles, model.config.widest_ffn, limit))
+    return staged_on_gpu(buffer_bytes(model.bundle, model.config.widest_ffn, limit))
 
 
 def _panels(matrices: tuple[Matrix, ...]) -> int:

@@ -31,7 +31,7 @@ from disk is cached; a row costs its bytes, however many tokens it is multiplied
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,7 @@ def attention_seconds(
     config = model.config.layers[layer]
     window = config.attention.window
     seen = past if window is None else min(past, window)
-    kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch)
+    kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
     norms = 2 if config.norms == "post" else 0  # separate operators
     fixed = 1e-6 * (3 + norms) * device.op_us
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
@@ -205,9 +205,10 @@ def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: 
     If no neuron on the CPU is needed, there is neither a job nor a wait; a predictor tells in advance.
     """
     groups = np.arange(expected.sums.shape[1])
-    on_gpu = expected.sums @ neuron_seconds(gpu, model.bundles, way)
+    on_gpu = by_layer(expected.sums, [neuron_seconds(gpu, layout, way) for layout in model.bundles])
     on_gpu += np.where(groups > 0, fixed_seconds(gpu, way), 0.0)
-    on_cpu = (expected.all[:, None, :] - expected.sums) @ neuron_seconds(cpu, model.bundles, way)
+    left = expected.all[:, None, :] - expected.sums
+    on_cpu = by_layer(left, [neuron_seconds(cpu, layout, way) for layout in model.bundles])
     busy = 1 - expected.idle if way == "predicted" else np.broadcast_to(groups < groups[-1], on_cpu.shape)
     return FfnTime(on_gpu, on_cpu + busy * fixed_seconds(cpu, way), busy * sync)
 
@@ -217,26 +218,37 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     layers, nothing = model.config.n_layers, np.zeros(expected.sums.shape[:2])
     kept = model.ffn if panels else ((),) * layers
     sizes = model.config.ffn_sizes
-    each = [neuron_seconds(cpu, model.bundles, way, kept[layer], sizes[layer]) for layer in range(layers)]
+    each = [neuron_seconds(cpu, model.bundles[layer], way, kept[layer], sizes[layer]) for layer in range(layers)]
     seconds = np.full_like(nothing, np.inf)
     seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
     return FfnTime(nothing, seconds, nothing.copy())
 
 
-def disk_seconds(disk: Disk, expected: Expected, bundles: BundleLayout, selector: str) -> Float64:
+def disk_seconds(disk: Disk, expected: Expected, bundles: Sequence[BundleLayout], selector: str) -> Float64:
     """[layers, groups + 1]: time to read from disk, for one step, the needed neurons from each group on.
 
     `all` streams them. `predicted` reads the selected bundles. `exact` needs the first row of each neuron, and the rest
     of those that fire; or streams them all, if that is faster.
     """
     n, selected, fired, *_ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
-    streamed = n * bundles.stride / disk.rate(_STREAM)
+
+    def each(seconds: Callable[[BundleLayout], float]) -> Float64:
+        """[layers, 1], of the bundles of each layer."""
+        return np.array([[seconds(layout)] for layout in bundles])
+
+    streamed = n * each(lambda own: own.stride) / disk.rate(_STREAM)
     if selector == "all":
         return np.asarray(streamed)
     if selector == "predicted":
-        return np.asarray(np.minimum(streamed, selected * disk.seconds(bundles.stride)))
-    first, rest = bundles.gate_bytes, bundles.stride - bundles.gate_bytes
-    return np.asarray(np.minimum(streamed, n * disk.seconds(first) + fired * disk.seconds(rest)))
+        return np.asarray(np.minimum(streamed, selected * each(lambda own: disk.seconds(own.stride))))
+    first = each(lambda own: disk.seconds(own.gate_bytes))
+    rest = each(lambda own: disk.seconds(own.stride - own.gate_bytes))
+    return np.asarray(np.minimum(streamed, n * first + fired * rest))
+
+
+def by_layer(sums: Float64, each: Sequence[Float64]) -> Float64:
+    """Sums of `Expected`, [layers, groups + 1, 5], times what a unit of each kind comes to in each layer."""
+    return np.stack([own @ unit for own, unit in zip(sums, each, strict=True)])
 
 
 def neuron_bytes(bundles: BundleLayout, way: str) -> Float64:

@@ -30,7 +30,7 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
-from powerinfer.neurons import BUNDLE_GROUP, Indices, Placement, Profile, Tier
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Placement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import (
     Claims,
@@ -241,15 +241,16 @@ class Plan:
     def _neuron_bytes(self) -> list[dict[Tier, int]]:
         """For each layer, the bytes of its neurons in each tier, including what their groups share."""
         model, claims = self.request.model, self.claims
-        bundles, orders = model.bundles, self._orders
+        orders = self._orders
         result = []
         for layer, neurons in enumerate(self.neurons):
+            bundles = model.bundles[layer]
             held = {tier: bundles.stride * count for tier, count in neurons.items()}
             if layer < claims.gpu_layers:
                 first, last = neurons[Tier.GPU], neurons[Tier.GPU] + neurons[Tier.CPU]
                 here, there = (len(np.unique(part // BUNDLE_GROUP)) for part in np.split(orders[layer][:last], [first]))
-                held[Tier.GPU] = model.gpu_neuron * first + model.gpu_shared * here
-                held[Tier.CPU] = claims.cpu_neuron * neurons[Tier.CPU] + bundles.shared_bytes * there
+                held[Tier.GPU] = model.gpu_neuron_of(layer) * first + model.gpu_shared * here
+                held[Tier.CPU] = bundles.pitch * neurons[Tier.CPU] + bundles.shared_bytes * there
             elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
                 held[Tier.CPU] = n_groups(model.config.ffn_sizes[layer]) * bundles.group_bytes
             result.append(held)
@@ -420,6 +421,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
     sync = 1e-6 * hardware.sync_us
+    parallel = np.array([layer.parallel for layer in config.layers])
     attention = np.zeros(layers)
     for layer in range(layers):
         here = gpu if gpu is not None and layer < first else cpu
@@ -433,8 +435,7 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
             split = cost.split_time(cpu, gpu, expected, model, way, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
                 mine[:first] = its[:first]
-            if config.layers[0].parallel:  # the CPU's neurons do not wait for attention
-                ffn.gpu[:first] += attention[:first, None]
+            ffn.gpu[:first] += np.where(parallel, attention, 0.0)[:first, None]  # the CPU's do not wait for attention
         other = np.zeros(layers)
         if way == "predicted":
             for layer in range(layers):
@@ -448,14 +449,14 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         return np.asarray(np.take_along_axis(np.array(arrays), best[None], axis=0)[0])
 
     parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
-    apart = np.where(np.arange(layers) < (first if config.layers[0].parallel else 0), 0.0, attention)
+    apart = np.where(parallel & (np.arange(layers) < first), 0.0, attention)
     parts["other"] = of_best([other for _, other in ways]) + apart[:, None]
     disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
     mass = np.zeros((layers, groups + 1))
     for layer, order in enumerate(orders):
         each = cost.by_group(request.profile.counts[layer][order], np.arange(groups) * GROUP)
         mass[layer, 1:] = np.cumsum(each)
-    work = expected.sums @ cost.neuron_bytes(model.bundles, cost.WAYS[selector][0])
+    work = cost.by_layer(expected.sums, _step_neurons(model, selector))
     return _Tables(of_best(list(totals)), parts, disk, _ends(request, claims, cpu), mass, work)
 
 
@@ -476,12 +477,17 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
     """Bytes that a step without a GPU reads: dense matrices, keys and values, and the FFNs' on the selector's way."""
     model = request.model
     dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
-    kv = model.config.n_layers * model.kv_bytes(request.kv_type, request.past, request.batch)
+    kv = model.kv_bytes(request.kv_type, request.past, request.batch)
     if request.goes == "predicted":
         dense += sum(one.panels for pair in model.predictors for one in pair)
     if request.goes == "all" and claims.panels:
         return float(dense + kv + sum(one.panels for layer in model.ffn for one in layer))
-    return float(dense + kv + (expected.all @ cost.neuron_bytes(model.bundles, cost.WAYS[request.goes][0])).sum())
+    return float(dense + kv + (expected.all * _step_neurons(model, request.goes)).sum())
+
+
+def _step_neurons(model: Model, selector: str) -> list[Float64]:
+    """`cost.neuron_bytes` of each layer, on the selector's own way."""
+    return [cost.neuron_bytes(layout, cost.WAYS[selector][0]) for layout in model.bundles]
 
 
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
@@ -529,8 +535,8 @@ def _placed(
         return answer.gpu, kept, answer.optimal, answer.seconds
     impact = np.diff(tables.mass, axis=1)
     allowed = np.arange(layers) < claims.gpu_layers
-    fewest = _least(request)
-    least = [fewest if allowed[layer] else None for layer in range(layers)]
+    fewest = {layout: _least(request, layout) for layout in set(model.bundles)}
+    least = [fewest[layout] if on else None for layout, on in zip(model.bundles, allowed, strict=True)]
     optimal: bool | None = None
     solve_s = 0.0
     if policy == "ilp":
@@ -553,9 +559,9 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
     return (gpu + of_neurons) / whole
 
 
-def _least(request: PlanRequest) -> int | None:
-    """C_l in groups, of layers that are alike: Ineq. 4 with the times of whole bundles."""
-    hardware, bundles = request.hardware, request.model.bundles
+def _least(request: PlanRequest, bundles: BundleLayout) -> int | None:
+    """C_l in groups, of a layer with such bundles: Ineq. 4 with the times of whole bundles."""
+    hardware = request.hardware
     if hardware.gpu is None:
         return None
     rows = 3 if bundles.gated else 2
@@ -589,8 +595,8 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     elif not claims.gpu_layers and not claims.panels:
         reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
     if claims.bundles:
-        left = (max(0, n - kept * GROUP) for n, kept in zip(config.ffn_sizes, choice.kept, strict=True))
-        if on_disk := sum(left) * request.model.bundles.stride:
+        each = zip(config.ffn_sizes, choice.kept, request.model.bundles, strict=True)
+        if on_disk := sum(max(0, n - kept * GROUP) * layout.stride for n, kept, layout in each):
             reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, bundle_layout
+from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
 from powerinfer.formats.layout import check, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
@@ -50,6 +50,7 @@ LAYER_MARGIN = 3 << 20
 
 _PREDICTOR_TYPE = "Q8_0"
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
+_EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,14 @@ class Model:
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
-    projections: around an embedding of another width. bundles: of the FFNs' neurons. fingerprint: of the weights'
-    origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
+    projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint: of the
+    weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
     load, as the engine's option; `type` of the matrices is then this type.
     """
 
     name: str
     config: ModelConfig
-    bundles: BundleLayout
+    bundles: tuple[BundleLayout, ...]
     attention: tuple[tuple[Matrix, ...], ...]
     ffn: tuple[tuple[Matrix, ...], ...]
     vectors: int
@@ -99,16 +100,15 @@ class Model:
         """The type of most of the FFNs' weights."""
         return max(self.ffn[0], key=lambda matrix: matrix.panels).type
 
-    def kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
-        """Keys and values of one layer, `batch` requests of `context` tokens each, in whole pages."""
-        config = self.config
-        page = cpu.kv_page_bytes(kv_type, 1, config.n_kv_heads, config.head_dim)
+    def kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
+        """Keys and values of these layers, `batch` requests of `context` tokens each, in whole pages."""
+        page = sum(cpu.kv_page_bytes(kv_type, layer.attention) for layer in self.config.layers[layers])
         return batch * -(-context // cpu.PAGE) * page
 
-    def gpu_kv_bytes(self, kv_type: str, context: int, batch: int) -> int:
+    def gpu_kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """The same on a GPU, where heads are not padded."""
-        config = self.config
-        token = 2 * config.n_kv_heads * gpu.kv_bytes(kv_type, config.head_dim)
+        heads = (layer.attention for layer in self.config.layers[layers])
+        token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     @property
@@ -116,34 +116,50 @@ class Model:
         """The frequencies of the rotary embedding, on a GPU."""
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
-    def layer_vectors(self, dense: bool) -> int:
-        """Norms and biases of one layer; without `dense` not those of gate and up, which go with neurons."""
-        left_out = () if dense else ("layers.0.gate_bias", "layers.0.up_bias")
-        return 4 * sum(size for name, size in self._vectors if name.startswith("layers.0.") and name not in left_out)
-
-    @property
-    def end_vectors(self) -> int:
-        """Bytes of the norm before the head."""
-        return 4 * sum(size for name, size in self._vectors if name.startswith("final_norm"))
+    def layer_vectors(self, dense: bool, layers: int = 1) -> int:
+        """Norms and biases of the first layers; without `dense` not those of gate and up, which go with neurons."""
+        left_out = () if dense else ("gate_bias", "up_bias")
+        return 4 * sum(size for each in self._vectors[:layers] for name, size in each.items() if name not in left_out)
 
     @cached_property
-    def _vectors(self) -> list[tuple[str, int]]:
-        return [(name, shape[0]) for name, shape in shapes(self.config) if len(shape) == 1]
+    def end_vectors(self) -> int:
+        """Bytes of the norm before the head."""
+        return 4 * sum(shape[0] for name, shape in shapes(self.config) if name.startswith("final_norm"))
+
+    @cached_property
+    def _vectors(self) -> list[dict[str, int]]:
+        """Of each layer, name -> elements."""
+        every: list[dict[str, int]] = [{} for _ in self.config.layers]
+        for name, shape in shapes(self.config):
+            _, _, inner = name.partition(".")
+            if inner and len(shape) == 1:
+                layer, _, own = inner.partition(".")
+                every[int(layer)][own] = shape[0]
+        return every
+
+    @cached_property
+    def bundle(self) -> BundleLayout:
+        """The layout of the largest bundles: plans count all of a model's neurons as large."""
+        return max(self.bundles, key=lambda layout: layout.stride)
 
     @cached_property
     def gpu_neuron(self) -> int:
+        """Bytes of one of the largest neurons on a GPU, as a plan counts all."""
+        return max(map(self.gpu_neuron_of, range(self.config.n_layers)))
+
+    def gpu_neuron_of(self, layer: int) -> int:
         """Bytes of one neuron on a GPU, `gpu_shared` aside: its rows, its biases, where its group is, its counter."""
-        config, bundles = self.config, self.bundles
+        bundles, bias = self.bundles[layer], self.config.layers[layer].ffn.bias
         first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
         across = bundles.down_type == ACROSS
         down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
         rows = 2 if bundles.gated else 1
-        return rows * (first + (4 if config.layers[0].ffn.bias else 0)) + down + 8
+        return rows * (first + (4 if bias else 0)) + down + 8
 
     @property
     def gpu_shared(self) -> int:
         """Bytes on a GPU that each group of bundles shares, once one of its neurons is there."""
-        return 2 * self.bundles.d_model if self.bundles.down_type == ACROSS else 0
+        return 2 * self.bundle.d_model if self.bundle.down_type == ACROSS else 0
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
         """Bytes of a layer's predictor on a GPU, with the numbers of its hot and cold neurons."""
@@ -158,9 +174,11 @@ class Model:
         (`hybrid/vram.py`).
         """
         config = self.config
-        heads, first = (7 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim // 2, 1 + config.gated
-        piece = min(max(first * config.widest_ffn, heads), _PIECE // config.d_model)
-        row = 5 * config.d_model + max(heads, (2 * first + 5) * config.widest_ffn // 2) + 2 * piece
+        every = [layer.attention for layer in config.layers]
+        heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
+        ffns = [(1 + layer.ffn.gated, layer.ffn.size) for layer in config.layers]
+        piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
+        row = 5 * config.d_model + max(heads, *((2 * first + 5) * size // 2 for first, size in ffns)) + 2 * piece
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
@@ -171,10 +189,11 @@ class Model:
         the forms of activations that kernels want.
         """
         config = self.config
-        pad = cpu.round_up(config.head_dim, cpu.LANES)
-        wide = max(config.d_model, config.n_heads * config.head_dim, config.embed_dim)
+        every = [layer.attention for layer in config.layers]
+        qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
+        wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
-        floats = config.d_model + (config.n_heads + 2 * config.n_kv_heads) * pad + wide + 2 * hidden
+        floats = config.d_model + qkv + wide + 2 * hidden
         floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
@@ -198,10 +217,10 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
 
     config = checkpoint.config
     if PreparedFile(BUNDLES, checkpoint, prepared).exists() and not fresh:
-        layout = open_bundles(checkpoint, prepared, cpu.part_bytes).layout
+        layouts = open_bundles(checkpoint, prepared, cpu.part_bytes).layouts
     else:
         types = choose_types(checkpoint)
-        layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
+        layouts = bundle_layouts(config, types.gate, types.down, cpu.part_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
@@ -218,7 +237,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
             for layer, (inner, outer) in enumerate(ends)
         )
     name = config.name or checkpoint.path.name
-    model = _model(config, name, checkpoint.taken_type, layout, predictors, ratios)
+    model = _model(config, name, checkpoint.taken_type, layouts, predictors, ratios)
     return replace(
         model, parameters=checkpoint.parameters, fingerprint=checkpoint.fingerprint, quantize=checkpoint.quantize
     )
@@ -246,8 +265,8 @@ def described_model(
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
-    layout = bundle_layout(config, gate, down, cpu.part_bytes)
-    bare = _model(config, name or config.name, type_of, layout, (), (SELECTED_PER_FIRING,) * config.n_layers)
+    layouts = bundle_layouts(config, gate, down, cpu.part_bytes)
+    bare = _model(config, name or config.name, type_of, layouts, (), (SELECTED_PER_FIRING,) * config.n_layers)
     bytes_of_rank = (
         (config.n_layers * config.d_model + config.n_neurons) * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
     )
@@ -275,26 +294,30 @@ def _model(
     config: ModelConfig,
     name: str,
     type_of: Callable[[str], str],
-    layout: BundleLayout,
+    layouts: tuple[BundleLayout, ...],
     predictors: tuple[tuple[Matrix, Matrix], ...],
     selected: tuple[float, ...],
 ) -> Model:
     _check_size(config)
     known = dict(shapes(config))
-    lanes = cpu.round_up(config.head_dim, cpu.LANES)
-    heads = {"q": config.n_heads * lanes, "k": config.n_kv_heads * lanes, "v": config.n_kv_heads * lanes}
 
-    def matrix(tensor: str) -> Matrix:
+    def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
         rows, cols = known[tensor]
-        return _matrix(rows, cols, type_of(tensor), heads.get(tensor.rpartition(".")[2]))
+        return _matrix(rows, cols, type_of(tensor), packed_rows)
+
+    def attention(layer: int) -> tuple[Matrix, ...]:
+        about = config.layers[layer].attention
+        lanes = cpu.round_up(about.head_dim, cpu.LANES)
+        packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
+        return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
 
     layers = [f"layers.{layer}." for layer in range(config.n_layers)]
     tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
     return Model(
         name=name,
         config=config,
-        bundles=layout,
-        attention=tuple(tuple(matrix(layer + part) for part in ("q", "k", "v", "o")) for layer in layers),
+        bundles=layouts,
+        attention=tuple(map(attention, range(config.n_layers))),
         ffn=tuple(
             tuple(matrix(layer + part) for part in one.ffn.matrices)
             for layer, one in zip(layers, config.layers, strict=True)
@@ -325,19 +348,20 @@ def _check_size(config: ModelConfig) -> None:
 
 
 def _opt(layers: int, width: int, heads: int) -> ModelConfig:
-    attention = AttentionConfig(qkv_bias=True, o_bias=True)
+    attention = AttentionConfig(heads, heads, width // heads, qkv_bias=True, o_bias=True)
     layer = LayerConfig(attention, FfnConfig(4 * width, "relu", gated=False, bias=True))
     return ModelConfig(
-        "opt", width, heads, heads, width // heads, 50272, 2048, 1e-5, uniform(layers, layer),
+        "opt", width, 50272, 2048, 1e-5, uniform(layers, layer),
         norm="layer", positions="learned", position_offset=2, tied_embeddings=True,
     )  # fmt: skip
 
 
 def _falcon(layers: int, width: int, heads: int, kv_heads: int) -> ModelConfig:
     ffn = FfnConfig(4 * width, "relu", gated=False)
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=64)), ffn, parallel=True, shared_norm=kv_heads == 1)
+    attention = AttentionConfig(heads, kv_heads, 64, RopeConfig(dim=64))
+    layer = LayerConfig(attention, ffn, parallel=True, shared_norm=kv_heads == 1)
     return ModelConfig(
-        "falcon", width, heads, kv_heads, 64, 65024, 2048, 1e-5, uniform(layers, layer),
+        "falcon", width, 65024, 2048, 1e-5, uniform(layers, layer),
         norm="layer", tied_embeddings=True,
     )  # fmt: skip
 
@@ -346,8 +370,9 @@ def _llama(
     layers: int, width: int, heads: int, kv_heads: int, neurons: int, activation: str = "relu", context: int = 4096
 ) -> ModelConfig:
     head_dim = width // heads
-    layer = LayerConfig(AttentionConfig(RopeConfig(dim=head_dim)), FfnConfig(neurons, activation))
-    return ModelConfig("llama", width, heads, kv_heads, head_dim, 32000, context, 1e-5, uniform(layers, layer))
+    attention = AttentionConfig(heads, kv_heads, head_dim, RopeConfig(dim=head_dim))
+    layer = LayerConfig(attention, FfnConfig(neurons, activation))
+    return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
 
 
 @dataclass(frozen=True)
@@ -403,7 +428,7 @@ def find_shape(name: str) -> Shape:
 
 
 def law_of(config: ModelConfig) -> Law:
-    if not config.gated:
+    if not any(layer.ffn.gated for layer in config.layers):
         return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
     if config.activations == "drelu":
         return FAMILIES["drelu"]

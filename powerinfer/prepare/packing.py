@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layout, n_groups, open_bundles, write_bundles
+from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layouts, n_groups, open_bundles, write_bundles
 from powerinfer.formats.bundle_types import PartTypes, by_neuron, row_parts, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
@@ -50,12 +50,10 @@ class Packed:
 
 def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
     """The bundles as a JSON document; packed: None where they were there already."""
-    layout = bundles.layout
-    gate = layout.gate_type if layout.gated else None
     return {
         "path": str(bundles.path),
         "bytes": bundles.file.size,
-        "types": {"gate": gate, "up": layout.gate_type, "down": layout.down_type},
+        "types": bundles.types_by_part,
         "layers": len(bundles.layers),
         "error": packed.error if packed else None,
         "seconds": packed.seconds if packed else 0.0,
@@ -68,7 +66,7 @@ def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> B
         bundles = open_bundles(checkpoint, prepared, cpu.part_bytes)
     except ModelError:
         return None
-    return bundles if (bundles.layout.gate_type, bundles.layout.down_type) == (types.gate, types.down) else None
+    return bundles if bundles.types == (types.gate, types.down) else None
 
 
 def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progress: Progress = silent) -> Packed:
@@ -81,24 +79,24 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     """
     begin = time.perf_counter()
     config = checkpoint.config
-    layout = bundle_layout(config, types.gate, types.down, cpu.part_bytes)
-    parts = [_Part(name, types.gate, "dot", getattr(layout, f"{name}_at")) for name in row_parts(checkpoint)]
-    parts.append(_Part("down", types.down, "add", layout.down_at))
-    squares = {part.name: np.zeros(2) for part in parts}
+    layouts = bundle_layouts(config, types.gate, types.down, cpu.part_bytes)
+    squares = {name: np.zeros(2) for name in (*row_parts(config.layers), "down")}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
-    space = np.zeros((n_groups(min(step, config.widest_ffn)), layout.group_bytes), np.uint8)
+    groups = n_groups(min(step, config.widest_ffn))
+    spaces = {layout: np.zeros((groups, layout.group_bytes), np.uint8) for layout in set(layouts)}
     cores = min(8, usable_cores()[0])
     done = 0
-    with write_bundles(checkpoint, prepared, layout) as write, ThreadPoolExecutor(cores) as threads:
-        for layer in range(config.n_layers):
+    with write_bundles(checkpoint, prepared, layouts) as write, ThreadPoolExecutor(cores) as threads:
+        for layer, layout in enumerate(layouts):
+            parts = _parts(layout)
             sources = [_Source(checkpoint, part, layer) for part in parts]
             for slab in _slabs(sources, config.ffn_sizes[layer], step, threads, cores):
                 count = len(slab[0][0])
-                groups = space[: n_groups(count)]
+                rows = spaces[layout][: n_groups(count)]
                 for part, (data, error) in zip(parts, slab, strict=True):
                     squares[part.name] += error
-                    part.put(data, count, groups, layout, cores)
-                write(layer, groups)
+                    part.put(data, count, rows, layout, cores)
+                write(layer, rows)
                 done += count
                 progress("packing neurons", done, config.n_neurons)
             checkpoint.release()
@@ -117,6 +115,12 @@ class _Part:
         """Write the result of `_Source.rows` into the bundles, uint8 [groups, layout.group_bytes]."""
         data, pitch = stored.reshape(-1), layout.pitch
         cpu.pack_part(self.type, self.kind, neurons, layout.d_model, data, groups, pitch, self.at, threads)
+
+
+def _parts(layout: BundleLayout) -> list[_Part]:
+    rows = [("gate", layout.gate_at)] if layout.gated else []
+    dots = [_Part(name, layout.gate_type, "dot", at) for name, at in (*rows, ("up", layout.up_at))]
+    return [*dots, _Part("down", layout.down_type, "add", layout.down_at)]
 
 
 def _slabs(

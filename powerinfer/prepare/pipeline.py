@@ -75,14 +75,15 @@ class Work:
 
     @property
     def rectified(self) -> bool:
-        """Whether neurons that do not fire are exactly zero."""
-        return self.checkpoint.config.rectified
+        """Whether neurons that do not fire are exactly zero in some layer."""
+        return self.checkpoint.config.partly_rectified
 
     @property
     def why_no_training(self) -> str | None:
         """Why no predictors are trained; None when they are."""
-        if not self.rectified:
-            return f"activations of {self.checkpoint.config.activations} are never exactly zero"
+        config = self.checkpoint.config
+        if not config.rectified:
+            return f"activations of {config.activations_never_zero} are never exactly zero"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
@@ -224,12 +225,9 @@ def _packed_bundles(work: Work) -> BundleFile | None:
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.kernels.cpu import part_bytes
 
-    if work.force:
-        return None
-    try:
-        return open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
-    except ModelError:
-        return None
+    with suppress(ModelError):
+        return None if work.force else open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
+    return None
 
 
 def _why_all(work: Work) -> str:
@@ -317,7 +315,7 @@ def check_budgets(work: Work) -> None:
 
 def needed_bytes(work: Work) -> int:
     """Estimate of the bytes that the steps will write. Files that they replace stay until then and do not count."""
-    from powerinfer.formats.bundle_file import bundle_layout
+    from powerinfer.formats.bundle_file import bundle_layouts
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.kernels.cpu import part_bytes
@@ -333,7 +331,8 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
-        total += neurons * bundle_layout(config, types.gate, types.down, part_bytes).stride
+        layouts = bundle_layouts(config, types.gate, types.down, part_bytes)
+        total += sum(size * layout.stride for size, layout in zip(config.ffn_sizes, layouts, strict=True))
     return total
 
 

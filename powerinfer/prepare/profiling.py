@@ -65,7 +65,7 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
-    return Task(windows, rows, None if config.rectified else options.perplexity_cost)
+    return Task(windows, rows, None if config.partly_rectified else options.perplexity_cost)
 
 
 def profile(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
 
 from powerinfer.config import EngineConfig, ModelConfig
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.driver import EngineStats
     from powerinfer.runtime.runner import UseLogits
+    from powerinfer.runtime.sampling import TokenMask
 
 Prompt = str | Sequence[int]
 
@@ -49,7 +51,8 @@ class LLM:
     `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
     The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads.
     Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
-    Thread-safe; concurrent requests are batched.
+    Thread-safe; concurrent requests are batched, and computed by a thread of the model's own, which starts with the
+    first one. After a fork the model can only be used in the process that loaded it.
     """
 
     tokenizer: Tokenizer
@@ -133,24 +136,26 @@ class LLM:
     @property
     def sparsity(self) -> dict[str, Any] | None:
         """How each layer decodes, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
-        with self._runner.between_steps():
-            return self._sparsity.report()
+        return self._runner.call(self._sparsity.report)
 
     def clear_sparsity(self) -> None:
         """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
-        with self._runner.between_steps():
-            self._sparsity.clear()
+        self._runner.call(self._sparsity.clear)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
+        return self._runner.stats()
 
     def traced(self) -> AbstractContextManager[Trace]:
         """Trace the steps on GPU and CPU within this context; not while requests run.
 
         RequestError without a GPU.
         """
-        return self._executor.traced()
+        return self._runner.within(self._executor.traced())
 
     def every_neuron(self) -> AbstractContextManager[None]:
         """Decode densely within this context, as with selector `all`; not while requests run."""
-        return self._sparsity.suspended()
+        return self._runner.within(self._sparsity.suspended())
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but means one prompt
@@ -190,10 +195,12 @@ class LLM:
             )
         return self._complete(prompts, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request."""
-        request = self._runner.request(self._encode(prompt), params or SamplingParams())
-        return self._follow(request)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, mask: TokenMask | None = None) -> Stream:
+        """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request.
+
+        mask: which tokens may follow; used by this answer alone.
+        """
+        return self._follow(self._runner.request(self.encode(prompt), params or SamplingParams(), mask=mask))
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
@@ -207,6 +214,10 @@ class LLM:
         """Answer a conversation token by token. Earlier turns are taken from the prefix cache."""
         return self.stream(self.encode_chat(messages, **template_options), params)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, ready to be answered. Special tokens in a text are recognised."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation, ready to be answered. Special tokens inside contents are plain text."""
         if self.template is None:
@@ -218,7 +229,8 @@ class LLM:
     def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
         """Compute a text and pass its logits to `use(position, float32 [n, vocab])`, from position `first` on.
 
-        From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode.
+        From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode. `use`
+        is called on the model's thread, where it must not wait for an answer.
         """
         self._runner.score(tokens, first, use, step)
 
@@ -232,51 +244,42 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
     def _complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Progress | None
     ) -> list[Completion]:
         """Run prompts together until all have ended. An error or Ctrl-C ends the others."""
         runner = self._runner
-        requests = [runner.request(self._encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
-        told = 0
+        requests = [runner.request(self.encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        ended: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        for request in requests:
+            request.deliver = ended.put
         try:
-            for request in requests:
-                runner.submit(request)
-            for request in requests:
-                while not request.ended:
-                    runner.advance(request)
-                    ended = sum(one.ended for one in requests) if progress is not None else 0
-                    if progress is not None and ended > told:
-                        told = ended
-                        progress("answers", told, len(requests))
+            runner.submit(requests)
+            for done in range(1, len(requests) + 1):
+                if ended.get() is None:
+                    break
+                if progress is not None:
+                    progress("answers", done, len(requests))
         finally:
-            for request in requests:
-                runner.abort(request)
+            runner.abort(requests)
         for request in requests:
             if request.error is not None:
                 raise request.error
         return [request.completion for request in requests if request.completion is not None]
 
     def _follow(self, request: Request) -> Stream:
-        runner = self._runner
-        events = request.events = deque()
+        events: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        request.deliver, request.every = events.put, True
         try:
-            runner.submit(request)
-            while True:
-                if events:
-                    event = events.popleft()
-                    yield event
-                    if event.finish_reason is not None:
-                        return
-                elif request.error is not None:
-                    raise request.error
-                else:
-                    runner.advance(request)
+            self._runner.submit([request])
+            while (event := events.get()) is not None:
+                yield event
+                if event.finish_reason is not None:
+                    return
+            assert request.error is not None
+            raise request.error
         finally:
-            runner.abort(request)
+            self._runner.abort([request])
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:

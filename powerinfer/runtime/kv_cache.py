@@ -13,8 +13,20 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def first_parent(salt: bytes) -> bytes:
+    """What the key of a first page follows. Requests with different salts have no key in common.
+
+    Its length is that of no key, so that no salt is another's page.
+    """
+    if not salt:
+        return b""
+    from hashlib import blake2b
+
+    return blake2b(salt, digest_size=32).digest()
+
+
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Key of a full page that holds `tokens` and follows the page with key `parent` (b"" for the first page).
+    """Key of a full page that holds `tokens` and follows the page with key `parent` (a first page: `first_parent`).
 
     128 bits of a cryptographic hash: a prompt cannot be made to collide with another user's.
     """
@@ -39,6 +51,11 @@ class PageCache:
     def available(self) -> int:
         """Number of pages that can be allocated."""
         return len(self._empty) + len(self._unused)
+
+    @property
+    def reusable(self) -> int:
+        """Number of those of them that may be found by their key until then."""
+        return len(self._unused)
 
     def find(self, key: bytes) -> int | None:
         """The page with this key, if its content is still there."""

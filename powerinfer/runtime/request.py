@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,7 +50,11 @@ class StreamEvent(NamedTuple):
 
 
 class Request:
-    """The state of a request. The scheduler owns the second group of fields, the runner the third."""
+    """The state of a request. The scheduler owns the second group of fields, the driver the third.
+
+    deliver: called on the driver's thread, between steps, with the event that ends the answer, or with None if there is
+    an error; with `every`, also with each event before. It must be fast; if it raises, the request is aborted.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,11 @@ class Request:
         sampler: Sampler,
         text: TextStream,
         stop_ids: frozenset[int],
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> None:
+        """salt: requests with different salts share no cached prefix; timeouts: seconds after the submission."""
         self.params = params
         self.tokens = list(prompt)  # the prompt, then what was generated
         self.n_prompt = len(self.tokens)
@@ -70,6 +77,11 @@ class Request:
         self.sampler = sampler
         self.text = text
         self.stop_ids = stop_ids
+        self.salt = salt
+        self.timeout = timeout  # until the end
+        self.queue_timeout = queue_timeout  # until the start
+        self.deliver: Callable[[StreamEvent | None], object] | None = None
+        self.every = False
 
         self.computed = 0  # tokens whose keys and values are in `pages`
         self.cached = 0  # prompt tokens found in the prefix cache at the first admission
@@ -78,7 +90,6 @@ class Request:
         self.published = 0  # leading pages that are in the prefix cache
         self.row = -1  # row of the page table while it runs
 
-        self.events: deque[StreamEvent] | None = None  # not yet read by a stream; None: not a stream
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
         self.completion: Completion | None = None  # set when it has ended, unless it failed:

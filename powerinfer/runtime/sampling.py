@@ -13,14 +13,15 @@ temperature last:
 5. `top_p` keeps the fewest of these, largest first, that hold at least this share of their probability,
 6. `min_p` drops those less likely than `min_p` times the most likely,
 
-and one of the rest is drawn. Each request has its own random generator, so its tokens do not depend on other requests.
-The whole vocabulary is never sorted.
+and one of the rest is drawn. Between 2 and 3 a `TokenMask` may forbid tokens. Each request has its own random
+generator, so its tokens do not depend on other requests. The whole vocabulary is never sorted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
 _CONFIDENT = 64  # the top-p set of a confident model is seldom larger
+_FEW = 4  # up to a quarter of the vocabulary: gathering the logits is then faster than copying all
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
 
 
@@ -46,15 +48,33 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
 
 
+class TokenMask(Protocol):
+    """Which tokens may follow in one answer, as a grammar says. Called on the driver's thread: it must be fast."""
+
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """uint32 [ceil(vocab / 32)]: token t may follow if bit t % 32 of word t // 32 is set; None: all may."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """The token was sampled. True: it ends the answer."""
+        ...
+
+
 class Sampler:
     """Samples the tokens of one request; remembers them, for the penalties.
 
     `prompt` counts as seen for `repetition_penalty`. Logits are float32 [vocab] and are not changed. `scratch`,
-    float32 [2, vocab], may be shared by samplers that are not used at the same time.
+    float32 [2, vocab], may be shared by samplers that are not used at the same time. A token that `mask` forbids is
+    never sampled; PowerInferError if the mask fails or forbids every token.
     """
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, prompt: Sequence[int] = (), scratch: Float32 | None = None
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int] = (),
+        scratch: Float32 | None = None,
+        mask: TokenMask | None = None,
     ) -> None:
         beyond = [token for token in params.logit_bias if token >= vocab_size]
         if beyond:
@@ -62,7 +82,8 @@ class Sampler:
         if scratch is None:
             scratch = np.empty((2, vocab_size), np.float32)
         self._params = params
-        self._scratch = scratch[1]
+        self._edited, self._scratch = scratch
+        self._mask = mask
         self._edits = _Edits(params, prompt, scratch[0]) if _has_edits(params) else None
         self._greedy = params.temperature < GREEDY_BELOW
         self._uniform: Callable[[], float] = float
@@ -76,6 +97,9 @@ class Sampler:
         edits = self._edits
         if edits is not None:
             logits = edits.apply(logits)
+        ids = None
+        if self._mask is not None:
+            logits, ids = self._masked(logits, self._mask)
         if self._greedy:
             token = int(logits.argmax())
             value = logits[token]
@@ -83,9 +107,40 @@ class Sampler:
                 _refuse(float(value))
         else:
             token = self._draw(logits)
+        if ids is not None:
+            token = int(ids[token])
         if edits is not None:
             edits.count(token)
         return token
+
+    def ends_with(self, token: int) -> bool:
+        """Tell the mask the token that was sampled; whether the answer must end with it."""
+        if self._mask is None:
+            return False
+        with _blaming_the_mask():
+            return bool(self._mask.accept(token))
+
+    def _masked(self, logits: Float32, mask: TokenMask) -> tuple[Float32, Ids | None]:
+        """The logits of the allowed tokens, and their ids, if they are few; else all logits, -inf if not allowed."""
+        with _blaming_the_mask():
+            words = mask.allowed()
+            if words is None:
+                return logits, None
+            if words.dtype != np.uint32 or words.shape != (-(-len(logits) // 32),):
+                raise ValueError(f"it must be uint32 [{-(-len(logits) // 32)}], not {words.dtype} {list(words.shape)}")
+        octets = np.ascontiguousarray(words, "<u4").view(np.uint8)
+        allowed = np.unpackbits(octets, count=len(logits), bitorder="little").view(np.bool_)
+        if np.count_nonzero(allowed) < len(logits) // _FEW:
+            ids = np.flatnonzero(allowed)
+            if not len(ids):
+                raise RequestError("the mask forbids every token that could follow")
+            return logits[ids], ids
+        if logits is self._edited:
+            np.putmask(logits, ~allowed, -np.inf)
+        else:
+            self._edited.fill(-np.inf)
+            np.copyto(self._edited, logits, where=allowed)
+        return self._edited, None
 
     def _draw(self, logits: Float32) -> int:
         params = self._params
@@ -96,7 +151,7 @@ class Sampler:
             ids = largest(logits, params.top_k)
             weights = np.exp((logits[ids].astype(np.float64) - highest) / params.temperature)
             return self._draw_sorted(ids, weights, float(weights.sum()))
-        weights = np.subtract(logits, highest, out=self._scratch)
+        weights = np.subtract(logits, highest, out=self._scratch[: len(logits)])
         weights *= np.float32(1.0 / params.temperature)
         np.exp(weights, out=weights)
         if params.top_p == 1.0:
@@ -185,6 +240,17 @@ def token_logprobs(logits: Float32, token: int, count: int, scratch: Float32 | N
     log_total = highest + float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64)))
     top = tuple((int(i), float(logits[i]) - log_total) for i in largest(logits, count)) if count else ()
     return TokenLogprobs(float(logits[token]) - log_total, top)
+
+
+@contextmanager
+def _blaming_the_mask() -> Iterator[None]:
+    """An error of a mask ends its request, not the engine."""
+    try:
+        yield
+    except PowerInferError:
+        raise
+    except Exception as error:
+        raise PowerInferError(f"the token mask failed, {type(error).__name__}: {error}") from error
 
 
 def _has_edits(params: SamplingParams) -> bool:

@@ -1,22 +1,58 @@
 """Which tokens the next forward call computes: continuous batching over a paged cache.
 
-Every step takes one token of each decoding request and fills the rest of the call with chunks of waiting prompts, so
-requests can join and leave at any step. A request is admitted if there are pages for all its tokens. If a growing
-request finds no page, the youngest one is preempted: it returns to the queue and is recomputed later. Since a token's
-result does not depend on batch or chunk, this affects only the time.
+Every step takes one token of each decoding request and fills the rest of the call with chunks of prompts, in equal
+shares, so requests can join and leave at any step. While requests decode the chunks are smaller, so that the time
+between their tokens stays short. A request is admitted if there are pages for all its tokens: in order, and clients
+(salts) in turn. If a growing request finds no page, the youngest one is preempted: it is recomputed later, before
+those that wait. Since a token's result does not depend on batch or chunk, this affects only the time.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from powerinfer.devices import Batch
-from powerinfer.runtime.kv_cache import PageCache, page_key
+from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import Request
+
+
+class WaitingRequests:
+    """Requests that were never started: in order within a salt, salts in turn."""
+
+    def __init__(self) -> None:
+        self._of: dict[bytes, deque[Request]] = {}  # by salt, in the order of their turns
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, request: Request) -> None:
+        self._of.setdefault(request.salt, deque()).append(request)
+        self._count += 1
+
+    def first(self) -> list[Request]:
+        """The first request of each salt, in the order of their turns."""
+        return [queue[0] for queue in self._of.values()]
+
+    def start(self, request: Request) -> None:
+        """Remove the first request of a salt, whose turn it was."""
+        queue = self._of.pop(request.salt)
+        queue.popleft()
+        self._count -= 1
+        if queue:
+            self._of[request.salt] = queue
+
+    def remove(self, request: Request) -> None:
+        queue = self._of[request.salt]
+        queue.remove(request)
+        self._count -= 1
+        if not queue:
+            del self._of[request.salt]
 
 
 class Scheduler:
@@ -34,14 +70,20 @@ class Scheduler:
         max_tokens: int,
         max_batch: int,
         prefill_chunk: int,
+        mixed_chunk: int,
         prefix_cache: bool = True,
     ) -> None:
+        """mixed_chunk: prompt tokens of a step in which requests decode; prefill_chunk: of the other steps."""
         self.cache = PageCache(n_pages, reuse=prefix_cache)
         self.page_size = page_size
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingRequests()
+        self.preempted: deque[Request] = deque()  # to be started before those that wait
         self.running: list[Request] = []  # oldest first
+        self.started: list[Request] = []  # for the first time, by the last plan
+        self.preemptions = 0
         self._max_tokens = max_tokens
         self._prefill_chunk = min(prefill_chunk, max_tokens)
+        self._mixed_chunk = min(mixed_chunk, self._prefill_chunk)
         # every running request gets at least one token a step
         max_batch = min(max_batch, max_tokens)
         self._rows = list(range(max_batch))
@@ -58,14 +100,17 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. All its tokens, including those to generate, must fit the context and the cache."""
-        if self.cache.reuse:
-            self._extend_keys(request)
-        self.waiting.append(request)
+        self.waiting.add(request)
+
+    @property
+    def planned(self) -> list[Request]:
+        """The requests of the planned step."""
+        return [request for request, _ in self._work]
 
     def plan(self) -> Batch | None:
         """The next step, or None if there is nothing to do. The next plan reuses the arrays."""
-        if self.waiting:
-            self._admit()
+        self.started.clear()
+        self._admit()
         for request in self.running[:]:
             if len(request.tokens) > len(request.pages) * self.page_size and request.row >= 0:
                 self._grow(request)
@@ -89,36 +134,59 @@ class Scheduler:
         """Remove a request and free its pages. Full pages stay in the prefix cache."""
         if request.row >= 0:
             self._stop_running(request)
-        elif request in self.waiting:
+        elif request in self.preempted:
+            self.preempted.remove(request)
+        else:
             self.waiting.remove(request)
 
     def _admit(self) -> None:
-        """Start waiting requests in order while there are rows and pages."""
-        while self.waiting and self._rows:
-            request = self.waiting[0]
-            if not self._take_pages(request):
-                return
-            self.waiting.popleft()
+        """Start requests while there are rows and pages, those that were preempted first."""
+        while self._rows and (request := self._next()) is not None:
             row = request.row = heappop(self._rows)
             self._page_table[row, : len(request.pages)] = request.pages
             self.running.append(request)
             if request.start_time is None:
                 request.start_time = time.perf_counter()
                 request.cached = request.computed
+                self.started.append(request)
+
+    def _next(self) -> Request | None:
+        """The next request to start, which has its pages now; None if none can be started.
+
+        One that lacks pages is not overtaken, as it might be for ever.
+        """
+        if self.preempted:
+            if self._awaits_prefix(self.preempted[0]) or not self._take_pages(self.preempted[0]):
+                return None
+            return self.preempted.popleft()
+        if not self.waiting:
+            return None
+        for request in self.waiting.first():
+            if not self._awaits_prefix(request):
+                if not self._take_pages(request):
+                    return None
+                self.waiting.start(request)
+                return request
+        return None
+
+    def _prefix(self, request: Request) -> Sequence[bytes]:
+        """The keys of the pages that a request need not compute, if they are known."""
+        # the last token is always computed: its logits are needed
+        return request.keys[: (len(request.tokens) - 1) // self.page_size]
+
+    def _awaits_prefix(self, request: Request) -> bool:
+        """Whether a running request is computing the next page of its prefix, for both."""
+        unknown = next((key for key in self._prefix(request) if self.cache.find(key) is None), None)
+        return unknown in self._pending
 
     def _take_pages(self, request: Request) -> bool:
         """Allocate the pages of all of a request's tokens, those of a known prefix from the cache."""
         cache = self.cache
         needed = -(-len(request.tokens) // self.page_size)
-        # the last token is always computed: its logits are needed
-        shareable = (len(request.tokens) - 1) // self.page_size if cache.reuse else 0
         pages: list[int] = []
-        for key in request.keys[:shareable]:
+        for key in self._prefix(request):
             page = cache.find(key)
             if page is None:
-                if key in self._pending:  # a running request is computing the same page: wait for it
-                    cache.release(pages)
-                    return False
                 break
             cache.take(page)
             pages.append(page)
@@ -141,7 +209,8 @@ class Scheduler:
         while page is None:
             youngest = self.running[-1]
             self._stop_running(youngest)
-            self.waiting.appendleft(youngest)
+            self.preempted.appendleft(youngest)
+            self.preemptions += 1
             if youngest is request:
                 return
             page = self.cache.allocate()
@@ -161,7 +230,7 @@ class Scheduler:
         request.row = -1
 
     def _choose(self) -> None:
-        """Choose one token of each decoding request, then prompts, oldest first, up to the size of a call."""
+        """Choose one token of each decoding request, then shares of the prompts, up to the size of a call."""
         work = self._work
         work.clear()
         prompts = []
@@ -170,13 +239,10 @@ class Scheduler:
                 work.append((request, 1))
             else:
                 prompts.append(request)
-        room = min(self._max_tokens - len(work), self._prefill_chunk)
-        for request in prompts:
-            if room == 0:
-                break
-            count = min(len(request.tokens) - request.computed, room)
-            work.append((request, count))
-            room -= count
+        room = min(self._max_tokens - len(work), self._mixed_chunk if work else self._prefill_chunk)
+        prompts = prompts[:room]  # oldest first
+        counts = shares(room, [len(request.tokens) - request.computed for request in prompts])
+        work.extend(zip(prompts, counts, strict=True))
 
     def _fill(self) -> Batch:
         tokens, positions, row_of, logit_rows = self._tokens, self._positions, self._row_of, self._logit_rows
@@ -204,15 +270,25 @@ class Scheduler:
         return batch
 
     def _publish(self, request: Request) -> None:
-        self._extend_keys(request)
+        self.extend_keys(request)
         full = request.computed // self.page_size
         for i in range(request.published, full):
             self.cache.publish(request.pages[i], request.keys[i])
             self._pending.pop(request.keys[i], None)
         request.published = full
 
-    def _extend_keys(self, request: Request) -> None:
-        """Compute the keys of all pages that the request's tokens fill."""
+    def extend_keys(self, request: Request) -> None:
+        """Compute the keys of all pages that the request's tokens fill; before it is submitted, in any thread."""
         keys, size = request.keys, self.page_size
-        for i in range(len(keys), len(request.tokens) // size):
-            keys.append(page_key(keys[-1] if keys else b"", request.tokens[i * size : (i + 1) * size]))
+        for i in range(len(keys), len(request.tokens) // size if self.cache.reuse else 0):
+            parent = keys[-1] if keys else first_parent(request.salt)
+            keys.append(page_key(parent, request.tokens[i * size : (i + 1) * size]))
+
+
+def shares(room: int, wanted: Sequence[int]) -> list[int]:
+    """Equal shares of `room`, none larger than what is wanted; what one leaves, the others share."""
+    result = [0] * len(wanted)
+    for served, i in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        result[i] = min(wanted[i], room // (len(wanted) - served))
+        room -= result[i]
+    return result

@@ -41,7 +41,7 @@ class CpuSparsity(Sparsity):
         layers: list[dict[str, Any]] = []
         totals = dict.fromkeys((*_COUNTED, "neurons"), 0)
         for layer, verdict in enumerate(self.verdicts):
-            counts = self.executor.neuron_counts(layer)
+            counts = self.executor.ffns[layer].counts()
             counts["neurons"] = counts["tokens"] * sizes[layer]
             for name in totals:
                 totals[name] += counts[name]
@@ -56,7 +56,7 @@ class CpuSparsity(Sparsity):
     def clear(self) -> None:
         """Reset the statistics of `report`."""
         for layer in range(len(self.verdicts)):
-            self.executor.clear_neuron_counts(layer)
+            self.executor.ffns[layer].clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class CpuSparsity(Sparsity):
         from powerinfer.sparsity.trial import apply
 
         for layer in range(len(self.verdicts)):
-            self.executor.set_ways(layer, {})
+            self.executor.ffns[layer].set_ways({})
         try:
             yield
         finally:
@@ -76,9 +76,9 @@ class CpuSparsity(Sparsity):
             return None
         total = float(dense)
         for layer in range(len(self.verdicts)):
-            counts = self.executor.neuron_counts(layer)
+            counts = self.executor.ffns[layer].counts()
             if counts["tokens"]:
-                total += counts["bytes"] / counts["tokens"] - self.executor.ffn_bytes(layer)
+                total += counts["bytes"] / counts["tokens"] - self.executor.ffns[layer].nbytes
         return round(total)
 
 
@@ -128,7 +128,8 @@ def attach(
         else:
             executor.choices["trial"] = f"measured earlier ({saved.path})"
     else:
-        verdicts = forced(layers, ways[-1], sizes)
+        skips = [name == "threshold" or layer.ffn.rectified for layer in checkpoint.config.layers]
+        verdicts = forced(skips, ways[-1], sizes)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
@@ -173,13 +174,12 @@ def _load(
         if bundles.nbytes < available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
             layers = pool.map(bundles.copied, range(len(bundles.layers)))
         for layer, rows in enumerate(layers):
-            executor.sparsify(
-                layer,
+            executor.ffns[layer].add_bundles(
+                bundles.layouts[layer],
                 rows,
-                bundles.layout,
                 threshold=selection.threshold(layer),
                 predictor=None if selection.predictors is None else selection.predictors(layer),
                 recall_every=engine.recall_every,
-                dense_above=DENSE_ABOVE[bundles.layout.gate_type] if engine.trial else 1.0,  # --no-trial: no fallback
+                dense_above=DENSE_ABOVE[bundles.types[0]] if engine.trial else 1.0,  # --no-trial: no fallback
             )
             progress("loading neurons", layer + 1, len(bundles.layers))

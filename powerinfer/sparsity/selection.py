@@ -23,7 +23,7 @@ from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 
 if TYPE_CHECKING:
-    from powerinfer.devices.cpu import Weights
+    from powerinfer.devices.cpu_ffn import Weights
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
 
@@ -57,12 +57,16 @@ DENSE = Selection("all", ASKED)
 
 def check_suited(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration cannot use the selector."""
-    if config.rectified or selector not in ("exact", "predicted"):
+    suited = {"exact": config.partly_rectified, "predicted": config.rectified}
+    if suited.get(selector, True):
         return
+    other = "exact" if config.partly_rectified else "threshold"
     if selector == "exact":
         why = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
     else:
-        why = f"no predictor can select neurons of the activation {config.activations}: use --selector threshold"
+        why = (
+            f"no predictor can select neurons of the activation {config.activations_never_zero}: use --selector {other}"
+        )
     raise RequestError(f"selector {selector}: {why}")
 
 
@@ -71,12 +75,13 @@ def auto(
 ) -> tuple[str, str]:
     """(selector, reason) for `--selector auto`: the only place where that is decided.
 
-    It never changes answers: `exact` if inactive neurons are exactly zero and bundles can be used, else `all`.
+    It never changes answers: `exact` if inactive neurons are exactly zero in some layer and bundles can be used, else
+    `all`.
     lacking: why bundles cannot be used; None: they are there, or will be.
     predictors, thresholds: for planning only, where the selector is then stated to the user, who has to request it to
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
     """
-    if not config.rectified:
+    if not config.partly_rectified:
         return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
     if lacking is not None:
         return "all", lacking

@@ -52,12 +52,13 @@ def sizes_tried(executor: CpuExecutor, max_batch: int) -> list[int]:
 def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
     """Set the ways of all layers."""
     for layer, verdict in enumerate(verdicts):
-        executor.set_ways(layer, {int(size): way for size, way in verdict.ways.items()})
+        executor.ffns[layer].set_ways({int(size): way for size, way in verdict.ways.items()})
 
 
-def forced(layers: int, way: Way, sizes: Sequence[int]) -> list[Verdict]:
-    """One way for all layers and small batches."""
-    return [Verdict({str(size): way for size in sizes})] * layers
+def forced(skips: Sequence[bool], way: Way, sizes: Sequence[int]) -> list[Verdict]:
+    """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does."""
+    sparse, dense = (Verdict({str(size): one for size in sizes}) for one in (way, "dense"))
+    return [sparse if some else dense for some in skips]
 
 
 def trial(
@@ -104,7 +105,7 @@ def _measure(executor: CpuExecutor, ways: Sequence[Way], size: int, sample: Sequ
         for step in range(len(ways) * ROUNDS):
             way = ways[step % len(ways)]
             for layer in range(executor.config.n_layers):
-                executor.set_ways(layer, {size: way})
+                executor.ffns[layer].set_ways({size: way})
             at = PROMPT + step
             executor.forward(
                 Batch(

@@ -513,10 +513,11 @@ void test_attention(const PiKernels* kernels) {
 // ---- A whole program ------------------------------------------------------------------------------------------------
 
 // Gated FFNs and RMS norms, in one layer also of all heads together and of what is added; or a wider embedding, learned
-// positions, LayerNorm and plain FFNs, of which one runs beside its attention and one has its norms behind.
+// positions, LayerNorm and plain FFNs, of which one runs beside its attention and one has its norms behind. The layers
+// have different heads.
 struct Model {
-  static constexpr int64_t D = 96, FF = 160, HEADS = 6, KV = 2, DIM = 16, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80,
-                           EMBED = 192;
+  static constexpr int64_t D = 96, FF = 160, VOCAB = 70, LAYERS = 2, TOKENS = 60, LDO = 80, EMBED = 192;
+  static constexpr int64_t HEADS[LAYERS] = {6, 8}, KV[LAYERS] = {2, 1}, DIM[LAYERS] = {16, 32};
   std::vector<uint8_t> table_bytes, position_bytes;
   std::shared_ptr<Program> program;
 
@@ -524,12 +525,17 @@ struct Model {
     Random r(3);
     auto pool = std::make_shared<Pool>(threads);
     auto arena = std::make_shared<Arena>();
-    auto cache = std::make_shared<Cache>(kv_type, (int)LAYERS, (int)KV, (int)DIM, 8);
-    std::vector<float> frequencies;
-    for (int i = 0; i < DIM / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / DIM));
+    std::vector<std::pair<int64_t, int64_t>> heads;
+    for (int layer = 0; layer < LAYERS; layer++) heads.push_back({KV[layer], DIM[layer]});
+    auto cache = std::make_shared<Cache>(kv_type, heads, 8);
     program = std::make_shared<Program>(std::make_shared<Workspace>(pool, kernels), cache,
-                                        Sizes{TOKENS, D, FF, HEADS, KV, DIM, plain ? EMBED : D});
-    for (float factor : {1.0f, 1.5f}) program->add_rope(frequencies, factor);
+                                        Sizes{TOKENS, D, FF, {HEADS, HEADS + LAYERS}, plain ? EMBED : D});
+    for (int layer = 0; layer < LAYERS; layer++) {
+      Vector frequencies;
+      const float dim = (float)DIM[layer];
+      for (int i = 0; i < DIM[layer] / 2; i++) frequencies.push_back(powf(1e4f, -2.0f * (float)i / dim));
+      program->add_rope(frequencies, layer ? 1.5f : 1.0f);
+    }
     const auto matrix = [&](int t, int64_t rows, int64_t k) {
       const std::vector<uint8_t> stored = random_rows(r, t, rows, k);
       auto m = std::make_shared<Matrix>(Matrix{t, rows, k, (rows + 15) / 16, nullptr, arena});
@@ -546,30 +552,32 @@ struct Model {
       return plain && n == D ? Norm{r.normals(n), r.normals(n), 1e-5f, true} : Norm{r.normals(n), {}, 1e-5f, false};
     };
     const auto ffn = [&](Norm n, Norm out) {
-      FfnSpec spec{std::move(n), std::move(out), plain ? Vector() : r.normals(FF),
-                   {},           r.normals(D),   {plain ? PI_RELU2 : PI_GELU_TANH, 0}};
-      program->ffn({std::move(spec), plain ? nullptr : matrix(type, FF, D), matrix(other, FF, D), matrix(type, D, FF)});
+      const Activation activation{plain ? PI_RELU2 : PI_GELU_TANH, 0};
+      const auto gate = plain ? nullptr : matrix(type, FF, D), up = matrix(other, FF, D), down = matrix(type, D, FF);
+      const NeuronSpec spec{activation, plain ? Vector() : r.normals(FF), {}};
+      program->ffn({std::move(n), std::move(out), r.normals(D)}, std::make_shared<DenseNeurons>(spec, gate, up, down));
     };
     if (plain)
       program->embed({table(table_bytes, VOCAB, EMBED), table(position_bytes, 43, D), 2, matrix(other, D, EMBED), 1});
     else program->embed({table(table_bytes, VOCAB, D), nullptr, 0, nullptr, 3});
     for (int layer = 0; layer < LAYERS; layer++) {
       const bool beside = plain && layer == 0, behind = plain && layer == 1, both = !plain && layer == 1;
+      const int64_t dim = DIM[layer], q = HEADS[layer] * dim, kv = KV[layer] * dim;
       AttentionInput in;
       in.layer = layer;
       if (!behind) in.norm = norm(D);
-      in.q_bias = r.normals(HEADS * DIM);
-      in.q_norm = norm(both ? HEADS * DIM : DIM);
-      in.k_norm = norm(both ? KV * DIM : DIM);
-      in.rope = beside ? -1 : layer % 2;
-      in.scale = both ? 0.1f : 1 / sqrtf(DIM);
-      in.q = matrix(type, HEADS * DIM, D);
-      in.k = matrix(other, KV * DIM, D);
-      in.v = matrix(type, KV * DIM, D);
+      in.q_bias = r.normals(q);
+      in.q_norm = norm(both ? q : dim);
+      in.k_norm = norm(both ? kv : dim);
+      in.rope = beside ? -1 : layer;
+      if (both) in.scale = 0.1f;
+      in.q = matrix(type, q, D);
+      in.k = matrix(other, kv, D);
+      in.v = matrix(type, kv, D);
       program->attention_input(std::move(in));
       program->attention(layer, layer ? 20 : 0);
       if (beside) ffn(norm(D), {});
-      program->project(matrix(other, D, HEADS * DIM), r.normals(D), both ? norm(D) : Norm());
+      program->project(layer, matrix(other, D, q), r.normals(D), both ? norm(D) : Norm());
       if (behind) program->normalise(norm(D));
       if (!beside) ffn(behind ? Norm() : norm(D), both ? norm(D) : Norm());
       if (behind) program->normalise(norm(D));

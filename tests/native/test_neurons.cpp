@@ -7,6 +7,7 @@
 #include "ffn.h"
 
 #include <numeric>
+#include <thread>
 
 namespace {
 
@@ -26,6 +27,12 @@ const std::vector<int64_t>& widths(int type) { return is_quantised(type) ? BLOCK
 using List = std::vector<int32_t>;
 
 const int64_t STEPS[] = {1, 2, 3, 5, 8, 9, 31, PI_NEURON_TOKENS};  // tokens
+
+List every_one(int64_t n) {
+  List all((size_t)n);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
 
 // Empty, whole, single, odd, every other, and in no order.
 std::vector<List> lists(int32_t n) {
@@ -550,10 +557,8 @@ struct Layer {
                                                 of(type, gated ? part : 0),
                                                 of(down_type, down_at),
                                                 neurons,
-                                                {act, threshold},
-                                                gate_bias,
-                                                up_bias,
-                                                {},
+                                                {{act, threshold}, gate_bias, up_bias},
+                                                every_one(neurons),
                                                 {}});
   }
 };
@@ -842,31 +847,34 @@ struct FfnModel {
   Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
     auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
     auto arena = std::make_shared<Arena>();
-    auto cache = std::make_shared<Cache>(PI_KV_F32, 1, 1, 16, 1);
-    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, 1, 1, 16});
+    auto cache = std::make_shared<Cache>(PI_KV_F32, std::vector<std::pair<int64_t, int64_t>>{{1, 16}}, 1);
+    auto p = std::make_unique<Program>(workspace, cache, Sizes{PI_NEURON_TOKENS, what.k, what.neurons, {1}});
     std::vector<uint8_t> columns((size_t)(2 * what.k * what.neurons));
     for (int64_t i = 0; i < what.neurons; i++)
       for (int64_t c = 0; c < what.k; c++)
         memcpy(&columns[(size_t)(2 * (c * what.neurons + i))], &layer.down_rows[(size_t)(2 * (i * what.k + c))], 2);
-    FfnSpec spec{norm, {}, layer.gate_bias, layer.up_bias, down_bias, {what.act, layer.threshold}};
-    auto ffn = p->ffn({std::move(spec),
-                       what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
-                       matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
-                       matrix_of(arena, PI_F16, what.k, what.neurons, columns)});
-    std::unique_ptr<Predictor> predictor;
+    auto dense = std::make_shared<DenseNeurons>(
+        layer.bundles->spec, what.gated ? matrix_of(arena, what.type, what.neurons, what.k, layer.gate_rows) : nullptr,
+        matrix_of(arena, what.type, what.neurons, what.k, layer.up_rows),
+        matrix_of(arena, PI_F16, what.k, what.neurons, columns));
+    auto ffn = p->ffn({norm, {}, down_bias}, std::move(dense));
+    std::shared_ptr<Predictor> predictor;
     if (about) {
-      predictor = std::make_unique<Predictor>(matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
+      predictor = std::make_shared<Predictor>(matrix_of(arena, PI_F16, RANK, what.k, predictor_in),
                                               matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
                                               about->threshold, about->floor);
     }
-    ffn->sparsify(std::make_shared<Bundles>(*layer.bundles), std::move(predictor), what.most, recall_every);
+    auto bundled = std::make_shared<NeuronSum>(workspace, layer.bundles, what.most, false);
+    ffn->set_bundled(std::move(bundled), std::move(predictor), recall_every);
     return {std::move(p), std::move(ffn)};
   }
 
   // x of the last tokens after one step.
   std::vector<float> run(const Wired& wired, int64_t tokens, Way way) const {
     Program& p = *wired.program;
-    wired.ffn->ways[tokens] = way;
+    Way ways[PI_NEURON_TOKENS];
+    std::fill(ways, ways + PI_NEURON_TOKENS, way);
+    wired.ffn->set_ways(ways);
     const int64_t first = PI_NEURON_TOKENS - tokens;
     for (int64_t t = 0; t < tokens; t++) std::copy_n(&x[(size_t)((first + t) * what.k)], what.k, p.x + t * p.ldx);
     const std::vector<int32_t> zeros((size_t)tokens, 0);
@@ -986,8 +994,7 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
         if (plan && tokens != 1 && tokens != 2 && tokens != 9) continue;
         const int64_t first = PI_NEURON_TOKENS - tokens;
         const std::vector<float> was(model.x.begin() + first * c.k, model.x.end());
-        const NeuronStats& stats = ffn.neurons->stats;
-        wired.ffn->clear_stats();
+        wired.ffn->clear();
         Range fires, some;
         for (int64_t t = 0; t < tokens; t++)
           for (int64_t i = 0; i < c.neurons; i++) fires.add(activity.neuron(first + t, i, YES, c.most).fires);
@@ -999,8 +1006,10 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
                               [&](int64_t t, int64_t i) { return activity.neuron(first + t, i, YES, c.most); });
           const std::vector<float> out = model.run(wired, tokens, WAY_EXACT);
           wanted.check(exact, out.data(), c.k, c.k, was, model.down_bias, roundings);
-          counted.yes(stats.steps == 1 && ffn.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 &&
-                          ffn.recall.tokens == 0,
+          const Ffn::Counts counts = ffn.counts();
+          const NeuronStats& stats = counts.neurons;
+          counted.yes(stats.steps == 1 && counts.exact_steps == 1 && stats.tokens == tokens && stats.first_rows == 0 &&
+                          counts.recall.tokens == 0,
                       1);
           counted.yes(fires.holds(stats.candidates), 2);
           counted.yes(
@@ -1008,7 +1017,7 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
               3);
           const std::vector<float> twice = model.run(wired, tokens, WAY_EXACT);
           for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
-          wired.ffn->clear_stats();
+          wired.ffn->clear();
         }
         if (never_silent(c.act)) continue;
         const auto is_named = [&](int64_t t, int64_t i) { return named[(size_t)((first + t) * c.neurons + i)]; };
@@ -1030,21 +1039,77 @@ void ffn_case(const PiKernels* kernels, const FfnCase& c) {
         const std::vector<float> out =
             model.run(wired, tokens, WAY_PREDICTED);  // the first step is sampled, the next is not
         wanted.check(predicted, out.data(), c.k, c.k, was, model.down_bias, roundings);
-        counted.yes(stats.steps == 1 && ffn.exact_steps == 0 && stats.tokens == tokens && ffn.recall.tokens == tokens,
-                    4);
+        const Ffn::Counts counts = ffn.counts();
+        const NeuronStats& stats = counts.neurons;
+        counted.yes(
+            stats.steps == 1 && counts.exact_steps == 0 && stats.tokens == tokens && counts.recall.tokens == tokens, 4);
         counted.yes(listed.holds(stats.candidates) && rows.holds(stats.first_rows), 5);
         counted.yes(
             wanted.active.holds(stats.active) && wanted.up.holds(stats.up_rows) && wanted.down.holds(stats.down_rows),
             6);
-        counted.yes(active.holds(ffn.recall.active) && found.holds(ffn.recall.found), 7);
-        const int64_t sampled = ffn.recall.active;
+        counted.yes(active.holds(counts.recall.active) && found.holds(counts.recall.found), 7);
         const std::vector<float> twice = model.run(wired, tokens, WAY_PREDICTED);
         for (size_t i = 0; i < out.size(); i++) again.same(twice[i], out[i], (int64_t)i);
-        counted.yes(stats.steps == 2 && ffn.recall.tokens == tokens && ffn.recall.active == sampled, 8);
+        const Ffn::Counts later = ffn.counts();
+        counted.yes(
+            later.neurons.steps == 2 && later.recall.tokens == tokens && later.recall.active == counts.recall.active,
+            8);
       }
     }
   }
   if (predicted.all == 0) predicted.yes(never_silent(c.act), 0);
+}
+
+// Counters are read while a job that has counted one of its two steps waits for the reader: the reader sees both.
+void counters_between_jobs(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " counters between jobs");
+  Random r(5);
+  const int64_t k = 64, neurons = 70, tokens = 3;
+  Layer layer(r, k, neurons, PI_F16, PI_F16, PI_RELU, true, false);
+  const std::vector<float> x = r.normals(tokens * k);
+  for (int threads : {1, 2}) {
+    const auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
+    NeuronSum sum(workspace, layer.bundles, 0, true);
+    std::vector<float> out((size_t)(tokens * k));
+    std::atomic<int64_t> reads{0};
+    std::atomic<bool> halfway{false}, over{false};
+    std::thread reader([&] {
+      while (!over) {
+        if (!halfway) {
+          std::this_thread::yield();
+          continue;
+        }
+        const NeuronStats stats = sum.stats();
+        check.yes(stats.steps % 2 == 0 && stats.tokens == tokens * stats.steps, stats.steps);
+        reads++;
+      }
+    });
+    const auto step = [&](int thread) {
+      sum.sum_selected(thread, {{x.data(), k, k, tokens}, {}, {out.data(), k, false, {}}, true});
+    };
+    const int64_t jobs = 20;
+    for (int64_t job = 0; job < jobs; job++) {
+      workspace->pool->run([&](int thread) {
+        step(thread);
+        if (thread == 0) {
+          const int64_t before = reads;
+          halfway = true;
+          // A reader that does not wait for the job reads now.
+          for (int turn = 0; turn < 1000 && reads == before; turn++) std::this_thread::yield();
+        }
+        step(thread);
+      });
+    }
+    over = true;
+    reader.join();
+    check.yes(sum.stats().steps == 2 * jobs, jobs);
+    std::vector<int64_t> fired((size_t)neurons), none = fired;
+    const int64_t active = sum.stats().active;
+    sum.take_fired(fired.data());
+    check.yes(active > 0 && std::accumulate(fired.begin(), fired.end(), int64_t{0}) == active, 0);
+    sum.take_fired(fired.data());
+    check.yes(fired == none, 1);
+  }
 }
 
 // A predictor of any bytes: its guesses may be no numbers, and there is still an order among them.
@@ -1059,7 +1124,7 @@ void hostile_predictor(const PiKernels* kernels) {
       for (int threads : {1, 2, 3}) {
         const FfnModel::Wired wired = model.program(kernels, threads, &about, 0);
         model.run(wired, tokens, WAY_PREDICTED);
-        const int64_t now = wired.ffn->neurons->stats.candidates;
+        const int64_t now = wired.ffn->counts().neurons.candidates;
         check.yes(now >= floor * tokens && now <= 150 * tokens && (threads == 1 || now == candidates), floor);
         candidates = now;
       }
@@ -1076,6 +1141,7 @@ void test_sparse_ffn(const PiKernels* kernels) {
       {100, 150, PI_BF16, PI_FATRELU, true, false, false, 0},
   };
   for (const FfnCase& c : cases) ffn_case(kernels, c);
+  counters_between_jobs(kernels);
   hostile_predictor(kernels);
 }
 

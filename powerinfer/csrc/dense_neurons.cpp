@@ -1,0 +1,103 @@
+#include "dense_neurons.h"
+
+#include <math.h>
+#include <string.h>
+
+namespace {
+// Whether a padded bias is that one, bit by bit.
+bool same(const Vector& padded, const Vector& bias) {
+  return padded.empty() == bias.empty() && padded.size() >= bias.size() &&
+         (bias.empty() || memcmp(padded.data(), bias.data(), bias.size() * sizeof(float)) == 0);
+}
+}  // namespace
+
+DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
+                           std::shared_ptr<Matrix> down)
+    : spec_(std::move(spec)), gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)) {
+  check(!gate_ || (gate_->rows == up_->rows && gate_->k == up_->k), "gate or up has another width than the other");
+  check(down_->rows == up_->k && down_->k == up_->rows, "down has another width than d_model, or than up has neurons");
+  check(gate_ || spec_.gate_bias.empty(), "a bias of gate without a gate");
+  check_bias(spec_.gate_bias, neurons(), "gate");
+  check_bias(spec_.up_bias, neurons(), "up");
+  for (Vector* bias : {&spec_.gate_bias, &spec_.up_bias}) *bias = padded(std::move(*bias));
+}
+
+bool DenseNeurons::same_kind(const Bundles& bundles) const {
+  return bundles.complete() && bundles.neurons == neurons() && bundles.gated() == gated() &&
+         bundles.spec.activation == spec_.activation && same(spec_.gate_bias, bundles.spec.gate_bias) &&
+         same(spec_.up_bias, bundles.spec.up_bias);
+}
+
+void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to) const {
+  add_down(t, tokens, multiply(t, acts, tokens), to);
+}
+
+Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) const {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  const Columns mine(*up_, *w.pool, t.id, 2);  // two panels: a whole block of the activations below
+  if (gate_) w.linear(t.id, *gate_, spec_.gate_bias, acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
+  w.linear(t.id, *up_, spec_.up_bias, acts, gate_ ? p.up : p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
+  Watch* const watch = p.watch.get();
+  const Watch::Look look{t.id, mine.c0, mine.n(), mine.lanes()};
+  for (int64_t i = 0; i < tokens && mine.n(); i++) {
+    float* h = p.gate + i * p.ldh + mine.c0;
+    const float* up = gate_ ? p.up + i * p.ldh + mine.c0 : nullptr;
+    if (watch) watch->before(look, i, spec_.activation, h, up);
+    spec_.activation.apply(w.kernels, h, up, mine.lanes());
+    if (watch) watch->after(look, i, h);
+  }
+  if (watch && mine.n()) watch->count(look, tokens);
+  return mine;
+}
+
+Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) const {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  const Columns mine(first(), *w.pool, t.id);
+  w.linear(t.id, first(), spec_.first_bias(gated()), acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
+  for (int64_t i = 0; i < tokens; i++)
+    spec_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes());
+  return mine;
+}
+
+void DenseNeurons::finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to,
+                          NeuronCounts& done) const {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  const Columns mine(*up_, *w.pool, t.id, 2);  // two panels: a whole block of h
+  const int64_t n = mine.n();
+  if (gate_) w.linear(t.id, *up_, spec_.up_bias, acts, p.up, p.ldh, tokens, false, mine.p0, mine.p1);
+  done = {0, gate_ ? n : 0, n, 0, 0};
+  for (int64_t i = 0; i < tokens && n; i++) {
+    float *h = p.gate + i * p.ldh + mine.c0, *up = p.up + i * p.ldh + mine.c0;
+    if (threshold > 0.0f)
+      for (int64_t j = 0; j < n; j++)
+        if (fabsf(h[j]) <= threshold) h[j] = 0.0f;
+    if (gate_) {
+      spec_.activation.apply_second(w.kernels, up, mine.lanes());
+      for (int64_t j = 0; j < n; j++) h[j] *= up[j];
+    }
+    for (int64_t j = 0; j < n; j++) done.active += h[j] != 0.0f;
+  }
+  add_down(t, tokens, mine, to);
+}
+
+// The sum of down times h, of which this thread has made its columns.
+void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to) const {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  const int form = down_->form();
+  PiActs h = p.hidden.rows(down_->k);
+  h.f = p.gate;
+  h.ldf = p.ldh;
+  if (form != PI_FORM_F32) {
+    for (int64_t i = 0; i < tokens && mine.n(); i++) {
+      const PiActs own = pi_acts_from(&h, i, mine.c0);
+      w.kernels->forms(own.f, mine.n(), form, &own);
+    }
+  }
+  w.pool->barrier();
+  w.product(t.id, *down_, &h, tokens, to);
+  w.pool->barrier();
+}

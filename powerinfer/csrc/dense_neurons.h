@@ -1,0 +1,35 @@
+// A part of an FFN: neurons of one layer as matrices in panels, and the sum that they add to the output.
+#pragma once
+#include "activation.h"
+#include "bundles.h"
+#include "program.h"
+
+class DenseNeurons {
+ public:
+  // gate may be null: the activation is on up. std::invalid_argument where their sizes do not go together.
+  DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down);
+  int64_t neurons() const { return up_->rows; }
+  int64_t d_model() const { return up_->k; }
+  bool gated() const { return (bool)gate_; }
+  // Whether bundles hold neurons of the same kind: as many, with the same activation and biases.
+  bool same_kind(const Bundles& bundles) const;
+  int forms() const { return first().form() | up_->form(); }  // of the input
+
+  // ---- For the threads of a job of a program. acts: the input, normalised, in `forms`.
+  // The sum of all of them. Ends with a barrier.
+  void sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to) const;
+  // The same in two steps: activations of the first product to `gate` of the program, the columns that are returned by
+  // this thread, and the rest, in which those up to `threshold` count as zero. done: of this thread.
+  Columns activate(Thread& t, const PiActs* acts, int64_t tokens) const;
+  void finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to,
+              NeuronCounts& done) const;
+  // h to `gate` of the program, the columns that are returned by this thread.
+  Columns multiply(Thread& t, const PiActs* acts, int64_t tokens) const;
+
+ private:
+  const Matrix& first() const { return gate_ ? *gate_ : *up_; }  // what the activation is on
+  void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to) const;
+
+  NeuronSpec spec_;  // biases padded to whole panels
+  const std::shared_ptr<Matrix> gate_, up_, down_;
+};

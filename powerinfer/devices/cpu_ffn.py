@@ -1,0 +1,212 @@
+"""The FFNs of the CPU's executor: a sum over neurons, as parts from matrices (dense) or from bundles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import _native
+from powerinfer.config import ModelConfig
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.neurons import BUNDLE_GROUP
+
+if TYPE_CHECKING:
+    from powerinfer.formats.bundle_memory import SomeBundles
+    from powerinfer.neurons import BundleLayout, Predictor
+
+Float32 = NDArray[np.float32]
+
+Biases = Sequence[Float32 | None]
+"""float32 [neurons of the layer] of gate and up, and maybe more; None where there is none."""
+
+Weights = tuple["Predictor", RawTensor, RawTensor]
+"""A layer's predictor with its matrices in [rank, d_model] and out [neurons, rank]."""
+
+
+def pack(
+    pool: _native.Pool, arena: _native.Arena, tensor: RawTensor, row_map: NDArray[np.int32] | None = None
+) -> _native.Matrix:
+    """A matrix [out, in] in panels. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
+    rows, cols = tensor.shape
+    return _native.pack(pool, arena, tensor.type, rows, cols, tensor.data, row_map)
+
+
+class PartMaker:
+    """Makes the parts of an executor's FFNs. pack: `pack` into its memory. ValueError for shapes that are wrong."""
+
+    def __init__(
+        self, config: ModelConfig, workspace: _native.Workspace, pack: Callable[[RawTensor], _native.Matrix]
+    ) -> None:
+        self.config = config
+        self._workspace = workspace
+        self._pack = pack
+
+    def dense(
+        self, layer: int, gate: _native.Matrix | None, up: _native.Matrix, down: _native.Matrix, biases: Biases
+    ) -> _native.DenseNeurons:
+        """Neurons as matrices."""
+        return _native.DenseNeurons(self._spec(layer, biases), gate, up, down)
+
+    def bundled(
+        self,
+        layer: int,
+        layout: BundleLayout,
+        bundles: NDArray[np.uint8] | SomeBundles,
+        biases: Biases = (None, None),
+        *,
+        neurons: int | None = None,
+        threshold: float = 0.0,
+        count_fired: bool = False,
+    ) -> _native.NeuronSum:
+        """Neurons as bundles, and the sum that they add to the output.
+
+        bundles: uint8 [groups, layout.group_bytes] of all the layer's neurons, or some of them; they are kept. neurons:
+        their number, None: that of the layer. threshold: activations up to this magnitude count as zero; count_fired:
+        for each neuron, too, the tokens that it fires for.
+        """
+        counts = None
+        if isinstance(bundles, np.ndarray):
+            rows, neurons = bundles, neurons or self.config.layers[layer].ffn.size
+        else:
+            rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
+            biases = [_placed(bundles, bias) for bias in biases[:2]]
+        native = _native.Bundles(
+            rows,
+            neurons,
+            self.config.d_model,
+            layout.gate_type if layout.gated else None,
+            layout.gate_type,
+            layout.down_type,
+            layout.pitch,
+            layout.gate_at if layout.gated else 0,
+            layout.up_at,
+            layout.down_at,
+            self._spec(layer, biases),
+            counts,
+        )
+        return _native.NeuronSum(self._workspace, native, threshold, count_fired)
+
+    def predictor(self, weights: Weights | None) -> _native.Predictor | None:
+        """What selects among all of a layer's neurons."""
+        if weights is None:
+            return None
+        about, inner, outer = weights
+        return _native.Predictor(self._pack(inner), self._pack(outer), about.threshold, about.floor)
+
+    def _spec(self, layer: int, biases: Biases) -> _native.NeuronSpec:
+        about = self.config.layers[layer].ffn
+        return _native.NeuronSpec(about.activation, about.threshold, *biases[:2])
+
+
+class CpuFfn:
+    """The FFN of a layer: its neurons as matrices, as bundles, or both, and which of these each small step uses.
+
+    op: the operator; matrices: gate (or None), up and down, where it has them; layout, predictor: of the bundles it
+    has. neurons: their number.
+    """
+
+    def __init__(
+        self,
+        parts: PartMaker,
+        layer: int,
+        op: _native.Ffn,
+        biases: Biases,
+        *,
+        matrices: Sequence[_native.Matrix | None] = (),
+        layout: BundleLayout | None = None,
+        predictor: _native.Predictor | None = None,
+    ) -> None:
+        self.op = op
+        self.matrices = [one for one in matrices if one is not None]
+        self.neurons = self.matrices[0].rows if matrices else parts.config.layers[layer].ffn.size
+        self._parts = parts
+        self._layer = layer
+        self._biases = biases
+        self._layout = layout
+        self._predictor = predictor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        return sum(one.nbytes for one in self.matrices)
+
+    @property
+    def predictor_bytes(self) -> int:
+        """Bytes of the predictor."""
+        return 0 if self._predictor is None else self._predictor.nbytes
+
+    def add_bundles(
+        self,
+        layout: BundleLayout,
+        rows: NDArray[np.uint8],
+        *,
+        threshold: float = 0.0,
+        predictor: Weights | None = None,
+        recall_every: int = 0,
+        dense_above: float = 1.0,
+    ) -> None:
+        """Give an FFN of matrices its neurons as bundles too; it stays dense until `set_ways` says otherwise.
+
+        rows: uint8 [groups, layout.group_bytes], kept; threshold: activations up to this magnitude count as zero;
+        recall_every: steps between samples of the predictor's recall, 0 for none; dense_above: of the neurons, the
+        share from which on a step of `exact`, whose gates are known, computes the rest from the matrices. ValueError
+        for shapes that are not the layer's.
+        """
+        neurons = self._parts.bundled(
+            self._layer, layout, rows, self._biases, neurons=self.neurons, threshold=threshold
+        )
+        selects = self._parts.predictor(predictor)
+        self.op.set_bundled(neurons, selects, recall_every)
+        self.op.dense_above = dense_above
+        self._layout, self._predictor = layout, selects
+
+    def set_ways(self, ways: Mapping[int, str]) -> None:
+        """How steps of few tokens run: number of tokens -> "dense", "exact" or "predicted".
+
+        A number in between uses the way of the next larger one; more than the largest are dense. ValueError where it
+        lacks what a way needs: matrices, bundles, or a predictor.
+        """
+        every = []
+        for tokens in range(1, NEURON_TOKENS + 1):
+            larger = [size for size in ways if size >= tokens]
+            every.append(ways[min(larger)] if larger else "dense")
+        self.op.set_ways(every)
+
+    def predict(self, on: bool) -> None:
+        """Whether small steps use the predictor, if it has one; else those of bundles alone compute every gate."""
+        if self._predictor is not None:
+            self.set_ways({NEURON_TOKENS: "predicted" if on else "exact"})
+
+    def counts(self) -> dict[str, int]:
+        """What an FFN of bundles did in sparse steps since the last `clear`, summed over their tokens.
+
+        tokens, active and candidates (neurons that were computed), sampled_tokens, sampled_active, sampled_found (of
+        those active, the ones that were candidates); steps, and in these rows of bundles and bytes of weights read.
+        """
+        assert self._layout is not None
+        counts, layout = self.op.counts(), self._layout
+        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
+        sizes = (layout.gate_bytes, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
+        exact = counts.pop("exact_steps")
+        counts["rows"] = sum(rows[:3])
+        counts["bytes"] = sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True))
+        counts["bytes"] += (counts["steps"] - exact) * self.predictor_bytes
+        if self.matrices:  # whose first product finds what fires
+            counts["bytes"] += exact * self.matrices[0].nbytes
+        return counts
+
+    def clear(self) -> None:
+        """Reset the counters."""
+        self.op.clear()
+
+
+def _placed(bundles: SomeBundles, bias: Float32 | None) -> Float32 | None:
+    if bias is None:
+        return None
+    placed = np.zeros(len(bundles.counts) * BUNDLE_GROUP, np.float32)
+    placed[bundles.places] = bias[bundles.index]
+    return placed

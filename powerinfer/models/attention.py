@@ -1,0 +1,38 @@
+"""Wiring of `AttentionConfig`: heads over keys and values in the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.models.builder import Builder, Matrix, Norm, Vector, vector
+
+
+def attend(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+    """What attention gives for norm(x)."""
+    about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
+    heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
+    # Values are not rotated: their rows may be padded, but are never reordered.
+    interleaved = about.rope is not None and about.rope.interleaved
+    maps = {part: builder.head_rows(n, about.head_dim, interleaved and part != "v") for part, n in heads.items()}
+    builder.attention(
+        layer,
+        norm,
+        [builder.matrix(checkpoint.take(name + part), maps[part]) for part in heads],
+        biases=[_reordered(vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
+        q_norm=vector(checkpoint, name + "q_norm"),
+        k_norm=vector(checkpoint, name + "k_norm"),
+    )
+
+
+def project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+    """Its output projection: x += norm(o . attended)."""
+    name = f"layers.{layer}.o"
+    builder.project(layer, builder.matrix(checkpoint.take(name)), vector(checkpoint, name + "_bias"), norm)
+
+
+def _reordered(bias: Vector, rows: NDArray[np.int32] | None) -> Vector:
+    if bias is None or rows is None:
+        return bias
+    return np.where(rows < 0, np.float32(0), bias[rows])

@@ -1,0 +1,55 @@
+"""What wiring needs: a device that layers are wired on, and tensors of the checkpoint that a layer may lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.formats.checkpoint import Checkpoint, RawTensor
+
+Vector = NDArray[np.float32] | None
+Matrix = TypeVar("Matrix")
+Norm = TypeVar("Norm")
+
+OwnFfn = Callable[[Norm | None, Sequence[Vector], Norm | None], None]
+"""Wires an FFN whose matrices are not the checkpoint's: called with its norm, the biases of gate, up and down, and the
+norm of its output."""
+
+
+class Builder(Protocol[Matrix, Norm]):
+    """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which document the methods."""
+
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> Matrix: ...
+    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None: ...
+    def norm(self, weight: NDArray[np.float32], bias: Vector = None) -> Norm: ...
+    def attention(
+        self,
+        layer: int,
+        norm: Norm | None,
+        qkv: Sequence[Matrix],
+        *,
+        biases: Sequence[Vector] = ...,
+        q_norm: Vector = None,
+        k_norm: Vector = None,
+    ) -> None: ...
+    def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
+    def ffn(
+        self,
+        layer: int,
+        norm: Norm | None,
+        gate: Matrix | None,
+        up: Matrix,
+        down: Matrix,
+        biases: Sequence[Vector] = ...,
+        out_norm: Norm | None = None,
+    ) -> None: ...
+    def normalise(self, layer: int, norm: Norm) -> None: ...
+    def head(self, norm: Norm | None, matrix: Matrix, projection: Matrix | None = None) -> None: ...
+
+
+def vector(checkpoint: Checkpoint, name: str) -> Vector:
+    """A norm's weights or a bias; None if the model has no tensor of that name."""
+    return checkpoint.take(name).float32() if checkpoint.has(name) else None

@@ -1,0 +1,26 @@
+"""Wiring of `FfnConfig`: a sum of neurons, from the checkpoint's matrices or as its owner has it."""
+
+from __future__ import annotations
+
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, vector
+
+
+def sum_neurons(
+    builder: Builder[Matrix, Norm],
+    checkpoint: Checkpoint,
+    layer: int,
+    norm: Norm | None,
+    out_norm: Norm | None,
+    own: OwnFfn[Norm] | None,
+) -> None:
+    """x += out_norm(the neurons' sum of norm(x)); own: wires the FFN in the checkpoint's place."""
+    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].ffn.matrices
+    biases = [vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
+    if own is not None:
+        for part in parts:
+            checkpoint.skip(name + part)
+        own(norm, biases, out_norm)
+        return
+    *gate, up, down = (builder.matrix(checkpoint.take(name + part)) for part in parts)
+    builder.ffn(layer, norm, gate[0] if gate else None, up, down, biases, out_norm)

@@ -1,0 +1,216 @@
+"""The same model for asyncio: `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.progress import silent
+from powerinfer.runtime.engine import LLM, Message, Prompt
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import Completion, Request, StreamEvent
+
+if TYPE_CHECKING:
+    from powerinfer.progress import Progress
+    from powerinfer.runtime.sampling import TokenMask
+
+AsyncStream = AsyncGenerator[StreamEvent, None]
+"""An answer, token by token; closing it, or cancelling the task that reads it, ends the request."""
+
+
+class AsyncLLM:
+    """A loaded model, for asyncio.
+
+        async with AsyncLLM("model.gguf") as llm:
+            async for event in llm.stream("The capital of France is"):
+                print(event.text, end="")
+
+    Arguments and errors as of `LLM`; the model is loaded in the calling thread. Every call takes, beside `params`:
+
+    salt: requests with different salts share nothing of the prefix cache, and take turns when they wait.
+    timeout, queue_timeout: seconds until the end of the answer, and until its start; RequestTimeoutError after that.
+    mask: which tokens may follow; used by this answer alone.
+
+    QueueFullError if `max_queue` requests wait already.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
+        self.llm = LLM(model, progress=progress or silent, **options)
+        self._mailbox: _Mailbox | None = None
+
+    @classmethod
+    def from_llm(cls, llm: LLM) -> AsyncLLM:
+        """For a model that is loaded already; both can be used at the same time."""
+        self = cls.__new__(cls)
+        self.llm = llm
+        self._mailbox = None
+        return self
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        mask: TokenMask | None = None,
+    ) -> AsyncStream:
+        """Answer a prompt token by token. An invalid request raises RequestError at the first iteration."""
+        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
+        return self._stream(partial(self._request, prompt, params, limits))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        mask: TokenMask | None = None,
+    ) -> Completion:
+        """Answer a prompt."""
+        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
+        return await self._complete(partial(self._request, prompt, params, limits))
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        mask: TokenMask | None = None,
+        **template_options: Any,
+    ) -> AsyncStream:
+        """Answer a conversation token by token, through the model's chat template."""
+        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
+        return self._stream(partial(self._chat_request, messages, params, limits, template_options))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        mask: TokenMask | None = None,
+        **template_options: Any,
+    ) -> Completion:
+        """Answer a conversation, through the model's chat template."""
+        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
+        return await self._complete(partial(self._chat_request, messages, params, limits, template_options))
+
+    async def close(self) -> None:
+        """End running requests, as aborted, and free the model."""
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None, limits: dict[str, Any]) -> Request:
+        return self.llm._runner.request(self.llm.encode(prompt), params or SamplingParams(), **limits)
+
+    def _chat_request(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        limits: dict[str, Any],
+        template_options: dict[str, Any],
+    ) -> Request:
+        return self._request(self.llm.encode_chat(messages, **template_options), params, limits)
+
+    async def _stream(self, prepare: Callable[[], Request]) -> AsyncStream:
+        request = await asyncio.to_thread(prepare)  # templates and tokenisers take long for long prompts
+        answer = self._answer(request)
+        request.every = True
+        try:
+            self.llm._runner.submit([request])
+            while (event := await answer.next()) is not None:
+                yield event
+                if event.finish_reason is not None:
+                    return
+            assert request.error is not None
+            raise request.error
+        finally:
+            self.llm._runner.abort([request])
+
+    async def _complete(self, prepare: Callable[[], Request]) -> Completion:
+        request = await asyncio.to_thread(prepare)
+        answer = self._answer(request)
+        try:
+            self.llm._runner.submit([request])
+            await answer.next()
+        finally:
+            self.llm._runner.abort([request])
+        if request.completion is None:
+            assert request.error is not None
+            raise request.error
+        return request.completion
+
+    def _answer(self, request: Request) -> _Answer:
+        """Where the events of a request arrive."""
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox
+        if mailbox is None or mailbox.loop is not loop:
+            mailbox = self._mailbox = _Mailbox(loop)
+        answer = _Answer(loop)
+        request.deliver = partial(mailbox.put, answer)
+        return answer
+
+
+class _Answer:
+    """The events of one request, on its event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[StreamEvent | None] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def receive(self, event: StreamEvent | None) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> StreamEvent | None:
+        while not self._events:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._events.popleft()
+
+
+class _Mailbox:
+    """Brings events from the engine's thread to an event loop, with one wake-up for all that a step brings."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._events: deque[tuple[_Answer, StreamEvent | None]] = deque()
+        self._called = False  # the loop has been told, and has not read yet
+
+    def put(self, answer: _Answer, event: StreamEvent | None) -> None:
+        """On the engine's thread. RuntimeError if the loop was closed."""
+        self._events.append((answer, event))
+        if not self._called:
+            self._called = True
+            try:
+                self.loop.call_soon_threadsafe(self._hand_out)
+            except RuntimeError:
+                self._called = False
+                self._events.clear()
+                raise
+
+    def _hand_out(self) -> None:
+        self._called = False  # before reading: what comes from now on makes another call
+        while self._events:
+            answer, event = self._events.popleft()
+            answer.receive(event)

@@ -1,0 +1,412 @@
+"""The engine's thread: it computes the steps of all requests, and everything else that must not happen during a step.
+
+Other threads put commands into one queue, which the thread reads between steps; it sleeps when there is nothing to do.
+What a step brings is delivered just before the next one is computed: those who wait for it then run while the native
+module computes without the interpreter lock, and each is woken once a step at most.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from powerinfer.devices import Batch, Executor
+from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
+from powerinfer.runtime.request import Request, StreamEvent
+from powerinfer.runtime.sampling import token_logprobs
+from powerinfer.runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FORKED = "the process was forked after this model was loaded: load it in the new process"
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done since it was loaded, and what it is doing."""
+
+    running: int  # requests
+    waiting: int  # requests, those that were put back to free pages included
+    prompt_tokens: int  # of requests that were started, cached ones included
+    cached_tokens: int  # prompt tokens taken from the prefix cache
+    answer_tokens: int
+    pages: int  # of the KV cache
+    used_pages: int  # by requests
+    reusable_pages: int  # by no request, with a prefix that one may find
+    steps: int
+    step_s: float  # seconds in these steps
+    preemptions: int  # requests put back to free pages
+    aborted: int
+    rejected: int  # because the queue was full
+    timed_out: int
+
+
+class Driver:
+    """Runs requests on an executor, in a thread of its own, which the first command starts.
+
+    Other threads use `post`, `abort`, `stop`, `stats` and what is said to be theirs; the rest belongs to the thread.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, load_s: float, max_queue: int) -> None:
+        self.scheduler = scheduler
+        self.live: dict[Request, None] = {}
+        self.held = 0  # commands under way that must not meet idle work
+        self.idle_work: Callable[[], bool] | None = None
+        self._executor = executor
+        self._load_s = load_s
+        self._max_queue = max_queue
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._outbox: list[tuple[Request, StreamEvent | None]] = []
+        self._arrived: list[Request] = []  # since the last step
+        self._deadlines: list[tuple[float, int, Request, bool]] = []  # a heap: time, number, request, of its start only
+        self._numbered = 0
+        self._idle_due = False
+        self._gate = threading.Lock()  # of what follows
+        self._thread: threading.Thread | None = None
+        self._over: Callable[[], PowerInferError] | None = None  # set when it has ended: the error of later requests
+        self._closing = self._closed = False
+        self._process = os.getpid()
+        self._prompt_tokens = self._cached_tokens = self._answer_tokens = 0
+        self._steps = self._aborted = self._rejected = self._timed_out = 0
+        self._step_s = 0.0
+        self._logprob_scratch = np.empty(executor.vocab_size, np.float32)
+
+    # ---------------------------------------------------------------- for other threads
+
+    def check(self) -> None:
+        """PowerInferError if no request can be answered any more."""
+        if os.getpid() != self._process:
+            raise RequestError(FORKED)
+        if self._over is not None:
+            raise self._over()
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Run a command between two steps, in the order of posting. PowerInferError if the thread has ended."""
+        self.check()  # before the lock, which a forked process may have inherited locked
+        with self._gate:
+            self.check()
+            if self._thread is None:
+                self._start()
+            self._commands.put(command)
+
+    def tell(self, command: Callable[[], object]) -> None:
+        """The same for what need not happen if the thread has ended. May be called anywhere, as from a finaliser."""
+        self._commands.put(command)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End those of the requests that still run, within a step. May be called anywhere."""
+        running = [request for request in requests if not request.ended]
+        if running:
+            self.tell(lambda: self._abort(running))
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the engine's thread."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no thread that runs commands, nor will be."""
+        return self._over is not None or os.getpid() != self._process
+
+    def stop(self) -> None:
+        """End the thread within a step, and its requests as aborted. May be called anywhere."""
+        self.tell(lambda: self._end(_closed))
+
+    def close(self) -> None:
+        """End the requests as aborted and close the executor; wait for it. May be called twice."""
+        if os.getpid() != self._process:
+            return
+        self._closing = True
+        with self._gate:
+            if self._thread is None:
+                self._over = self._over or _closed
+        self.stop()
+        if not self.here:
+            self.join()
+            self._close_executor()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        if self._thread is not None and os.getpid() == self._process:
+            self._thread.join()
+
+    def stats(self) -> EngineStats:
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        running = len(scheduler.running)
+        return EngineStats(
+            running=running,
+            waiting=max(0, len(self.live) - running),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            answer_tokens=self._answer_tokens,
+            pages=cache.n_pages,
+            used_pages=cache.n_pages - cache.available,
+            reusable_pages=cache.reusable,
+            steps=self._steps,
+            step_s=self._step_s,
+            preemptions=scheduler.preemptions,
+            aborted=self._aborted,
+            rejected=self._rejected,
+            timed_out=self._timed_out,
+        )
+
+    def _start(self) -> None:
+        """Start the thread; with the gate."""
+        thread = self._thread = threading.Thread(target=self._main, name="powerinfer", daemon=True)
+        try:
+            thread.start()
+        except BaseException as error:  # an interrupt may leave it started: it sees then that it is not the one
+            self._thread = None
+            if isinstance(error, RuntimeError):
+                raise PowerInferError(f"the engine's thread cannot be started: {error}") from error
+            raise
+        _running.add(self)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _main(self) -> None:
+        with self._gate:
+            if not self.here:
+                return
+        try:
+            busy = False
+            while self._over is None:
+                self._obey(wait=not busy)
+                busy = self._over is None and (self._step() or self._work_idly())
+        except BaseException as error:  # a bug, or a device that fails in an unexpected way: nothing is certain now
+            self._break(error)
+        while not self._commands.empty():  # nothing is posted any more
+            with suppress(BaseException):
+                self._commands.get()()
+        self._deliver()
+        _running.discard(self)
+        if self._closing:
+            self._close_executor()
+
+    def _obey(self, wait: bool) -> None:
+        """Run the commands that are there; wait for one, or for the next deadline, if there is nothing else to do."""
+        if not wait and self._commands.empty() and not self._deadlines:
+            return
+        if wait or not self._commands.empty():
+            self._deliver()
+        with suppress(Empty):
+            if wait:
+                self._commands.get(timeout=self._patience())()
+            while True:
+                self._commands.get_nowait()()
+        if self._deadlines:
+            self._expire()
+
+    def _patience(self) -> float | None:
+        """Seconds until the next deadline; None if there is none."""
+        return max(0.0, self._deadlines[0][0] - time.perf_counter()) if self._deadlines else None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if self._over is not None:
+                self._fail(request, self._over())
+                continue
+            self.live[request] = None
+            self.scheduler.submit(request)
+            self._arrived.append(request)
+            for seconds, start_only in ((request.timeout, False), (request.queue_timeout, True)):
+                if seconds is not None:
+                    self._numbered += 1
+                    at = request.submit_time + seconds
+                    heappush(self._deadlines, (at, self._numbered, request, start_only))
+        if len(self._deadlines) > 4 * len(self.live) + 64:  # mostly of requests that have ended
+            self._deadlines = [one for one in self._deadlines if one[2] in self.live]
+            heapify(self._deadlines)
+
+    def _expire(self) -> None:
+        """Fail the requests whose time is over."""
+        now = time.perf_counter()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, request, start_only = heappop(self._deadlines)
+            if request not in self.live or (start_only and request.start_time is not None):
+                continue
+            self._timed_out += 1
+            seconds = request.queue_timeout if start_only else request.timeout
+            what = "waited" if start_only else "took"
+            self._fail(request, RequestTimeoutError(f"the request {what} longer than {seconds:g} s"))
+        if not self.live:
+            self._deadlines.clear()
+
+    def _refuse_excess(self) -> None:
+        """Fail the newest of the requests that have to wait although the queue is full."""
+        while self._arrived:
+            request = self._arrived.pop()
+            if self._max_queue and len(self.scheduler.waiting) > self._max_queue and request.start_time is None:
+                self._rejected += 1
+                self._fail(request, QueueFullError(f"{self._max_queue} requests are waiting already: try again later"))
+
+    def _step(self) -> bool:
+        """Compute a step; whether there was one to compute."""
+        begin = time.perf_counter()
+        batch = self.scheduler.plan()
+        self._refuse_excess()
+        self._deliver()
+        if batch is None:
+            assert self.held or not self.live, "a checked request can always be started"
+            return False
+        for request in self.scheduler.started:
+            self._prompt_tokens += request.n_prompt
+            self._cached_tokens += request.cached
+        logits = self._forward(batch)
+        if logits is not None:
+            for row, request in enumerate(self.scheduler.commit()):
+                try:
+                    self._accept(request, logits[row])
+                except PowerInferError as error:  # this request failed: the others continue
+                    self._fail(request, error)
+        self._steps += 1
+        self._step_s += time.perf_counter() - begin
+        return True
+
+    def _forward(self, batch: Batch) -> NDArray[np.float32] | None:
+        """The logits; None if the step failed, and with it its requests."""
+        try:
+            return self._executor.forward(batch)
+        except MemoryError:
+            failure = PowerInferError("out of memory; a smaller context or model needs less")
+        except PowerInferError as error:
+            failure = error
+        for request in self.scheduler.planned:
+            self._fail(request, failure)
+        return None
+
+    def _accept(self, request: Request, logits: NDArray[np.float32]) -> None:
+        """Sample the next token of a request, and end the request if it was the last."""
+        token = request.sampler.sample(logits)
+        count = request.params.logprobs
+        logprobs = None
+        if count is not None:
+            logprobs = token_logprobs(logits, token, count, self._logprob_scratch)
+            request.logprobs.append(logprobs)
+        request.last_token_time = time.perf_counter()
+        if request.first_token_time is None:
+            request.first_token_time = request.last_token_time
+        request.tokens.append(token)
+        self._answer_tokens += 1
+        ends = request.sampler.ends_with(token)
+        text, reason = "", None
+        if token in request.stop_ids:
+            text, reason = request.text.flush(), "stop"
+        else:
+            text = request.text.push(token)
+            if request.text.stopped:
+                reason = "stop"
+            elif ends or len(request.tokens) - request.n_prompt >= request.max_new:
+                text += request.text.flush()
+                reason = "stop" if ends or request.text.stopped else "length"
+        request.pieces.append(text)
+        if reason is not None:
+            self._complete(request, reason, StreamEvent(text, token, logprobs))
+        elif request.every:
+            self._outbox.append((request, StreamEvent(text, token, logprobs)))
+
+    def _complete(self, request: Request, reason: str, event: StreamEvent) -> None:
+        completion = request.complete(reason, self._load_s)
+        self._leave(request, event._replace(finish_reason=reason, completion=completion))
+
+    def _fail(self, request: Request, error: PowerInferError) -> None:
+        request.error = error
+        self._leave(request, None)
+
+    def _leave(self, request: Request, last: StreamEvent | None) -> None:
+        self._outbox.append((request, last))
+        if request in self.live:
+            self.scheduler.finish(request)
+            del self.live[request]
+            self._idle_due = not self.live
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request in self.live:
+                self._aborted += 1
+                text = request.text.flush()
+                request.pieces.append(text)
+                self._complete(request, "abort", StreamEvent(text, None))
+
+    def _deliver(self) -> None:
+        """Tell those who wait for requests what happened."""
+        while self._outbox:
+            outbox, self._outbox = self._outbox, []
+            for request, event in outbox:
+                if request.deliver is None:
+                    continue
+                try:
+                    request.deliver(event)
+                except Exception:  # whoever asked is gone
+                    request.deliver = None
+                    self._abort([request])
+
+    def _work_idly(self) -> bool:
+        """Do a piece of idle work, if it is due; whether it was. A PowerInferError ends it for good."""
+        if not self._idle_due or self.idle_work is None or self.live or self.held:
+            return False
+        self._deliver()
+        try:
+            self._idle_due = self.idle_work()
+        except PowerInferError:
+            self.idle_work = None
+        return True
+
+    def _close_executor(self) -> None:
+        with self._gate:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._executor.close()
+
+    def _end(self, over: Callable[[], PowerInferError]) -> None:
+        with self._gate:
+            self._over = self._over or over
+        self._abort(list(self.live))
+
+    def _break(self, error: BaseException) -> None:
+        """Fail everything: the state of the engine is unknown."""
+        what = f"the engine stopped after an internal error, {type(error).__name__}: {error}; load the model again"
+
+        def broken() -> PowerInferError:
+            failure = EngineError(what)
+            failure.__cause__ = error
+            return failure
+
+        with self._gate:
+            self._over = broken
+        while self.live:
+            request, _ = self.live.popitem()
+            if not request.ended:
+                request.error = broken()
+                self._outbox.append((request, None))
+
+
+def _closed() -> PowerInferError:
+    return RequestError("the model was closed")
+
+
+_running: set[Driver] = set()  # those whose threads run
+
+
+def _stop_all() -> None:
+    """At the interpreter's exit: a thread must not return from the native module to an interpreter that is gone."""
+    drivers = list(_running)
+    for driver in drivers:
+        driver.stop()
+    for driver in drivers:
+        driver.join()
+
+
+atexit.register(_stop_all)

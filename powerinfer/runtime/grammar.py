@@ -1,0 +1,364 @@
+"""Constrained decoding: grammars compiled for a model's vocabulary, and the masks of tokens that they allow.
+
+llguidance does the work: it compares the bytes of tokens with an Earley parser, so an answer may be cut into tokens in
+any way. It is imported, and the vocabulary is handed to it, with the first grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.grammar import KINDS, Grammar
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from numpy.typing import NDArray
+
+    from powerinfer.formats.tokenizer import Tokenizer
+
+CACHE_BYTES = 64 << 20
+COMPILE_SECONDS = 5.0  # wall-clock time; real grammars need milliseconds
+MAX_LEXER_STATES = 20_000  # about 1 kB each, made as they are reached; shared by all masks of a grammar
+
+# What a compiled grammar takes, from above, as measured: llguidance does not say. Its states grow while masks are
+# computed, by up to 12 MB in a second.
+GRAMMAR_BYTES = 256 << 10
+BYTES_PER_CHARACTER = 256
+BYTES_PER_SECOND = 20e6
+
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""Between the tokens of JSON, and optional, as in llama.cpp: unbounded white space is where small models get lost."""
+
+JSON_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": WHITESPACE,
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""llguidance's: a keyword that it cannot enforce is an error."""
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps those used last. Any thread may call any method.
+
+    vocab_size: the model's number of logits, if it has more than the tokenizer has tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0, cache_bytes: int = CACHE_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        self._lock = threading.Lock()
+        self._cache = _Cache(cache_bytes)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Wait for a compiled grammar: milliseconds, for the first one of all as long as the vocabulary takes.
+
+        RequestError if it is invalid or matches nothing, or if compiling goes beyond the limits of time and size.
+        """
+        with self._lock:
+            known = self._cache.find(grammar)
+        if known is None:
+            known = self._compile(grammar)
+        if isinstance(known, str):
+            raise RequestError(known)
+        return known
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes of the cache, from above."""
+        with self._lock:
+            return self._cache.nbytes
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar | str:
+        vocabulary = self._vocabulary
+        what = KINDS[grammar.kind]
+        job = self._worker.submit(self._build, vocabulary, grammar)
+        try:
+            return job.result(COMPILE_SECONDS)
+        except TimeoutError:
+            # One that is under way cannot be stopped. llguidance's own limits end it, and its result is kept.
+            reason = "too many others are being compiled" if job.cancel() else "simplify it"
+            raise RequestError(f"the {what} takes longer than {COMPILE_SECONDS:g} s to compile: {reason}") from None
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        from concurrent.futures import ThreadPoolExecutor
+
+        return ThreadPoolExecutor(1, "grammar")
+
+    def _build(self, vocabulary: _Vocabulary, grammar: Grammar) -> CompiledGrammar | str:
+        """Compile, on the worker's thread, and keep the result, which for an invalid grammar is the error."""
+        entry: CompiledGrammar | str
+        try:
+            entry = CompiledGrammar(vocabulary, grammar)
+        except RequestError as error:
+            entry = str(error)
+        with self._lock:
+            self._cache.put(grammar, entry)
+        return entry
+
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        with self._lock:
+            if "_vocabulary" in self.__dict__:
+                return self.__dict__["_vocabulary"]  # type: ignore[no-any-return]
+            vocabulary = self.__dict__["_vocabulary"] = _Vocabulary(self._tokenizer, self._vocab_size)
+            return vocabulary
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary; `mask` starts an answer."""
+
+    def __init__(self, vocabulary: _Vocabulary, grammar: Grammar) -> None:
+        """RequestError if it is invalid, too large, or matches nothing."""
+        from llguidance import LLMatcher
+
+        self.vocabulary = vocabulary
+        self.failed = False  # a limit was reached in use: it has to be compiled again
+        self._what = KINDS[grammar.kind]
+        self._size = GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar.text)
+        self._seconds = 0.0
+        try:
+            source = _source(grammar)
+        except Exception as error:
+            raise self._refused(str(error)) from None
+        self._matcher = LLMatcher(vocabulary.words, source, log_level=0, limits=_limits())
+        if self._matcher.is_error():
+            raise self._refused(self._matcher.get_error())
+        first = np.zeros(vocabulary.mask_words, np.uint32)
+        self.fill(self.matcher(), first)
+        self.first = vocabulary.first_mask(self._matcher, first)  # of every answer
+        if not self.first.any():
+            raise RequestError(f"the {self._what} matches no text")
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes, from above."""
+        return self._size + int(self._seconds * BYTES_PER_SECOND)
+
+    def matcher(self) -> LLMatcher:
+        """A parser at its beginning, which shares what was compiled."""
+        return self._matcher.deep_copy()
+
+    def mask(self) -> GrammarMask:
+        """The mask of one answer."""
+        return GrammarMask(self)
+
+    def fill(self, matcher: LLMatcher, words: NDArray[np.uint32]) -> None:
+        """The mask of the tokens that may follow; RequestError if a limit is reached."""
+        begin = time.perf_counter()
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._seconds += time.perf_counter() - begin
+        if matcher.is_error():
+            self.failed = True
+            message = _line(matcher.get_error())
+            if message.startswith("NoExtension"):
+                raise RequestError(f"the {self._what} matches no text")
+            raise RequestError(f"the {self._what} became too complex: {message}")
+
+    def _refused(self, message: str) -> RequestError:
+        keys = re.match(r"Unimplemented keys: (\[.*\])", message)
+        if keys:
+            return RequestError(f"the {self._what} has keywords that are not supported: {', '.join(_names(keys[1]))}")
+        if message.startswith("oneOf"):
+            return RequestError(f"the {self._what} has a oneOf whose options may overlap: use anyOf")
+        return RequestError(f"the {self._what} is not supported: {_line(message)}")
+
+
+class GrammarMask:
+    """A `TokenMask`: which tokens may follow in one answer, so that its text matches a grammar.
+
+    uint32 [ceil(vocab / 32)]; the array is used again for the next token.
+    """
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar, self._vocabulary = grammar, grammar.vocabulary
+        self._matcher = grammar.matcher()
+        self._begun = False
+        self._words = np.zeros(self._vocabulary.mask_words, np.uint32)
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """The tokens that may follow. RequestError if a limit is reached."""
+        if not self._begun:
+            return self._grammar.first
+        self._grammar.fill(self._matcher, self._words)
+        return self._words
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; whether nothing may follow it. RequestError if it was not allowed."""
+        tokens: Sequence[int] = (token,) if self._begun else self._vocabulary.without_space.get(token, (token,))
+        self._begun = True
+        if self._matcher.try_consume_tokens(list(tokens)) != len(tokens):
+            raise RequestError(f"token {token} does not fit the grammar: {_line(self._matcher.get_error())}")
+        return self._matcher.is_stopped()
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """Take text; whether it fits the grammar. If not, the mask cannot be used any more."""
+        self._begun = True
+        tokens = self._vocabulary.tokens_of(data)
+        return tokens is not None and self._matcher.try_consume_tokens(tokens) == len(tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+
+_BYTES = {bytes([byte]) for byte in (0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5))}  # of UTF-8
+
+_BEFORE = "\n"  # a text that merges with nothing after it, so that what follows is within the text
+
+
+class _Vocabulary:
+    """A tokenizer's tokens as llguidance takes them: their bytes, which of them are special, which end an answer.
+
+    without_space: if decoding drops the space that an answer begins with, what tokens with that space mean in its
+    beginning: the tokens of the rest.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        from llguidance import LLTokenizer
+
+        self._tokenizer = tokenizer
+        self.mask_words = -(-vocab_size // 32)
+        tokens = [tokenizer.token_bytes(at) for at in range(tokenizer.vocab_size)]
+        tokens += [b""] * (vocab_size - len(tokens))
+        if not set(tokens) >= _BYTES:  # llguidance would wait for a byte that no token begins with
+            raise RequestError("this model's vocabulary cannot spell every text, so answers cannot be constrained")
+        ends = sorted(tokenizer.eos_ids)
+        if not ends:  # llguidance needs one: beyond the vocabulary it is never sampled
+            ends = [len(tokens)]
+            tokens.append(b"")
+        self.special_token_ids = sorted({*tokenizer.special_ids, *ends})
+        self.tokens: Sequence[bytes] = tokens
+        self.eos_token_id = ends[0]
+        try:
+            self.words: LLTokenizer = LLTokenizer(self, n_vocab=len(tokens), eos_token=ends)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ModelError(f"answers of this model cannot be constrained: {_line(str(error))}") from error
+        self.tokens = ()  # it has its own copy
+        self.without_space: dict[int, list[int]] = {}
+        if tokenizer.strips_space:
+            spaced = {at: token[1:] for at, token in enumerate(tokens) if token[:1] == b" "}
+            rests = {at: self.tokens_of(rest) for at, rest in spaced.items() if at not in tokenizer.special_ids}
+            self.without_space = {at: rest for at, rest in rests.items() if rest is not None}
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that the model expects for a piece of text within an answer.
+
+        llguidance asks for them where only one text may follow. They must spell it to the byte, which a tokenizer that
+        adds a space or normalises does not promise.
+        """
+        before = self._tokenizer.encode(_BEFORE, special=False, add_bos=False)
+        tokens = self._tokenizer.encode(_BEFORE + text, special=False, add_bos=False)[len(before) :]
+        exact = b"".join(map(self._tokenizer.token_bytes, tokens)) == text.encode()
+        return tokens if exact else self.tokens_of(text.encode()) or []
+
+    def tokens_of(self, data: bytes) -> list[int] | None:
+        """Some tokens that spell `data`; None if it is no UTF-8 text or no tokens spell it."""
+        try:
+            tokens = self.words.greedy_tokenize(data.decode())
+        except ValueError:
+            return None
+        return tokens if self.words.decode_bytes(tokens) == data else None
+
+    def first_mask(self, matcher: LLMatcher, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """The mask of an answer's first token: `words`, but tokens with a leading space count without it."""
+        if not self.without_space:
+            return words
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
+        fits = [matcher.validate_tokens(rest) == len(rest) for rest in self.without_space.values()]
+        allowed[list(self.without_space)] = fits
+        return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+class _Cache:
+    """Compiled grammars, and the errors of invalid ones, by what was used last, bounded by bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[Grammar, CompiledGrammar | str] = OrderedDict()
+
+    def find(self, grammar: Grammar) -> CompiledGrammar | str | None:
+        entry = self._entries.get(grammar)
+        if isinstance(entry, CompiledGrammar) and entry.failed:
+            del self._entries[grammar]
+            return None
+        if entry is not None:
+            self._entries.move_to_end(grammar)
+        return entry
+
+    def put(self, grammar: Grammar, entry: CompiledGrammar | str) -> None:
+        self._entries[grammar] = entry
+        self._entries.move_to_end(grammar)
+        total = self.nbytes
+        while total > self._limit:
+            total -= _nbytes(*self._entries.popitem(last=False))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(*entry) for entry in self._entries.items())
+
+
+def _nbytes(grammar: Grammar, entry: CompiledGrammar | str) -> int:
+    return entry.nbytes if isinstance(entry, CompiledGrammar) else 1024 + 4 * (len(grammar.text) + len(entry))
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in llguidance's own format."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if grammar.kind == "json_schema":
+        options: Any = JSON_OPTIONS
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    text = gbnf_to_lark(_ESCAPE.sub(_unescaped, grammar.text)) if grammar.kind == "gbnf" else grammar.text
+    return LLMatcher.grammar_from_lark(text)
+
+
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(?s:.))")
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """An escape of GBNF for a character beyond ASCII as that character: the converter does not know all of them."""
+    code = int(escape[1] or escape[2] or escape[3] or "0", 16)
+    if code < 0x80:
+        return f"\\x{code:02x}" if code else escape[0]
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise RequestError(f"{escape[0]} is no character")
+    return chr(code)
+
+
+def _names(listed: str) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(listed)]
+    except ValueError:
+        return [listed]
+
+
+def _line(message: str) -> str:
+    return " ".join(message.replace("<non-verbose/>", "").split())[:200]
