@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,14 +183,32 @@ def _locked(folder: Path, say: Say) -> Iterator[None]:
     """Lock a model's folder for this process; others wait. The lock ends with the process."""
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w", encoding="ascii") as lock:
+    with ExitStack() as stack:
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder / ".lock", "w", encoding="ascii"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another process is fetching {folder.name}; waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):  # a process that failed may have removed it meanwhile
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / ".lock")):
+                    break
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is fetching {folder.name}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            yield
+        except BaseException:
+            _forget_empty(folder)
+            raise
+
+
+def _forget_empty(folder: Path) -> None:
+    """Remove a model's folder if nothing was downloaded into it."""
+    import shutil
+
+    with suppress(OSError):
+        if not any(file.stat().st_size for file in folder.rglob("*") if file.is_file()):
+            shutil.rmtree(folder)
 
 
 # ---------------------------------------------------------------- local paths
@@ -431,7 +449,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
         if not isinstance(error, (errors.HfHubHTTPError, errors.LocalEntryNotFoundError)) and not _is_network(error):
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise PowerInferError(f"could not fetch {repository}: {reason}; run the command again to resume") from error
+        raise PowerInferError(f"could not fetch {repository}: {reason}; run the command again") from error
 
 
 def _is_network(error: Exception) -> bool:

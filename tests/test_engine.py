@@ -216,6 +216,16 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
     assert (full.completion_tokens, full.finish_reason) == (24, "length")
 
 
+def test_no_more_threads_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.system.usable_cores", lambda: (1, "one"))
+    path = tiny_llama(tmp_path / "m.gguf")
+    with LLM(path, threads=9, gpu="none") as llm:
+        assert llm.choices["threads"] == "1 (asked for)"
+        assert llm.notes == ["--threads 9 becomes 1, the cores that this process may use"]
+    with pytest.raises(RequestError, match="threads must be between 0"):
+        LLM(path, threads=5000, gpu="none")
+
+
 def test_wrong_requests_are_refused() -> None:
     llm = toy_llm()
     for prompts, message in (

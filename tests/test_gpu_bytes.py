@@ -346,7 +346,7 @@ def test_auto_ends_on_the_cpu(tmp_path: Path, measured: list[int], monkeypatch: 
         raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
 
     monkeypatch.setattr(vram, "rehearsed", rehearsed)
-    monkeypatch.setattr(resolve, "choose_gpu", lambda _: ("cpu", "chosen"))
+    monkeypatch.setattr(resolve, "wanted_gpu", lambda _: ("cpu", "chosen"))
     for selector in ("all", "exact"):
         with LLM(path, **OPTIONS, gpu="auto", selector=selector) as llm:
             assert llm.choices["gpu"].startswith("none (the GPU ran out of memory while it was tried")

@@ -21,9 +21,10 @@ torch = pytest.importorskip("torch")
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama  # noqa: E402
 from test_cli import error_line, powerinfer  # noqa: E402
 
+from powerinfer.cli.common import read_size  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
-from powerinfer.devices import gpu_choice  # noqa: E402
+from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_file import PART_TYPES  # noqa: E402
@@ -33,6 +34,7 @@ from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
 from powerinfer.hardware.description import load, save  # noqa: E402
 from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
+from powerinfer.placement.budget import gib  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.progress import silent  # noqa: E402
@@ -229,10 +231,10 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert measure.gpu_beside(EngineConfig(gpu="none"), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu", vram=0), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu"), said.append) == "cpu"
-    monkeypatch.setattr(gpu_choice, "_DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
     assert measure.gpu_beside(EngineConfig(), said.append) is None and not said
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(gpu_choice, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
     if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
         assert measure.gpu_beside(EngineConfig(), said.append) is None
         assert len(said) == 1 and "the GPU is not used: " in said[0]
@@ -304,13 +306,13 @@ def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> 
     """The CPU's answers under every budget, and no more memory than that."""
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
     alone = LLM(model, **options(gpu="none"))
-    expected = answers(alone)
-    assert any(expected) and alone.choices["gpu"].startswith("none")
+    wanted = answers(alone)
+    assert any(wanted) and alone.choices["gpu"].startswith("none")
     for groups in (0, 1, 4):
         vram, ram = vram_for(model, made, groups), 400 << 20
         llm = LLM(model, **options(gpu="cpu", vram=vram, ram=ram))
         assert llm.choices["gpu"].startswith("2 layers and the head on cpu, "), llm.choices
-        assert answers(llm) == expected
+        assert answers(llm) == wanted
         told = llm.sparsity
         assert told is not None and sum(layer["hot"] for layer in told["layers"]) == min(64 * groups, 2 * 96)
         executor, ffns = llm._executor, llm._sparsity.ffns  # type: ignore[union-attr]
@@ -324,7 +326,7 @@ def test_agreement_with_all_is_that_of_the_cpu_alone(
     """Split neurons know no dense way: what a threshold leaves out shows all the same."""
     made, text = machine(rates, EngineConfig(**options(gpu="cpu"))), tmp_path / "text.txt"
     text.write_text(TEXT)
-    place = ["--gpu", "cpu", "--vram", str(vram_for(model, made, 1)), "--threads", "1", "--context", str(CONTEXT)]
+    place = ["--gpu", "cpu", "--vram", f"{vram_for(model, made, 1)}B", "--threads", "1", "--context", str(CONTEXT)]
     asked = ["--file", str(text), "--tokens", "20", "--selector", "threshold", "--threshold", "0.5", "--json"]
     flags = ["-m", str(model), *place, "--prefill-chunk", "32", "--max-batch", "3", *asked]
     assert main(["eval", "agreement", *flags]) == 0
@@ -339,15 +341,15 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: 
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))
-    expected, layer = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
+    wanted, named = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
     request = replace(request_of(path, made), selector="predicted", kv_type="f32", requests=32)
     vram = request.vram_for() - request.model.head.stored - request.model.end_vectors - 1
     llm = LLM(path, **options(gpu="cpu", vram=vram, **more))
-    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == expected
+    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == wanted
     told = llm.sparsity["layers"][1]  # type: ignore[index]
-    assert (told["hot"], told["tokens"], told["gpu_share"], told["jobs"]) == (0, layer["tokens"], 0, 1)
-    assert told["active_fraction"] == pytest.approx(layer["active_fraction"], rel=0.01)
-    assert one_by_one(LLM(path, **options(gpu="none"))) != expected
+    assert (told["hot"], told["tokens"], told["gpu_share"], told["jobs"]) == (0, named["tokens"], 0, 1)
+    assert told["active_fraction"] == pytest.approx(named["active_fraction"], rel=0.01)
+    assert one_by_one(LLM(path, **options(gpu="none"))) != wanted
     llm.clear_sparsity()
     assert llm.sparsity["layers"][1]["tokens"] == 0  # type: ignore[index]
 
@@ -355,10 +357,17 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: 
 def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -> None:
     """One line that says what to do; and where only the GPU is too small, the CPU does without it."""
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
-    expected = answers(LLM(model, **options(gpu="none")))
-    small = LLM(model, **options(gpu="cpu", vram=1 << 12))
-    assert "do not hold driver, scratch and the attention of one layer" in small.choices["gpu"]
-    assert answers(small) == expected
+    wanted = answers(LLM(model, **options(gpu="none")))
+    for selector in ("auto", "all"):
+        with pytest.raises(
+            RequestError, match=r"^4KiB of VRAM hold no layer of Tiny: give --vram .* or more"
+        ) as caught:
+            LLM(model, **options(gpu="cpu", vram=1 << 12, selector=selector))
+        enough = read_size(str(caught.value).split("--vram ")[1].split(" ")[0])
+        with LLM(model, **options(gpu="cpu", vram=enough, selector=selector)) as least:
+            assert least.choices["gpu"].startswith("1 layer on cpu, ") and answers(least) == wanted
+        with pytest.raises(RequestError, match="hold no layer"):
+            LLM(model, **options(gpu="cpu", vram=enough - (enough >> 6), selector=selector))
     vram = vram_for(model, made, 1)
     dense = sum(replace(request_of(model, made), vram=vram).claims().cpu.values())
     for more, match in (
@@ -373,16 +382,97 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
         assert "\n" not in str(caught.value)
 
 
+def test_budgets_are_checked_before_the_machine_is_measured(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measuring(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(measure, "measure_and_keep", measuring)
+    bare = tiny_llama(model.with_name("bare.gguf"))
+    for path in (model, bare):
+        with pytest.raises(AssertionError, match="measured"):
+            LLM(path, **options(gpu="cpu"))
+        for more, match in (
+            ({"vram": 1 << 12}, "hold no layer"),
+            ({"vram": 1 << 49}, "--vram .* free: give less"),
+            ({"ram": 1 << 20}, "give --ram "),
+        ):
+            with pytest.raises(RequestError, match=match):
+                LLM(path, **options(gpu="cpu", **more))
+    flags = ["-m", str(model), "--threads", "1", "--context", str(CONTEXT), "--gpu", "cpu"]
+    for flag, size in (("--vram", "4KiB"), ("--vram", "500TiB"), ("--ram", "1MiB")):
+        assert main(["plan", *flags, flag, size]) == 2
+        assert main(["prepare", "-m", str(model), "--threads", "1", "--ram", "1MiB"]) == 2
+
+
+def test_a_plan_is_what_a_run_does(
+    model: Path, cache: Path, rates: GpuRates, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the emulated GPU, too: the same neurons, and the same least --ram."""
+    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    flags = ["-m", str(model), "--threads", "1", "--context", str(CONTEXT), "--prefill-chunk", "32", "--max-batch", "3"]
+    for groups in (0, 2):
+        vram = vram_for(model, made, groups)
+        own = [*flags, "--gpu", "cpu", "--vram", f"{vram}B"]
+        assert main(["plan", *own, "--ram", "400MiB", "--json", "--dry-run"]) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        with LLM(model, **options(gpu="cpu", vram=vram, ram=400 << 20)) as llm:
+            hot = [layer["hot"] for layer in llm.sparsity["layers"]]  # type: ignore[index]
+        assert [layer["gpu"] for layer in document["layers"]] == hot and sum(hot) == 64 * groups
+        assert any("emulates" in line for line in document["assumed"])
+        assert main(["plan", *own, "--ram", "1MiB"]) == 2
+        said = capsys.readouterr().err
+        with pytest.raises(RequestError) as caught:
+            LLM(model, **options(gpu="cpu", vram=vram, ram=1 << 20))
+        assert str(caught.value) in said
+        ram = read_size(str(caught.value).split("--ram ")[1].split(" ")[0])
+        assert main(["plan", *own, "--ram", f"{ram}B", "--json", "--dry-run"]) == 0
+        helps = json.loads(capsys.readouterr().out.splitlines()[-1])["helps"]
+        with pytest.raises(RequestError, match="none are read from disk") as caught:
+            LLM(model, **options(gpu="cpu", vram=vram, ram=ram))
+        everything = next(one["bytes"] for one in helps if one["flag"] == "--ram")
+        assert f"give --ram {gib(everything)}" in str(caught.value)
+        LLM(model, **options(gpu="cpu", vram=vram, ram=everything)).close()
+
+
+def test_what_is_said_where_no_gpu_is_used(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
+    with LLM(model, **options()) as llm:
+        assert llm.notes == []
+    with LLM(model, **options(vram=8 << 30)) as llm:
+        assert llm.notes == ["--vram is not used: there is no GPU to use (no NVIDIA driver)"]
+    with pytest.raises(RequestError, match="--gpu none uses none"):
+        LLM(model, **options(gpu="none", vram=8 << 30))
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
+    if not torch.cuda.is_available():
+        with LLM(model, **options()) as llm:
+            assert len(llm.notes) == 1 and llm.notes[0].startswith("the GPU is not used: ")
+
+
+def test_a_wrong_name_of_a_gpu_is_refused_without_torch(model: Path) -> None:
+    code = (
+        "import sys\nfrom powerinfer import LLM, RequestError\n"
+        f"try:\n    LLM({str(model)!r}, gpu='foo')\n"
+        "except RequestError as error:\n    print(error, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "there is no device 'foo': choose auto, none, cuda, cuda:1 or cpu False\n"
+
+
 def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: GpuRates) -> None:
     """The profile was invented, so what is hot is not on the GPU at first; the answers stay the same."""
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
     vram = vram_for(model, made, 1)
     llm = LLM(model, **options(gpu="cpu", vram=vram, ram=400 << 20, adjust=True))
-    expected = answers(LLM(model, **options(gpu="none")))
+    wanted = answers(LLM(model, **options(gpu="none")))
     deadline = time.monotonic() + 60
     while llm.sparsity["traded"] == 0:  # type: ignore[index]
-        assert answers(llm) == expected and time.monotonic() < deadline
-    assert answers(llm) == expected
+        assert answers(llm) == wanted and time.monotonic() < deadline
+    assert answers(llm) == wanted
     llm.close()
     with pytest.raises(RequestError, match="--adjust is for models whose neurons are split"):
         LLM(model, **options(gpu="none", adjust=True))
@@ -392,8 +482,8 @@ def test_a_trace_of_the_engine(model: Path, cache: Path, rates: GpuRates, tmp_pa
     made = machine(rates, EngineConfig(threads=1, context=CONTEXT, gpu="cpu"))
     with LLM(model, **options(gpu="cpu", vram=vram_for(model, made, 1), ram=400 << 20)) as llm:
         with llm.traced() as trace:
-            expected = answers(llm)
-        assert answers(llm) == expected and trace.summary()["steps"] > 12
+            wanted = answers(llm)
+        assert answers(llm) == wanted and trace.summary()["steps"] > 12
     with LLM(model, **options(gpu="cpu", selector="all")) as llm:  # layers as a whole
         with llm.traced() as trace:
             answers(llm)

@@ -373,8 +373,18 @@ def test_sizes_that_are_none(size: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_sizes() -> None:
     from powerinfer.cli.common import read_size
 
-    given = {"0": 0, "4096": 4096, "8GiB": 8 << 30, "500MB": 500_000_000, "1.5 kib": 1536, "0.5GB": 500_000_000}
+    given = {"0": 0, "4096B": 4096, "8GiB": 8 << 30, "500MB": 500_000_000, "1.5 kib": 1536, "0.5GB": 500_000_000}
+    given |= {"8G": 8 << 30, "8gb": 8_000_000_000}
     assert {text: read_size(text) for text in given} == given
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"), [("8", "8GiB"), ("1.5", "1.5GiB"), ("512", "512MiB"), ("8589934592", "8589934592B")]
+)
+def test_a_size_without_a_unit_is_refused(size: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, flag in (("run", "--vram"), ("plan", "--ram"), ("profile", "--samples")):
+        assert main([verb, f"{flag}={size}"]) == 2
+        assert f"{flag}: {size} has no unit: did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path, corpora: list[str], capsys: pytest.CaptureFixture[str]) -> None:

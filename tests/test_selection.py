@@ -135,11 +135,11 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'cpu', 'cuda')",
         "('auto', 'q8_0', 'f16')",
     ],
-    "devices/gpu_choice.py": ["engine.gpu != 'auto'"],
+    "devices/wanted.py": ["engine.gpu != 'auto'"],
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
-    "placement/request.py": ["selector == 'auto'", "selector == 'auto'"],
+    "placement/request.py": ["engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
         "('auto', 'predicted')",
         "('auto', 'predicted')",

@@ -79,18 +79,26 @@ def _or_none(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
     return convert
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{end}": base**power for power, prefix in enumerate("KMGT", 1) for end, base in (("B", 1000), ("iB", 1024))
+_UNITS = {"b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 
 
 def read_size(text: str) -> int:
-    """Bytes: "8GiB" (1024), "500MB" (1000), "1.5 GB", or a plain number. ValueError for anything else."""
+    """Bytes: "8GiB" or "8G" (1024), "500MB" (1000), "1.5 GB", "4096B", or 0.
+
+    ArgumentTypeError for another number without a unit, with the unit that it may lack; ValueError for anything else.
+    """
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
-    units = {name.lower(): nbytes for name, nbytes in _UNITS.items()}
-    if found is None or found[2].lower() not in units:
+    if found is None or (found[2] and found[2].lower() not in _UNITS):
         raise ValueError(text)
-    return int(Fraction(found[1]) * units[found[2].lower()])
+    number, unit = Fraction(found[1]), found[2].lower()
+    if not unit and number:
+        likely = "GiB" if number < 256 else "MiB" if number < 1 << 20 else "B"
+        raise argparse.ArgumentTypeError(f"{found[1]} has no unit: did you mean {found[1]}{likely}?")
+    return int(number * _UNITS[unit or "b"])
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -235,8 +243,10 @@ def open_model(model: str | None, engine: EngineConfig, out: Output, progress: P
     return open_checkpoint(resolve_model(model, say=out.note), quantize=engine.quantize, progress=progress)
 
 
-def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
-    """The engine for a model (-m), with progress on stderr."""
+def open_llm(
+    model: str | None, engine: EngineConfig, out: Output, check: Callable[[Checkpoint], object] = silent
+) -> LLM:
+    """The engine for a model (-m), with progress on stderr. check: called before its weights are read."""
     from powerinfer.cli.progress import Bar
     from powerinfer.hub import resolve_model
 
@@ -247,11 +257,11 @@ def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
         from powerinfer.runtime.engine import LLM
 
         with Bar() as bar:
-            llm = LLM(path, progress=bar, **dataclasses.asdict(engine))
+            llm = LLM(path, progress=bar, check=check, **dataclasses.asdict(engine))
     finally:
         gc.freeze()
         gc.enable()
-    for note in llm.checkpoint.notes if llm.checkpoint else ():
+    for note in llm.notes:
         out.note(note)
     return llm
 

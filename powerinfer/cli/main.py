@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from powerinfer.errors import PowerInferError, RequestError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from powerinfer.cli.common import Output
 
 VERBS = {
     "run": "answer one prompt",
@@ -31,6 +36,7 @@ VERBS = {
 }
 
 INTERRUPTED = 130
+TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
@@ -102,7 +108,24 @@ def _dispatch(argv: list[str]) -> int:
     common_flags(parser)
     module.configure(parser)
     args = parser.parse_args(argv[1:])
-    return int(module.execute(args, Output(args.json)))
+    out = Output(args.json)
+    _limit_threads(args, out)
+    return int(module.execute(args, out))
+
+
+def _limit_threads(args: Namespace, out: Output) -> None:
+    """At most as many --threads as cores, in every verb."""
+    if getattr(args, "threads", None):
+        from powerinfer.system import limited_threads
+
+        args.threads, line = limited_threads(args.threads)
+        if line is not None:
+            out.note(line)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    """SIGTERM ends like Ctrl-C: incomplete files are removed."""
+    raise SystemExit(TERMINATED)
 
 
 def entry() -> NoReturn:
@@ -110,6 +133,9 @@ def entry() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that lacks a character shows ?
+    import signal
+
+    signal.signal(signal.SIGTERM, _terminate)
     status = main(sys.argv[1:])
     try:
         sys.stdout.flush()

@@ -28,10 +28,13 @@ from powerinfer.cli.common import (
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.formats.chat import NO_TEMPLATE
+from powerinfer.progress import silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM, Stream
 
 
@@ -52,16 +55,21 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
     prompt = _prompt(args.prompt)
-    with open_llm(args.model, config_from(args, EngineConfig), out) as llm:
+    with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
         status, document = answer(_events(llm, prompt, args, params), out)
         out.text("" if document["text"].endswith("\n") else "\n")
         if args.verbose:
             _explain(llm, document, out)
         if document["finish_reason"] == "length":
-            out.note(f"(ended by --max-tokens {params.max_tokens})" if params.max_tokens else "(the context is full)")
+            out.note(ended_by(params.max_tokens))
         sparsity = sparsity_summary(llm)
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return status
+
+
+def _check_template(checkpoint: Checkpoint) -> None:
+    if checkpoint.chat_template() is None:
+        raise RequestError(NO_TEMPLATE)
 
 
 def _prompt(given: str) -> str:
@@ -79,8 +87,16 @@ def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingPar
     return llm.chat_stream([*system, {"role": "user", "content": prompt}], params)
 
 
-def answer(events: Stream, out: Output) -> tuple[int, dict[str, Any]]:
-    """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far."""
+def ended_by(max_tokens: int | None) -> str:
+    """The line for an answer that a limit ended; max_tokens: None where it was the context."""
+    return "(the context is full)" if max_tokens is None else f"(ended by --max-tokens {max_tokens})"
+
+
+def answer(events: Stream, out: Output, *, trim: bool = False) -> tuple[int, dict[str, Any]]:
+    """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far.
+
+    trim: print it without the white space that it begins with.
+    """
     pieces: list[str] = []
     ids: list[int] = []
     try:
@@ -88,7 +104,8 @@ def answer(events: Stream, out: Output) -> tuple[int, dict[str, Any]]:
             pieces.append(event.text)
             if event.token_id is not None:
                 ids.append(event.token_id)
-            out.text(event.text)
+            out.text(event.text.lstrip() if trim else event.text)
+            trim = trim and not event.text.strip()
             if event.completion is not None:
                 return 0, describe(event.completion)
     except KeyboardInterrupt:

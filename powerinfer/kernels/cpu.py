@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.system import usable_cores
+from powerinfer.system import MOST_THREADS, usable_cores
 
 PAGE = _native.PAGE
 """Tokens of a page of the KV cache."""
@@ -38,8 +38,8 @@ def choose_isa(requested: str | None) -> tuple[str, str]:
 
 def choose_threads(requested: int) -> tuple[int, str]:
     """(threads, reason). RequestError when `requested` is out of range; 0: automatic."""
-    if not 0 <= requested <= 1024:
-        raise RequestError(f"threads must be between 0 (automatic) and 1024, not {requested}")
+    if not 0 <= requested <= MOST_THREADS:
+        raise RequestError(f"threads must be between 0 (automatic) and {MOST_THREADS}, not {requested}")
     return (requested, "asked for") if requested else usable_cores()
 
 

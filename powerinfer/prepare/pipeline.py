@@ -152,13 +152,16 @@ def steps(work: Work) -> Iterator[tuple[str, Step]]:
 
 def measure(work: Work, progress: Progress) -> Outcome:
     from powerinfer.hardware.description import load
-    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep
+    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep, memories
 
     if work.planning.hardware is not None:
         work.hardware = load(work.planning.hardware)
         return _not_needed(f"--hardware {work.planning.hardware}")
     gpu = gpu_beside(work.engine, work.say)
     found = None if work.force else known(work.engine, gpu)
+    if found is None:
+        work.hardware = memories(work.engine, gpu)
+        check_bytes(work)
     hardware = found or measure_and_keep(work.engine, progress, work.say, gpu=gpu, again=work.force)
     work.hardware, cpu = hardware, hardware.cpu
     fastest = max(cpu.dense_gb_s.values())
@@ -241,18 +244,19 @@ def _why_all(work: Work) -> str:
 
 
 def plan(work: Work, progress: Progress) -> Outcome:
-    from powerinfer.placement.plan import make_plan, plan_path, read_plan, save_plan
-    from powerinfer.placement.plan_document import rate, read_plan_document
+    from powerinfer.placement.plan import kept_document, make_plan, plan_path, save_plan
+    from powerinfer.placement.plan_document import rate
 
     request = work.request(work.selector)
     path = plan_path(work.folder, request)
     facts = None
     if not work.force:
         with suppress(ModelError):
-            facts = read_plan_document(path) if read_plan(work.folder, request) is not None else None
+            facts = kept_document(work.folder, request)
     known = facts is not None
     if facts is None:
-        facts = read_plan_document(save_plan(make_plan(request), work.folder))
+        made = make_plan(request)
+        facts = made.document(save_plan(made, work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
     said = f"{rate(facts.predicted.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
@@ -307,10 +311,19 @@ def check_budgets(work: Work) -> None:
     """RequestError if the budgets or the machine do not hold the model, however its neurons fire."""
     from powerinfer.placement.plan import make_plan
 
+    make_plan(_least_request(work))
+
+
+def check_bytes(work: Work) -> None:
+    """RequestError if the budgets do not even hold the dense part, which does not depend on the machine's rates."""
+    _least_request(work).claims()
+
+
+def _least_request(work: Work) -> PlanRequest:
     selector = work.engine.selector
     if selector in ("auto", "predicted"):  # predictors only add to it, and are not there yet
         selector, _ = auto(work.checkpoint.config)
-    make_plan(work.request(selector, assume=True, fresh=True))
+    return work.request(selector, assume=True, fresh=True)
 
 
 def needed_bytes(work: Work) -> int:

@@ -152,7 +152,7 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
 def _options(plan: PlanDocument) -> str:
     """Options of the command that makes such a plan again."""
     options = {
-        "vram": plan.budgets.vram, "ram": plan.budgets.ram, "context": plan.context, "batch": plan.batch,
+        "vram": f"{plan.budgets.vram}B", "ram": f"{plan.budgets.ram}B", "context": plan.context, "batch": plan.batch,
         "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
     hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, overload
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
+from powerinfer.formats.chat import NO_TEMPLATE, encode_chat
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
+from powerinfer.system import limited_threads
 
 if TYPE_CHECKING:
     from powerinfer.devices.trace import Trace
@@ -49,7 +51,8 @@ class LLM:
             print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
 
     `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
-    The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads.
+    The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads,
+    `check(checkpoint)` before its weights are read; it may raise.
     Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
     Thread-safe; concurrent requests are batched, and computed by a thread of the model's own, which starts with the
     first one. After a fork the model can only be used in the process that loaded it.
@@ -61,8 +64,16 @@ class LLM:
     template: ChatTemplate | None
     load_s: float  # seconds
     checkpoint: Checkpoint | None  # the model's files
+    notes: list[str]  # lines for the user about how the model was loaded
 
-    def __init__(self, model: str | Path | None = None, *, progress: Progress = silent, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        progress: Progress = silent,
+        check: Callable[[Checkpoint], object] = silent,
+        **options: Any,
+    ) -> None:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
@@ -72,13 +83,17 @@ class LLM:
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
+        check(checkpoint)
         tokenizer = checkpoint.tokenizer()
-        resolved = resolve(checkpoint, engine, progress)
-        executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress)
+        threads, line = limited_threads(engine.threads)
+        engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
+        resolved = resolve(checkpoint, engine, progress, notes.append)
+        executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         template = checkpoint.chat_template()
         self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
         self.checkpoint = checkpoint
         self.template = template
+        self.notes = notes
         if engine.adjust:
             self._runner.when_idle(sparsity.adjust)
 
@@ -114,6 +129,7 @@ class LLM:
         self.template = None
         self.load_s = load_s
         self.checkpoint = None
+        self.notes = []
         self._sparsity = sparsity
         self._executor = executor
         self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
@@ -221,9 +237,7 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation, ready to be answered. Special tokens inside contents are plain text."""
         if self.template is None:
-            raise RequestError("this model has no chat template: use a plain prompt (--raw)")
-        from powerinfer.formats.chat import encode_chat
-
+            raise RequestError(NO_TEMPLATE)
         return encode_chat(self.tokenizer, self.template, messages, **template_options)
 
     def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
