@@ -161,7 +161,7 @@ class ToyTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def stream(self) -> ToyDecoder:
+    def stream(self, skip_special: bool = True) -> ToyDecoder:
         return ToyDecoder()
 
 

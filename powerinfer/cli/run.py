@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -46,12 +47,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print speed, and what was chosen and why, to stderr"
     )
+    parser.add_argument(
+        "--json-schema",
+        dest="schema",
+        metavar="SCHEMA",
+        help="the answer is JSON that this schema validates: a file, or its text",
+    )
+    parser.add_argument(
+        "--grammar", dest="gbnf", metavar="FILE", help="the answer matches this grammar, in llama.cpp's GBNF"
+    )
+    parser.add_argument("--regex", dest="pattern", metavar="PATTERN", help="the answer matches this regular expression")
     config_flags(parser, SamplingParams, "sampling")
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
-    params = config_from(args, SamplingParams)
+    params = config_from(args, SamplingParams, **_constraint(args))
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
     prompt = _prompt(args.prompt)
@@ -65,6 +76,26 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         sparsity = sparsity_summary(llm)
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return status
+
+
+def _constraint(args: argparse.Namespace) -> dict[str, str]:
+    """What the answer must match, as fields of SamplingParams."""
+    found: dict[str, str] = {}
+    if args.schema is not None:
+        inline = args.schema.lstrip()[:1] == "{"
+        found["json_schema"] = checked_text(args.schema, "the schema") if inline else _file(args.schema)
+    if args.gbnf is not None:
+        found["grammar"] = _file(args.gbnf)
+    if args.pattern is not None:
+        found["regex"] = checked_text(args.pattern, "the regular expression")
+    return found
+
+
+def _file(path: str) -> str:
+    try:
+        return checked_text(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _check_template(checkpoint: Checkpoint) -> None:

@@ -11,14 +11,14 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.grammar import KINDS, Grammar
+from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar, LazyGrammar
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +37,6 @@ MAX_LEXER_STATES = 20_000  # about 1 kB each, made as they are reached; shared b
 GRAMMAR_BYTES = 256 << 10
 BYTES_PER_CHARACTER = 256
 BYTES_PER_SECOND = 20e6
-
-WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
-"""Between the tokens of JSON, and optional, as in llama.cpp: unbounded white space is where small models get lost."""
 
 JSON_OPTIONS = {
     "item_separator": ",",
@@ -75,6 +72,12 @@ class Grammars:
         if isinstance(known, str):
             raise RequestError(known)
         return known
+
+    def mask(self, grammar: Grammar | LazyGrammar) -> GrammarMask | LazyMask:
+        """The mask of one answer; errors and time as of `compile`."""
+        if isinstance(grammar, LazyGrammar):
+            return LazyMask(self.compile(grammar.grammar), grammar.position)
+        return self.compile(grammar).mask()
 
     @property
     def nbytes(self) -> int:
@@ -217,6 +220,47 @@ class GrammarMask:
         return self._matcher.is_stopped()
 
 
+class LazyMask:
+    """A `TokenMask` for an answer that may be text: a grammar applies where a part of the answer begins.
+
+    position: as in `LazyGrammar`. Until then, and after the part, every token is allowed, and so it is if the part does
+    not begin as the grammar demands.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, position: Callable[[str, bool], int | None]) -> None:
+        self._grammar, self._position = grammar, position
+        self._data = b""  # the end of the text
+        self._whole = True
+        self._mask: GrammarMask | None = None
+
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """The tokens that may follow, None for all. RequestError if a limit is reached."""
+        return None if self._mask is None else self._mask.allowed()
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; the answer never has to end with it."""
+        if self._mask is not None:
+            if self._mask.accept(token):
+                self._mask = None
+            return False
+        self._data += self._grammar.vocabulary.token_bytes(token)
+        text = self._data.decode("utf-8", "ignore")
+        at = self._position(text, self._whole)
+        if at is not None:
+            self._begin(text[at:])
+        elif len(self._data) > _TAIL:
+            self._data, self._whole = self._data[-_TAIL:], False
+        return False
+
+    def _begin(self, text: str) -> None:
+        self._data, self._whole = b"", False
+        mask = self._grammar.mask()
+        if mask.accept_bytes(text.encode()) and not mask.complete:
+            self._mask = mask
+
+
+_TAIL = 256  # bytes, longer than the beginning of any part
+
 _BYTES = {bytes([byte]) for byte in (0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5))}  # of UTF-8
 
 _BEFORE = "\n"  # a text that merges with nothing after it, so that what follows is within the text
@@ -269,6 +313,10 @@ class _Vocabulary:
         tokens = self._tokenizer.encode(_BEFORE + text, special=False, add_bos=False)[len(before) :]
         exact = b"".join(map(self._tokenizer.token_bytes, tokens)) == text.encode()
         return tokens if exact else self.tokens_of(text.encode()) or []
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes of a token."""
+        return self._tokenizer.token_bytes(token)
 
     def tokens_of(self, data: bytes) -> list[int] | None:
         """Some tokens that spell `data`; None if it is no UTF-8 text or no tokens spell it."""
