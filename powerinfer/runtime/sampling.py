@@ -84,7 +84,7 @@ class Sampler:
         self._params = params
         self._edited, self._scratch = scratch
         self._mask = mask
-        self._edits = _Edits(params, prompt, scratch[0]) if _has_edits(params) else None
+        self._edits = _Edits(params, prompt, self._edited) if _has_edits(params) else None
         self._greedy = params.temperature < GREEDY_BELOW
         self._uniform: Callable[[], float] = float
         if not self._greedy:
