@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from prepared_models import checkpoint
 from test_prepared import describe, edit_header, left_in
 
+from powerinfer import _native
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
 from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, ROW_TYPES, BundleFile, open_bundles
@@ -47,9 +48,9 @@ def unpacked(bundles: BundleFile, d_ff: int, matrix: str, layer: int) -> np.ndar
     layout = bundles.layouts[layer]
     row_type = layout.down_type if matrix == "down" else layout.gate_type
     at = getattr(layout, f"{matrix}_at")
-    return cpu.unpack_bundle_rows(
-        row_type, KINDS[matrix], d_ff, layout.d_model, bundles.layers[layer], layout.pitch, at
-    )
+    out = np.empty((d_ff, layout.d_model), np.float32)
+    _native.unpack_bundle_rows(row_type, KINDS[matrix], layout.d_model, bundles.layers[layer], layout.pitch, at, out)
+    return out
 
 
 def expected(model: Checkpoint, matrix: str, layer: int, row_type: str) -> tuple[np.ndarray, np.ndarray]:
