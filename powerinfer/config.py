@@ -348,3 +348,25 @@ class TrainConfig:
     batch: int = option(256, "tokens per training step", metavar="N")
     lr: float = option(0.02, "learning rate, relative to the magnitude of the weights", metavar="X")
     seed: int = option(0, "random seed", metavar="N", least=0)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How the HTTP server listens, and its limits. Field names are the flags, with dashes."""
+
+    host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
+    port: int = option(8080, "port to listen on; 0: any free one", metavar="N", least=0)
+    alias: Sequence[str] = option((), "name of the model in the API (repeatable); default: its file's", metavar="NAME")
+    api_key_file: str | None = option(
+        None, "file of API keys, one a line; the environment's POWERINFER_API_KEY adds more", metavar="FILE"
+    )
+    insecure: bool = option(False, "listen beyond this machine without an API key")
+    cors: Sequence[str] = option((), "origin whose web pages may call the API (repeatable), or *", metavar="ORIGIN")
+    tls_cert: str | None = option(None, "certificate chain in PEM, for HTTPS", metavar="FILE")
+    tls_key: str | None = option(None, "private key of the certificate, in PEM", metavar="FILE")
+    timeout: float = option(3600.0, "seconds after which a request is ended; 0: never", metavar="X")
+    queue_timeout: float = option(300.0, "seconds after which a waiting request is refused; 0: never", metavar="X")
+    drain: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", metavar="X")
+    max_body: int = option(8 << 20, "maximum size of a request's body (default 8MiB)", size=True)
+    receive_timeout: float = option(30.0, "seconds that a client has to send its request", metavar="X")
+    log_prompts: bool = option(False, "write the bodies of requests to the log")

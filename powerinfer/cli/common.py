@@ -16,6 +16,8 @@ from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
 
@@ -251,19 +253,26 @@ def open_llm(
     from powerinfer.hub import resolve_model
 
     path = resolve_model(model, say=out.note)
+    with Bar() as bar:
+        llm = load_llm(path, engine, bar, check)
+    for note in llm.notes:
+        out.note(note)
+    return llm
+
+
+def load_llm(
+    path: Path, engine: EngineConfig, progress: Progress, check: Callable[[Checkpoint], object] = silent
+) -> LLM:
+    """The engine for a model's file or folder. check: called before its weights are read."""
     # Loading makes a hundred thousand objects and no garbage: collection would take 10 ms.
     gc.disable()
     try:
         from powerinfer.runtime.engine import LLM
 
-        with Bar() as bar:
-            llm = LLM(path, progress=bar, check=check, **dataclasses.asdict(engine))
+        return LLM(path, progress=progress, check=check, **dataclasses.asdict(engine))
     finally:
         gc.freeze()
         gc.enable()
-    for note in llm.notes:
-        out.note(note)
-    return llm
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:

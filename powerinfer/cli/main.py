@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 VERBS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
+    "serve": "answer requests over HTTP, as OpenAI's API does",
     "prepare": "profile, train, pack and plan in one command",
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity, eval agreement",
