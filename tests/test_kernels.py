@@ -230,7 +230,9 @@ def test_packed_rows_follow_their_map(type_name: str) -> None:
     rng = np.random.default_rng(6)
     data, x = stored(type_name, 20, 256, rng), rng.standard_normal((3, 256)).astype(np.float32)
     rows = np.array([19, -1, 0, 0, *range(15), -1, 7], np.int32)
-    plain = cpu.matmul(x, data, type_name, 20)
+    whole = _native.pack(_native.Pool(1), _native.Arena(), type_name, 20, 256, data)
+    plain = np.full((3, cpu.round_up(20, cpu.LANES)), np.nan, np.float32)
+    _native.matmul(_native.Pool(1), whole, "", x, plain)
     for threads, pool in POOLS.items():
         matrix = _native.pack(pool, _native.Arena(), type_name, 20, 256, data, rows)
         assert (matrix.rows, matrix.k, matrix.type) == (21, 256, type_name)
@@ -273,14 +275,6 @@ def test_arrays_that_are_written_or_kept_are_never_copies() -> None:
             _native.Table("Q8_0", 2, 32, kept)
     with pytest.raises(TypeError):
         _native.Table("Q8_0", 2, 32, data).row(0, np.zeros(32))  # type: ignore[arg-type]
-
-
-def test_matmul_of_the_door() -> None:
-    case = random_case("Q4_0", 64, 33, 5)
-    rng = np.random.default_rng([64, 33, 5, _native.TYPES.index("Q4_0")])
-    x = (rng.standard_normal((5, 64)) * 10 ** rng.uniform(-3, 2, (5, 1))).astype(np.float32)
-    out = cpu.matmul(x, stored("Q4_0", 33, 64, rng), "Q4_0", 33, isa="scalar", threads=2)
-    assert out.shape == (5, 33) and same_bits(out, case.run("scalar"))
 
 
 def test_a_level_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from reference import seen_by
 
 from powerinfer import _native
 from powerinfer.formats.quant import block_type, dequantize, quantize
-from powerinfer.kernels import cpu
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
@@ -226,7 +225,7 @@ def test_blocks_across_neurons_are_kept() -> None:
         np.testing.assert_array_equal(back, held)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
 )
@@ -238,7 +237,7 @@ def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
             check(layer, tokens(n, k), np.arange(23), level)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str, gated: bool, level: str) -> None:
@@ -247,7 +246,7 @@ def test_every_activation(activation: str, gated: bool, level: str) -> None:
         check(layer, tokens(3, 64), np.arange(37), level)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("kind", [*TYPES, ACROSS])
 def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
     layer = make_layer(96, 41, ("Q4_0" if kind == ACROSS else kind, kind))
@@ -256,7 +255,7 @@ def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
         check(layer, x, np.asarray(index, np.int32), level)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     layer = make_layer(64, 50, ("Q8_0", "Q8_0"), "silu")
     x = tokens(3, 64)
@@ -265,7 +264,7 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     assert np.abs(dense - part(layer, x, np.arange(50), level, 2.0)).max() > 1e-2, "nothing was left out"
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
 )
@@ -280,7 +279,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, 
         np.testing.assert_array_equal(some.view(np.uint32), whole[32 - n :].view(np.uint32))
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", ACROSS)]
 )
@@ -295,7 +294,7 @@ def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], le
         assert (np.abs(total - want) <= bound + 1e-30).all()
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 def test_nan_and_infinity_reach_the_output(level: str) -> None:
     layer = make_layer(32, 20, ("F16", "F16"))
     for value in (np.nan, np.inf):

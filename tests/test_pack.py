@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from prepared_models import checkpoint
 from test_prepared import describe, edit_header, left_in
 
+from powerinfer import _native
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
 from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, PART_TYPES, BundleFile, open_bundles
@@ -47,7 +48,9 @@ def unpacked(bundles: BundleFile, d_ff: int, part: str, layer: int) -> np.ndarra
     layout = bundles.layouts[layer]
     part_type = layout.down_type if part == "down" else layout.gate_type
     at = getattr(layout, f"{part}_at")
-    return cpu.unpack_part(part_type, KINDS[part], d_ff, layout.d_model, bundles.layers[layer], layout.pitch, at)
+    out = np.empty((d_ff, layout.d_model), np.float32)
+    _native.unpack_part(part_type, KINDS[part], layout.d_model, bundles.layers[layer], layout.pitch, at, out)
+    return out
 
 
 def expected(model: Checkpoint, part: str, layer: int, part_type: str) -> tuple[np.ndarray, np.ndarray]:

@@ -116,7 +116,7 @@ class ToyExecutor:
     def release(self) -> None:
         """Hold no call any more."""
         self.held = False
-        self._allowed.release(1000)
+        self._allowed.release()
 
     def wait_for(self, call: int) -> None:
         """Until this call has begun."""

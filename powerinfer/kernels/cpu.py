@@ -1,4 +1,4 @@
-"""Access to the native module: supported levels, choices with their reasons, and products with checked shapes."""
+"""Access to the native module: choices with their reasons, and sizes of what it stores."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ NEURON_TOKENS = _native.NEURON_TOKENS
 """Maximum number of tokens of a sparse step."""
 
 ISA_VARIABLE = "POWERINFER_ISA"
-
-
-def levels() -> list[str]:
-    """Instruction-set levels of this build that this CPU supports, best first."""
-    return list(_native.levels())
 
 
 def choose_isa(requested: str | None) -> tuple[str, str]:
@@ -103,15 +98,6 @@ def pack_part(
     _native.pack_part(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
 
 
-def unpack_part(
-    type_name: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], pitch: int, at: int
-) -> NDArray[np.float32]:
-    """The values of one part of bundles, float32 [rows, k]. data: uint8 [groups, bytes of a group]."""
-    out = np.empty((rows, k), np.float32)
-    _native.unpack_part(type_name, kind, k, data, pitch, at, out)
-    return out
-
-
 def code_bytes(type_name: str, k: int) -> int:
     """Bytes of the codes of a part's row of k elements. Scales of its own (Q8_0, Q4_0: float16 per 32) follow them."""
     return _native.code_bytes(type_name, k)
@@ -123,19 +109,3 @@ def part_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
     kind: as for `pack_part`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j (j < 16).
     """
     return _native.part_order(type_name, kind, k)
-
-
-def matmul(
-    x: NDArray[np.float32], weights: NDArray[np.uint8], type_name: str, rows: int, *, isa: str = "", threads: int = 1
-) -> NDArray[np.float32]:
-    """x . W^T through the native kernels, float32 [tokens, rows].
-
-    x: float32 [tokens, k]; weights: the blocks of W [rows, k] as a model file stores them, uint8 1-D. Activations take
-    the form that the type requires: 8 bits per 32 for quantised weights, bfloat16 for BF16. ValueError for wrong
-    shapes.
-    """
-    pool = _native.Pool(threads)
-    matrix = _native.pack(pool, _native.Arena(), type_name, rows, x.shape[1], weights)
-    out = np.full((x.shape[0], round_up(rows, LANES)), np.nan, np.float32)
-    _native.matmul(pool, matrix, isa, np.ascontiguousarray(x, np.float32), out)
-    return out[:, :rows]

@@ -228,12 +228,9 @@ def _packed_bundles(work: Work) -> BundleFile | None:
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.kernels.cpu import part_bytes
 
-    if work.force:
-        return None
-    try:
-        return open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
-    except ModelError:
-        return None
+    with suppress(ModelError):
+        return None if work.force else open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
+    return None
 
 
 def _why_all(work: Work) -> str:

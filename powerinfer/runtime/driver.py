@@ -342,16 +342,15 @@ class Driver:
 
     def _deliver(self) -> None:
         """Tell those who wait for requests what happened."""
-        while self._outbox:
-            outbox, self._outbox = self._outbox, []
-            for request, event in outbox:
-                if request.deliver is None:
-                    continue
-                try:
-                    request.deliver(event)
-                except Exception:  # whoever asked is gone
-                    request.deliver = None
-                    self._abort([request])
+        outbox, self._outbox = self._outbox, []
+        for request, event in outbox:
+            if request.deliver is None:
+                continue
+            try:
+                request.deliver(event)
+            except Exception:  # whoever asked is gone
+                request.deliver = None
+                self.abort([request])  # later: a step may be planned with it
 
     def _work_idly(self) -> bool:
         """Do a piece of idle work, if it is due; whether it was. A PowerInferError ends it for good."""
