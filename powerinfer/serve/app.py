@@ -22,6 +22,7 @@ from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
+from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
 from powerinfer.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -30,8 +31,6 @@ from powerinfer.serve.schema import (
     Sampling,
     TokenizeRequest,
     check_depth,
-    conversation,
-    template_options,
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.service import Service
@@ -118,11 +117,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params = body.to_params()
-            tokens = await run_in_threadpool(_encode_chat, llm, body)
+            tools = read_chat_tools(llm, body)
+            params = constrained(llm, body, body.to_params(), tools)
+            tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         except Exception as error:
             raise service.refusal(error) or error from None
-        shape = ChatShape(*_shape_of(service, request, body))
+        shape = ChatShape(*_shape_of(service, request, body), tools.form)
         return await _answer(service, request, body, shape, [tokens], params)
 
     @app.post("/v1/completions")
@@ -130,7 +130,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = body.to_params(), body.prompts()
+            params, given = constrained(llm, body, body.to_params()), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
@@ -200,8 +200,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
 # ---------------------------------------------------------------- prompts
 
 
-def _encode_chat(llm: LLM, body: ChatRequest) -> list[int]:
-    tokens = llm.encode_chat(conversation(body.messages), **template_options(body.chat_template_kwargs))
+def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
+    messages, options = chat_prompt(llm, body, tools)
+    tokens = llm.encode_chat(messages, **options)
     _check_prompts(llm, [tokens], body.to_params())
     return tokens
 
@@ -209,8 +210,8 @@ def _encode_chat(llm: LLM, body: ChatRequest) -> list[int]:
 def _render(llm: LLM, body: Conversation) -> str:
     if llm.template is None:
         raise ApiError(400, "this model has no chat template", code="no_chat_template")
-    options = template_options(body.chat_template_kwargs)
-    return llm.template.render(conversation(body.messages), llm.tokenizer.special_tokens, **options)[0]
+    messages, options = chat_prompt(llm, body)
+    return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
 
 
 def _encode_prompts(llm: LLM, prompts: list[str | list[int]]) -> list[list[int]]:
