@@ -168,6 +168,12 @@ def test_pages_of_other_origins(monkeypatch: pytest.MonkeyPatch, server: Server)
 
 # ---------------------------------------------------------------- hostile input
 
+
+def schema(document: Any) -> bytes:
+    wanted = {"type": "json_schema", "json_schema": {"schema": document}}
+    return json.dumps({"prompt": "x", "response_format": wanted}).encode()
+
+
 HOSTILE = {
     "deep lists": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep objects": b'{"prompt": "x", "metadata": ' + b'{"a":' * 1000 + b"1" + b"}" * 1001,
@@ -201,6 +207,10 @@ HOSTILE = {
     "a long prompt": json.dumps({"prompt": "\n" * 400_000}).encode(),
     "n_discard": b'{"prompt": "x", "n_discard": -1}',
     "a schema": json.dumps({"prompt": "x", "response_format": {"type": "json_schema", "pattern": "(a+)+$"}}).encode(),
+    "a schema of itself": schema({"$ref": "#"}),
+    "a deep schema": schema(json.loads('{"items":' * 60 + "{}" + "}" * 60) | {"format": "x" * 100_000}),
+    "a regular expression": schema({"type": "string", "pattern": "(" * 2000}),
+    "a huge grammar": json.dumps({"prompt": "x", "grammar": "a" * 200_000}).encode(),
     "a template": b'{"prompt": "x", "chat_template": "{{ 1 }}"}',
     "embeddings": b'{"prompt": "x", "prompt_embeds": "gASVAAAAAAAAAA=="}',
     "many fields": json.dumps({"prompt": "x", **{f"f{n}": 1 for n in range(20_000)}}).encode(),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from powerinfer import __version__
+from powerinfer.errors import ModelError
 from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.grammar import CompiledGrammar
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
@@ -119,11 +121,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         llm = service.engine.llm
         try:
             params = body.to_params()
+            grammar = await service.compile(body.constraint())
             tokens = await run_in_threadpool(_encode_chat, llm, body)
         except Exception as error:
             raise service.refusal(error) or error from None
         shape = ChatShape(*_shape_of(service, request, body))
-        return await _answer(service, request, body, shape, [tokens], params)
+        return await _answer(service, request, body, shape, [tokens], params, grammar)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -131,13 +134,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         llm = service.engine.llm
         try:
             params, given = body.to_params(), body.prompts()
+            grammar = await service.compile(body.constraint())
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
         except Exception as error:
             raise service.refusal(error) or error from None
         shape = TextShape(*_shape_of(service, request, body), echoes)
-        return await _answer(service, request, body, shape, prompts, params if body.generates else None)
+        return await _answer(service, request, body, shape, prompts, params if body.generates else None, grammar)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -201,16 +205,29 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _encode_chat(llm: LLM, body: ChatRequest) -> list[int]:
-    tokens = llm.encode_chat(conversation(body.messages), **template_options(body.chat_template_kwargs))
+    with _template_errors(llm):
+        tokens = llm.encode_chat(conversation(body.messages), **template_options(body.chat_template_kwargs))
     _check_prompts(llm, [tokens], body.to_params())
     return tokens
 
 
 def _render(llm: LLM, body: Conversation) -> str:
+    with _template_errors(llm):
+        options = template_options(body.chat_template_kwargs)
+        assert llm.template is not None
+        return llm.template.render(conversation(body.messages), llm.tokenizer.special_tokens, **options)[0]
+
+
+@contextmanager
+def _template_errors(llm: LLM) -> Iterator[None]:
+    """A template that fails does so with these messages: it has been read, and others may do."""
     if llm.template is None:
-        raise ApiError(400, "this model has no chat template", code="no_chat_template")
-    options = template_options(body.chat_template_kwargs)
-    return llm.template.render(conversation(body.messages), llm.tokenizer.special_tokens, **options)[0]
+        raise ApiError(400, "this model has no chat template: use /v1/completions", code="no_chat_template")
+    try:
+        yield
+    except ModelError as error:
+        reason = str(error).partition("; --raw")[0]  # a flag of the command line
+        raise ApiError(400, f"{reason}: use other messages, or /v1/completions", code="template_failed") from None
 
 
 def _encode_prompts(llm: LLM, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -263,10 +280,13 @@ async def _answer(
     shape: Shape,
     prompts: list[list[int]],
     params: SamplingParams | None,
+    grammar: CompiledGrammar | None,
 ) -> Response:
     """A stream or a whole answer. params None: the answer is the prompt alone."""
     usage = Usage(prompts)
-    jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
+    jobs = [
+        Job(prompt, _nth(params, n), grammar) for prompt in prompts for n in range(body.choices) if params is not None
+    ]
     llm = service.engine.llm
     limits = Limits(service.timeout, service.queue_timeout, request.state.salt, llm.engine.max_batch)
     events = answers(service.engine, jobs, limits, service.metrics, PING_SECONDS)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from powerinfer.errors import RequestError
+from powerinfer.formats.grammar import MAX_SOURCE, Grammar, response_format
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
 
@@ -41,7 +43,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -126,6 +127,8 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_SOURCE)] | None = None  # llama-server's, GBNF
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -139,6 +142,16 @@ class Sampling(Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def constraint(self) -> Grammar | None:
+        """What the answers must match; None: any text. ApiError for a format that is not supported."""
+        try:
+            found = response_format(self.response_format)
+        except RequestError as error:
+            raise ApiError(400, str(error), param="response_format") from None
+        if found is not None and self.grammar is not None:
+            raise ApiError(400, "response_format and grammar cannot be together", param="grammar")
+        return found if self.grammar is None else Grammar.gbnf(self.grammar)
 
     def check(self) -> None:
         """ApiError for what fields cannot be together."""
