@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
 _CONFIDENT = 64  # the top-p set of a confident model is seldom larger
-_FEW = 4  # up to a quarter of the vocabulary: gathering the logits is then faster than copying all
+_FEW = 32  # below this part of the vocabulary the logits of the allowed tokens are gathered
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
 
 
@@ -84,6 +84,9 @@ class Sampler:
         self._params = params
         self._edited, self._scratch = scratch
         self._mask = mask
+        if mask is not None:
+            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+            self._penalties = np.where(bits, np.float32(0), np.float32(-np.inf))  # [256, 8]
         self._edits = _Edits(params, prompt, self._edited) if _has_edits(params) else None
         self._greedy = params.temperature < GREEDY_BELOW
         self._uniform: Callable[[], float] = float
@@ -129,18 +132,14 @@ class Sampler:
             if words.dtype != np.uint32 or words.shape != (-(-len(logits) // 32),):
                 raise ValueError(f"it must be uint32 [{-(-len(logits) // 32)}], not {words.dtype} {list(words.shape)}")
         octets = np.ascontiguousarray(words, "<u4").view(np.uint8)
-        allowed = np.unpackbits(octets, count=len(logits), bitorder="little").view(np.bool_)
-        if np.count_nonzero(allowed) < len(logits) // _FEW:
-            ids = np.flatnonzero(allowed)
+        if np.bitwise_count(octets).sum() < len(logits) // _FEW:
+            ids = np.flatnonzero(np.unpackbits(octets, count=len(logits), bitorder="little").view(np.bool_))
             if not len(ids):
                 raise RequestError("the mask forbids every token that could follow")
             return logits[ids], ids
-        if logits is self._edited:
-            np.putmask(logits, ~allowed, -np.inf)
-        else:
-            self._edited.fill(-np.inf)
-            np.copyto(self._edited, logits, where=allowed)
-        return self._edited, None
+        # 0 or -inf of each token, from a table of bytes: a choice by a condition would be ten times slower
+        forbidden = np.take(self._penalties, octets, axis=0).reshape(-1)[: len(logits)]
+        return np.add(logits, forbidden, out=self._edited), None
 
     def _draw(self, logits: Float32) -> int:
         params = self._params
