@@ -373,7 +373,7 @@ def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         raw.sendall(REQUEST + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
         until(lambda: server.server_state.tasks)
-        until(lambda: not server.server_state.tasks, 60)
+        until(lambda: not server.server_state.tasks and not server.server_state.connections, 60)
         until(lambda: idle(llm))
         well(server)
 
