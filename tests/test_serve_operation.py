@@ -699,7 +699,8 @@ def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
         finished = [line for line in rest if '"finish_reason":"length"' in line]
         assert len(finished) == 128
         assert process.wait(30) == 0
-    assert next(one for one in log if one["event"] == "draining")["connections"] >= 1
+    events = ["listening", "loaded", "request", "request", "draining", "request"]
+    assert [one["event"] for one in log] == events and log[4]["connections"] >= 1
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
@@ -717,7 +718,8 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
                 list(lines)
         assert process.wait(30) == 130
     request = next(one for one in log if one["event"] == "request")
-    assert request["completion_tokens"] < 12_800
+    assert 0 < request["completion_tokens"] < 12_800
+    assert [one["event"] for one in log] == ["listening", "loaded", "draining", "request"]
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

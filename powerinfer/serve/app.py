@@ -327,17 +327,19 @@ class _Run:
 
     async def _read(self, events: Answers) -> Answers:
         """The events, counted, and with errors as the API tells them."""
+        generated = 0
         try:
             async with aclosing(events):
                 async for item in events:
-                    if item is not None and item[1].completion is not None:
-                        self._usage.add(item[1].completion, first=item[0] % self._n == 0)
+                    if item is not None:
+                        generated += item[1].token_id is not None
+                        if item[1].completion is not None:
+                            self._usage.add(item[1].completion, first=item[0] % self._n == 0)
                     yield item
         except Exception as error:
             raise self._service.refusal(error, time.perf_counter() - self._begin) or error from None
         finally:
-            usage = self._usage.document()
-            self._facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+            self._facts |= {"prompt_tokens": self._usage.prompt, "completion_tokens": generated}
 
     async def whole(self) -> dict[str, Any]:
         """The object of a request without `stream`."""

@@ -86,9 +86,8 @@ class Gate:
             answer.status = CLIENT_LEFT
             if "abort" in scope["state"]:
                 scope["state"]["abort"]()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by the server's end, which waits for nothing but the end of this
             await answer.refuse(ApiError(503, "the server is shutting down", code="aborted"))
-            raise
         finally:
             self._report(scope, answer.status, time.perf_counter() - begin, request_id, facts)
 

@@ -188,8 +188,7 @@ class Server(uvicorn.Server):
         async def main() -> None:
             loader.start()
             await self.serve([self._listening])
-            if self.service.status == "ok":
-                await self.service.engine.close()
+            await self.service.close()
 
         with contextlib.closing(self._listening):
             asyncio.run(main())

@@ -43,6 +43,13 @@ class Service:
         self._grammars = Grammars(engine.llm.tokenizer, engine.llm.config.vocab_size)
         self._engine = engine
 
+    async def close(self) -> None:
+        """End what runs, and free the model. This object may outlive it: what the server refers to is in cycles."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            del self._grammars
+            await engine.close()
+
     async def compile(self, grammar: Grammar | None) -> CompiledGrammar | None:
         """A grammar for this model. RequestError for an invalid one. A few wait at a time, in threads."""
         if grammar is None:
