@@ -321,15 +321,6 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "says"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
-        ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "("}}}},
-            None,
-            "JSON schema",
-        ),
-        ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar", "cannot be together"),
         ({"grammar": "root ::= missing"}, None, "GBNF grammar"),
         ({"chat_template_kwargs": {"fail": 1}}, None, "chat template fails"),
         ({"best_of": 2}, "best_of", "best_of is not supported"),
@@ -358,7 +349,7 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
         ({"messages": None}, "messages", "valid list"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "must be one of"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role 'tool'", "not supported"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role 'function'", "not supported"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, None, "does not take these messages: never"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},

@@ -161,18 +161,29 @@ class ToolFormat:
         return plain, {"tools": documents} if documents else {}
 
     def grammar(
-        self, tools: Sequence[Tool], choice: ToolChoice, parallel: bool = True, special: Mapping[str, int] | None = None
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        parallel: bool = True,
+        special: Mapping[str, int] | None = None,
+        instead: Grammar | None = None,
     ) -> Grammar | None:
         """What an answer must match if it has to call: a certain function, or any; None: it may be text.
 
-        parallel: several calls are allowed. special: ids of the special tokens by their text.
+        parallel: several calls are allowed. special: ids of the special tokens by their text. instead: JSON that may be
+        the answer instead of calls; RequestError if it is not a JSON schema.
         """
         if choice.kind not in ("required", "function"):
             return None
         named = [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
         begin = "" if self.bare else _mark(self.begins[0], special or {})
         calls = self._calls(begin, parallel and choice.kind == "required", special or {})
-        return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named)]))
+        if instead is None:
+            return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named)]))
+        if instead.kind != "json_schema":
+            raise RequestError("with tools that may be called, only JSON can be asked for beside them")
+        answer = f"answer: %json {_with_options(json.loads(instead.text))}"
+        return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *self._objects(named)]))
 
     def call_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> Grammar:
         """What follows the position that `call_position` finds."""
@@ -205,7 +216,7 @@ class ToolFormat:
         """The rules for `call`, a function's name with its arguments."""
         rules = [f"W: /{WHITESPACE}/", "call: " + " | ".join(f"call_{at}" for at in range(len(tools)))]
         for at, tool in enumerate(tools):
-            schema = json_text({**tool.parameters, "x-guidance": {"whitespace_pattern": WHITESPACE}}, "parameters")
+            schema = _with_options(tool.parameters)
             name, key = literal(json.dumps(tool.name)), literal(json.dumps(self.arguments))
             if self.argument_mark:
                 call = f"{literal(tool.name + self.argument_mark)} arguments_{at}"
@@ -235,6 +246,12 @@ _ROWS: tuple[tuple[tuple[str, ...], tuple[str, ...], ToolFormat], ...] = (
     (('"parameters": dictionary of argument name', "tools"), (), LLAMA),
     (("<|tool|>", "message['tools']"), (), PHI4_MINI),
 )
+
+
+def _with_options(schema: Mapping[str, Any]) -> str:
+    """A schema as part of a Lark grammar, which has llguidance's options in it."""
+    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+    return json_text({**schema, "x-guidance": options}, "the schema")
 
 
 def _mark(text: str, special: Mapping[str, int]) -> str:

@@ -261,7 +261,9 @@ class LazyMask:
 
 _TAIL = 256  # bytes, longer than the beginning of any part
 
-_BYTES = {bytes([byte]) for byte in (0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5))}  # of UTF-8
+_BYTES = {
+    bytes([byte]) for byte in (0x0A, *range(0x20, 0x7F))
+}  # rare characters' bytes are missing in some vocabularies
 
 _BEFORE = "\n"  # a text that merges with nothing after it, so that what follows is within the text
 

@@ -11,18 +11,16 @@ from powerinfer.serve.api_error import ApiError
 
 if TYPE_CHECKING:
     from powerinfer.runtime.async_llm import AsyncLLM
-    from powerinfer.runtime.grammar import CompiledGrammar
     from powerinfer.runtime.params import SamplingParams
     from powerinfer.runtime.request import StreamEvent
     from powerinfer.serve.metrics import Metrics
 
 
 class Job(NamedTuple):
-    """One answer to compute. grammar: what it must match; None: any text."""
+    """One answer to compute."""
 
     prompt: list[int]
     params: SamplingParams
-    grammar: CompiledGrammar | None
 
 
 class Limits(NamedTuple):
@@ -84,12 +82,7 @@ async def _run(
     last = time.perf_counter()
     first = True
     stream = engine.stream(
-        job.prompt,
-        job.params,
-        salt=limits.salt,
-        timeout=limits.timeout,
-        queue_timeout=limits.queue_timeout,
-        mask=None if job.grammar is None else job.grammar.mask(),
+        job.prompt, job.params, salt=limits.salt, timeout=limits.timeout, queue_timeout=limits.queue_timeout
     )
     async for event in stream:
         now = time.perf_counter()

@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from powerinfer import __version__
 from powerinfer.errors import ModelError
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.grammar import CompiledGrammar
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
+from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
 from powerinfer.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -32,8 +32,6 @@ from powerinfer.serve.schema import (
     Sampling,
     TokenizeRequest,
     check_depth,
-    conversation,
-    template_options,
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.service import Service
@@ -120,28 +118,27 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params = body.to_params()
-            grammar = await service.compile(body.constraint())
-            tokens = await run_in_threadpool(_encode_chat, llm, body)
+            tools = read_chat_tools(llm, body)
+            params = constrained(llm, body, body.to_params(), tools)
+            tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         except Exception as error:
             raise service.refusal(error) or error from None
-        shape = ChatShape(*_shape_of(service, request, body))
-        return await _answer(service, request, body, shape, [tokens], params, grammar)
+        shape = ChatShape(*_shape_of(service, request, body), tools.form)
+        return await _answer(service, request, body, shape, [tokens], params)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = body.to_params(), body.prompts()
-            grammar = await service.compile(body.constraint())
+            params, given = constrained(llm, body, body.to_params()), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
         except Exception as error:
             raise service.refusal(error) or error from None
         shape = TextShape(*_shape_of(service, request, body), echoes)
-        return await _answer(service, request, body, shape, prompts, params if body.generates else None, grammar)
+        return await _answer(service, request, body, shape, prompts, params if body.generates else None)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -204,18 +201,19 @@ def _add_state(app: FastAPI, service: Service) -> None:
 # ---------------------------------------------------------------- prompts
 
 
-def _encode_chat(llm: LLM, body: ChatRequest) -> list[int]:
+def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
     with _template_errors(llm):
-        tokens = llm.encode_chat(conversation(body.messages), **template_options(body.chat_template_kwargs))
+        messages, options = chat_prompt(llm, body, tools)
+        tokens = llm.encode_chat(messages, **options)
     _check_prompts(llm, [tokens], body.to_params())
     return tokens
 
 
 def _render(llm: LLM, body: Conversation) -> str:
     with _template_errors(llm):
-        options = template_options(body.chat_template_kwargs)
+        messages, options = chat_prompt(llm, body)
         assert llm.template is not None
-        return llm.template.render(conversation(body.messages), llm.tokenizer.special_tokens, **options)[0]
+        return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
 
 
 @contextmanager
@@ -280,13 +278,10 @@ async def _answer(
     shape: Shape,
     prompts: list[list[int]],
     params: SamplingParams | None,
-    grammar: CompiledGrammar | None,
 ) -> Response:
     """A stream or a whole answer. params None: the answer is the prompt alone."""
     usage = Usage(prompts)
-    jobs = [
-        Job(prompt, _nth(params, n), grammar) for prompt in prompts for n in range(body.choices) if params is not None
-    ]
+    jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
     llm = service.engine.llm
     limits = Limits(service.timeout, service.queue_timeout, request.state.salt, llm.engine.max_batch)
     events = answers(service.engine, jobs, limits, service.metrics, PING_SECONDS)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import MAX_SOURCE, Grammar, response_format
+from powerinfer.formats.grammar import MAX_SOURCE
+from powerinfer.formats.tool_calls import MAX_TOOLS
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
 
@@ -27,6 +27,8 @@ MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 4096
 MAX_DEPTH = 64  # of JSON
+MAX_OPTIONS = 1024  # of guided_choice
+MAX_CALLS = 128  # of a message
 MAX_TEMPLATE_OPTIONS = 32
 
 IGNORED = frozenset((
@@ -75,6 +77,7 @@ RESERVED_OPTIONS = frozenset((
 
 Int = Annotated[int, Field(ge=0, le=MAX_INT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Source = Annotated[str, Field(max_length=MAX_SOURCE)]
 TokenIds = Annotated[list[Int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 
 
@@ -127,11 +130,17 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    response_format: dict[str, Any] | None = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_SOURCE)] | None = None  # llama-server's, GBNF
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: Source | None = None
+    guided_json: dict[str, Any] | Source | None = None
+    guided_regex: Source | None = None
+    guided_choice: Annotated[list[Source], Field(fail_fast=True, max_length=MAX_OPTIONS)] | None = None
+    guided_grammar: Source | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @property
     def choices(self) -> int:
@@ -142,16 +151,6 @@ class Sampling(Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    def constraint(self) -> Grammar | None:
-        """What the answers must match; None: any text. ApiError for a format that is not supported."""
-        try:
-            found = response_format(self.response_format)
-        except RequestError as error:
-            raise ApiError(400, str(error), param="response_format") from None
-        if found is not None and self.grammar is not None:
-            raise ApiError(400, "response_format and grammar cannot be together", param="grammar")
-        return found if self.grammar is None else Grammar.gbnf(self.grammar)
 
     def check(self) -> None:
         """ApiError for what fields cannot be together."""
@@ -188,6 +187,8 @@ class Message(BaseModel):
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
 class Conversation(Body):
@@ -201,6 +202,9 @@ class ChatRequest(Conversation, Sampling):
     """The body of /v1/chat/completions."""
 
     max_completion_tokens: Int | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -287,7 +291,7 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles of a request, and what the template gets."""
 
 
@@ -297,20 +301,25 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain_message(message: Message, where: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise not_supported(f"{where}.role {message.role!r}", ": this server has no tools")
+    if message.role == "function":
+        raise not_supported(f"{where}.role 'function'", ": use tool")
     if message.role not in ROLES:
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     for name, value in (message.model_extra or {}).items():
         if value not in (None, [], ""):
             raise not_supported(f"{where}.{name[:64]}")
-    if message.content is None:
+    content = message.content if message.content is not None or not message.tool_calls else ""
+    if content is None:
         raise ApiError(400, f"{where}.content is missing", param=f"{where}.content")
-    content = message.content
     if not isinstance(content, str):
         content = "\n".join(_text_of(part, f"{where}.content[{n}]") for n, part in enumerate(content))
     plain = {"role": ROLES[message.role], "content": content}
-    extra = {"name": message.name, "reasoning_content": message.reasoning_content}
+    extra = {
+        "name": message.name,
+        "reasoning_content": message.reasoning_content,
+        "tool_calls": message.tool_calls or None,
+        "tool_call_id": message.tool_call_id,
+    }
     return plain | {name: value for name, value in extra.items() if value is not None}
 
 

@@ -6,20 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from anyio import CapacityLimiter, to_thread
-
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
-from powerinfer.formats.grammar import Grammar
-from powerinfer.runtime.grammar import CompiledGrammar, Grammars
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from powerinfer.runtime.async_llm import AsyncLLM
     from powerinfer.runtime.driver import EngineStats
-
-
-COMPILING = 4  # requests that wait for a grammar at a time; each may take seconds
 
 
 class Service:
@@ -35,26 +28,16 @@ class Service:
         self.failure: PowerInferError | None = None  # why there is no engine, and will be none
         self.metrics = Metrics(self._stats)
         self._engine: AsyncLLM | None = None
-        self._grammars: Grammars
-        self._compiling = CapacityLimiter(COMPILING)
 
     def loaded(self, engine: AsyncLLM) -> None:
         """From now on requests are answered."""
-        self._grammars = Grammars(engine.llm.tokenizer, engine.llm.config.vocab_size)
         self._engine = engine
 
     async def close(self) -> None:
         """End what runs, and free the model. This object may outlive it: what the server refers to is in cycles."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            del self._grammars
             await engine.close()
-
-    async def compile(self, grammar: Grammar | None) -> CompiledGrammar | None:
-        """A grammar for this model. RequestError for an invalid one. A few wait at a time, in threads."""
-        if grammar is None:
-            return None
-        return await to_thread.run_sync(self._grammars.compile, grammar, limiter=self._compiling)
 
     @property
     def status(self) -> str:

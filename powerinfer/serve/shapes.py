@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer import __version__
+from powerinfer.formats.tool_calls import ToolDelta, ToolFormat, ToolParser
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ class Delta(NamedTuple):
     text: str
     logprobs: Logprobs | None
     finish_reason: str | None = None
+    calls: tuple[ToolDelta, ...] = ()
 
 
 class Usage:
@@ -105,30 +107,67 @@ class Shape:
 
 
 class ChatShape(Shape):
-    """/v1/chat/completions."""
+    """/v1/chat/completions. form: how the model writes calls of functions; None: it has none to call."""
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: ToolFormat | None = None
+    ) -> None:
+        super().__init__(request_id, model, tokenizer, include_usage)
+        self._form = form
+        self._parsers: dict[int, ToolParser] = {}  # by answer
+        self._calls: dict[int, list[dict[str, Any]]] = {}
 
     def opening(self, index: int) -> dict[str, Any]:
         return self._part(index, {"role": "assistant", "content": ""})
 
     def delta(self, index: int, event: StreamEvent) -> Delta:
-        if event.logprobs is None or event.token_id is None:
-            return Delta(event.text, None, event.finish_reason)
-        one = self._token(event.token_id, event.logprobs.logprob)
-        one["top_logprobs"] = [self._token(token, logprob) for token, logprob in event.logprobs.top]
-        return Delta(event.text, {"content": [one]}, event.finish_reason)
+        delta = Delta(event.text, None, event.finish_reason)
+        if event.logprobs is not None and event.token_id is not None:
+            one = self._token(event.token_id, event.logprobs.logprob)
+            one["top_logprobs"] = [self._token(token, logprob) for token, logprob in event.logprobs.top]
+            delta = delta._replace(logprobs={"content": [one]})
+        return delta if self._form is None else self._parsed(index, delta, self._form)
+
+    def _parsed(self, index: int, delta: Delta, form: ToolFormat) -> Delta:
+        """The delta with calls taken out of its text."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = form.parser()
+        found = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            found += parser.finish()
+        calls = tuple(one for one in found if isinstance(one, ToolDelta))
+        self._keep(index, calls)
+        called = delta.finish_reason == "stop" and parser.calls
+        return delta._replace(
+            text="".join(one for one in found if isinstance(one, str)),
+            finish_reason="tool_calls" if called else delta.finish_reason,
+            calls=calls,
+        )
+
+    def _keep(self, index: int, calls: Sequence[ToolDelta]) -> None:
+        whole = self._calls.setdefault(index, [])
+        for call in calls:
+            if call.name is not None:
+                function = {"name": call.name, "arguments": ""}
+                whole.append({"id": call.id, "type": "function", "function": function})
+            whole[-1]["function"]["arguments"] += call.arguments
 
     def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         choices = []
         if delta.text or delta.logprobs:
             choices.append(self._part(index, {"content": delta.text}, delta.logprobs))
+        choices += [self._part(index, {"tool_calls": [_call_chunk(call)]}) for call in delta.calls]
         if delta.finish_reason is not None:
             choices.append({**self._part(index, {}), "finish_reason": delta.finish_reason})
         return choices
 
     def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls := self._calls.get(index):
+            message |= {"content": text or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     @staticmethod
@@ -139,6 +178,14 @@ class ChatShape(Shape):
         spelled = self._tokenizer.token_bytes(token)
         text = spelled.decode("utf-8", "replace")
         return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+
+
+def _call_chunk(call: ToolDelta) -> dict[str, Any]:
+    """A piece of a call in a chunk of a stream."""
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
 class Echo(NamedTuple):
@@ -174,7 +221,7 @@ class TextShape(Shape):
         )
 
     def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        return [self.choice(index, *delta)] if delta.text or delta.logprobs or delta.finish_reason else []
+        return [self.choice(index, *delta[:3])] if delta.text or delta.logprobs or delta.finish_reason else []
 
     def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
