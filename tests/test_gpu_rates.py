@@ -27,7 +27,7 @@ from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
-from powerinfer.formats.bundle_file import PART_TYPES  # noqa: E402
+from powerinfer.formats.bundle_file import ROW_TYPES  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
 from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
@@ -65,7 +65,7 @@ def test_sane_figures() -> None:
     found = gpu_rates.gpu_rates("cpu", LITTLE, lambda *state: steps.append(state))
     device = found.device
     assert set(device.dense_gb_s) == set(device.head_gb_s) == {*kernels.GPU_TYPES, "other"}
-    assert set(device.bundle_gb_s) == set(device.row_ns) == set(PART_TYPES)
+    assert set(device.bundle_gb_s) == set(device.row_ns) == set(ROW_TYPES)
     every = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
     assert all(1e-5 < rate < 2000 for rate in every) and 0 < found.copy_gb_s < 2000
     assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())

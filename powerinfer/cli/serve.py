@@ -10,6 +10,7 @@ JSON: nothing but {} when the server has ended.
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     logs.set_up()
     names = list(config.alias) or [_name(args.model, path)]
     made = server.make_server(load, names, config, engine.max_batch + engine.max_queue)
-    made.live()
+    try:
+        made.live()
+    finally:
+        gc.unfreeze()  # the server's cycles refer to the model, which is native: collected at the end, it is no leak
     out.document({})
     return INTERRUPTED if made.force_exit else 0
 

@@ -71,15 +71,15 @@ def kv_page_bytes(kv_type: str, attention: AttentionConfig) -> int:
     return _native.kv_page_bytes(kv_type, attention.n_kv_heads, attention.head_dim)
 
 
-def part_bytes(type_name: str, k: int) -> tuple[int, int]:
-    """Bytes of a part of k elements: (of one neuron's row, of the scales that a group shares), multiples of 64.
+def bundle_row_bytes(type_name: str, k: int) -> tuple[int, int]:
+    """Bytes of a bundle's row of k elements: (of one neuron's row, of the scales that a group shares), multiples of 64.
 
     type_name: F16, BF16, Q8_0, Q4_0 or Q4_0X32; ValueError for others.
     """
-    return _native.part_bytes(type_name, k), _native.shared_bytes(type_name, k)
+    return _native.bundle_row_bytes(type_name, k), _native.shared_bytes(type_name, k)
 
 
-def pack_part(
+def pack_bundle_rows(
     type_name: str,
     kind: str,
     rows: int,
@@ -90,22 +90,23 @@ def pack_part(
     at: int,
     threads: int,
 ) -> None:
-    """Write rows [rows, k] into one part of bundles, at byte `at` of each; bundles are `pitch` bytes apart.
+    """Write rows [rows, k] as gate, up or down rows of bundles, at byte `at` of each; these are `pitch` bytes apart.
 
     data: the rows as a model file stores them, uint8 1-D; for Q4_0X32 group by group k blocks of Q4_0, each across the
     group's neurons. out: the bundles, uint8 [groups, bytes of a group]; kind: "dot" for gate and up, "add" for down.
     """
-    _native.pack_part(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
+    _native.pack_bundle_rows(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
 
 
 def code_bytes(type_name: str, k: int) -> int:
-    """Bytes of the codes of a part's row of k elements. Scales of its own (Q8_0, Q4_0: float16 per 32) follow them."""
+    """Bytes of the codes of a bundle's row of k elements. Its own scales (Q8_0, Q4_0: float16 per 32) follow them."""
     return _native.code_bytes(type_name, k)
 
 
-def part_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
-    """The byte of a part's row at which each of its k elements lies, int32 [k]; of F16 and BF16 the first.
+def bundle_row_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
+    """The byte of a bundle's row at which each of its k elements lies, int32 [k]; of F16, BF16 the first.
 
-    kind: as for `pack_part`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j (j < 16).
+    kind: as for `pack_bundle_rows`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j,
+    j < 16.
     """
-    return _native.part_order(type_name, kind, k)
+    return _native.bundle_row_order(type_name, kind, k)

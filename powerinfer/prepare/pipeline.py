@@ -226,10 +226,10 @@ def pack(work: Work, progress: Progress) -> Outcome:
 def _packed_bundles(work: Work) -> BundleFile | None:
     """The existing bundles, of any types; None if they cannot be used, or if every step is repeated."""
     from powerinfer.formats.bundle_file import open_bundles
-    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.kernels.cpu import bundle_row_bytes
 
     with suppress(ModelError):
-        return None if work.force else open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
+        return None if work.force else open_bundles(work.checkpoint, work.engine.prepared, bundle_row_bytes)
     return None
 
 
@@ -331,7 +331,7 @@ def needed_bytes(work: Work) -> int:
     from powerinfer.formats.bundle_file import bundle_layouts
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
-    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.kernels.cpu import bundle_row_bytes
     from powerinfer.prepare.counting import current as current_profile
     from powerinfer.prepare.training import model_bytes
 
@@ -344,7 +344,7 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
-        layouts = bundle_layouts(config, types.gate, types.down, part_bytes)
+        layouts = bundle_layouts(config, types.gate, types.down, bundle_row_bytes)
         total += sum(size * layout.stride for size, layout in zip(config.ffn_sizes, layouts, strict=True))
     return total
 
