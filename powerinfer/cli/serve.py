@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
 
 MAX_QUEUE = 32
+UNLIMITED = 1 << 30  # requests, where --max-queue is 0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     logs.set_up()
     names = list(config.alias) or [_name(args.model, path)]
-    made = server.make_server(load, names, config, engine.max_batch + engine.max_queue)
+    made = server.make_server(load, names, config, engine.max_batch + (engine.max_queue or UNLIMITED))
     try:
         made.live()
     finally:
