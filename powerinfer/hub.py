@@ -129,7 +129,7 @@ def recommended_sampling(path: Path) -> SamplingDefaults:
 
     for model in CATALOGUE.values():
         if model.sampling and path == _folder_of(model.name) / model.file:
-            return SamplingDefaults(model.sampling, "model card")
+            return SamplingDefaults(model.sampling, "powerinfer, for this model")
     return SamplingDefaults()
 
 
