@@ -236,7 +236,9 @@ class LLM:
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
     ) -> Completion:
         """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
-        return self._complete([self.encode_chat(messages, **template_options)], [params or self.default_params()], None)[0]
+        return self._complete(
+            [self.encode_chat(messages, **template_options)], [params or self.default_params()], None
+        )[0]
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
