@@ -22,6 +22,7 @@ from powerinfer.cli.common import (
     model_flag,
     open_llm,
     sparsity_summary,
+    with_model_defaults,
 )
 from powerinfer.cli.run import answer, ended_by
 from powerinfer.config import EngineConfig
@@ -48,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
-        conversation = Conversation(llm, params, out, args.system)
+        conversation = Conversation(llm, with_model_defaults(params, llm, args), out, args.system)
         if conversation.interactive:
             out.note(HELP)
         while (line := conversation.read()) is not None:

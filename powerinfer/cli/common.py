@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.params import SamplingParams
 
 
 class Parser(argparse.ArgumentParser):
@@ -311,6 +312,12 @@ def load_llm(
     finally:
         gc.freeze()
         gc.enable()
+
+
+def with_model_defaults(params: SamplingParams, llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """`params` of the flags, with the model's own defaults for flags that were not given."""
+    values = {name: value for name, value in llm.sampling.values.items() if not hasattr(args, name)}
+    return dataclasses.replace(params, **values)
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:

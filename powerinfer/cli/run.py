@@ -5,8 +5,9 @@ piped in follows PROMPT after a blank line; without PROMPT, or with -, it is the
 ends it, or with the context. Ctrl-C ends it and keeps what was generated.
 
 JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
-prefill_tok_s, decode_tok_s), logprobs if requested; for a sparse model sparsity (selector, active_fraction, recall,
-...: over all layers).
+prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where those come from that no flag gave:
+generation_config.json, GGUF metadata, model card or powerinfer), logprobs if requested; for a sparse model sparsity
+(selector, active_fraction, recall, ...: over all layers).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from powerinfer.cli.common import (
     open_llm,
     sparsity_summary,
     sparsity_text,
+    with_model_defaults,
 )
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
@@ -78,8 +80,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         raise RequestError("give the prompt once: as PROMPT or with --prompt")
     prompt = _prompt(args.flagged if args.prompt is None else args.prompt, out)
     with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
+        params = with_model_defaults(params, llm, args)
         with reading() as progress:
             status, document = answer(_events(llm, prompt, args, params, progress), out)
+        document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
         if args.verbose:
             _explain(llm, document, out)
@@ -227,9 +231,17 @@ def describe(completion: Completion) -> dict[str, Any]:
     return document
 
 
+def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    """How an answer was sampled; defaults: where values come from that no flag gave."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: getattr(params, name) for name in names}
+    return {**values, "defaults": llm.sampling.source or "powerinfer"}
+
+
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
     rows = {**llm.choices, **{name: f"{value:.3f}" for name, value in document.get("timings", {}).items() if value}}
     rows |= {name: value for name, value in document.items() if name.endswith("_tokens")}
+    rows["sampling"] = ", ".join(f"{name} {value}" for name, value in document["sampling"].items())
     if llm.sparsity is not None:
         rows["neurons"] = sparsity_text(llm.sparsity)
     for name, value in rows.items():
