@@ -49,7 +49,7 @@ class Matrix:
     @property
     def nbytes(self) -> int: ...
 
-def pack(
+def pack_matrix(
     pool: Pool,
     arena: Arena,
     type: str,
@@ -68,15 +68,15 @@ def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: 
 
 NEURON_TOKENS: int = 32
 
-def part_bytes(type: str, k: int) -> int:
-    """Bytes of one neuron's row of a part."""
+def bundle_row_bytes(type: str, k: int) -> int:
+    """Bytes of one row of a bundle."""
 
 def shared_bytes(type: str, k: int) -> int:
     """Bytes of the scales that the rows of a group share."""
 
 GROUP: int = 32
 
-def pack_part(
+def pack_bundle_rows(
     pool: Pool,
     type: str,
     kind: str,
@@ -88,22 +88,22 @@ def pack_part(
     at: int,
 ) -> None:
     """
-    Write one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.
+    Write the gate, up or down rows of bundles, at byte `at` of each; they lie `pitch` bytes apart.
 
     data: rows as a model file stores them; out: [groups, bytes of a group]; kind: "dot" (gate, up) or "add"
     (down).
     """
 
 def code_bytes(type: str, k: int) -> int:
-    """Bytes of the codes of one neuron's row of a part, behind which its own scales lie."""
+    """Bytes of the codes of one row of a bundle, behind which its own scales lie."""
 
-def part_order(type: str, kind: str, k: int) -> NDArray[np.int32]:
-    """The byte of a part's row at which each of its k elements lies, int32; two codes of 4 bits share a byte."""
+def bundle_row_order(type: str, kind: str, k: int) -> NDArray[np.int32]:
+    """The byte of a bundle's row at which each of its k elements lies, int32; two codes of 4 bits share a byte."""
 
-def unpack_part(
+def unpack_bundle_rows(
     type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]
 ) -> None:
-    """The values of one part of bundles: data [groups, bytes of a group], out [rows, k]."""
+    """The values of the gate, up or down rows of bundles: data [groups, bytes of a group], out [rows, k]."""
 
 class NeuronSpec:
     """
@@ -144,7 +144,7 @@ class Bundles:
     ) -> None: ...
     @property
     def neurons(self) -> int: ...
-    def part(
+    def add(
         self,
         level: str,
         x: NDArray[np.float32],

@@ -13,6 +13,7 @@ from typing import Any
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
 
+    flags: other names of its flag. unlimited: a number that the command line reads as None.
     least: the smallest integer allowed; default: 0 if the field's default is 0, else 1. size: the field is a number of
     bytes, which the command line also accepts as 8GiB or 500MB.
     """
@@ -272,8 +273,8 @@ class ProfileConfig:
 class EngineConfig:
     """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
 
-    threads: int = option(0, "CPU threads; 0: every core this process may use", metavar="N")
-    context: int = option(0, "context length in tokens; 0: the model's own", metavar="N")
+    threads: int = option(0, "CPU threads; 0: every core this process may use", metavar="N", flags=("-t",))
+    context: int = option(0, "context length in tokens; 0: the model's own", metavar="N", flags=("-c",))
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
     prefill_chunk: int = option(512, "prompt tokens computed per step", metavar="N")
     mixed_chunk: int = option(
@@ -331,7 +332,7 @@ class PlanConfig:
         "GPU; greedy: by firing frequency; random",
         choices=("time", "ilp", "greedy", "random"),
     )
-    seed: int = option(0, "random seed of the policy random", metavar="N")
+    seed: int = option(0, "random seed of the policy random", metavar="N", flags=("-s",))
     time_limit: float = option(10.0, "time limit of the solver in seconds", metavar="X")
 
 
@@ -347,4 +348,26 @@ class TrainConfig:
     steps: int = option(3000, "maximum training steps per layer and size; 0: low rank only", metavar="N", least=0)
     batch: int = option(256, "tokens per training step", metavar="N")
     lr: float = option(0.02, "learning rate, relative to the magnitude of the weights", metavar="X")
-    seed: int = option(0, "random seed", metavar="N", least=0)
+    seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How the HTTP server listens, and its limits. Field names are the flags, with dashes."""
+
+    host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
+    port: int = option(8080, "port to listen on; 0: any free one", metavar="N", least=0)
+    alias: Sequence[str] = option((), "name of the model in the API (repeatable); default: its file's", metavar="NAME")
+    api_key_file: str | None = option(
+        None, "file of API keys, one a line; the environment's POWERINFER_API_KEY adds more", metavar="FILE"
+    )
+    insecure: bool = option(False, "listen beyond this machine without an API key")
+    cors: Sequence[str] = option((), "origin whose web pages may call the API (repeatable), or *", metavar="ORIGIN")
+    tls_cert: str | None = option(None, "certificate chain in PEM, for HTTPS", metavar="FILE")
+    tls_key: str | None = option(None, "private key of the certificate, in PEM", metavar="FILE")
+    timeout: float = option(3600.0, "seconds after which a request is ended; 0: never", metavar="X")
+    queue_timeout: float = option(300.0, "seconds after which a waiting request is refused; 0: never", metavar="X")
+    drain: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", metavar="X")
+    max_body: int = option(8 << 20, "maximum size of a request's body (default 8MiB)", size=True)
+    receive_timeout: float = option(30.0, "seconds that a client has to send its request", metavar="X")
+    log_prompts: bool = option(False, "write the bodies of requests to the log")

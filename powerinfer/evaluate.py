@@ -47,15 +47,19 @@ def perplexity(
     step: tokens that are computed at once where they are scored. Steps of up to `kernels.cpu.NEURON_TOKENS` use the
     selector, larger ones are dense.
     """
-    tokens = _encoded(llm.tokenizer, text, context)
+    return windows_perplexity(llm, perplexity_windows(llm.tokenizer, text, context), progress, step)
+
+
+def perplexity_windows(tokenizer: Tokenizer, text: str, context: int) -> list[list[int]]:
+    """The windows of a text for `perplexity`. RequestError if it has less than two."""
+    tokens = _encoded(tokenizer, text, context)
     windows = len(tokens) // context
     if windows < 2:
         raise RequestError(
             f"the text has {len(tokens)} tokens, but two windows of {context} need {2 * context}: "
             f"use a longer text or a smaller context"
         )
-    cut = list(_windows(llm.tokenizer, tokens[: windows * context], context))
-    return windows_perplexity(llm, cut, progress, step)
+    return list(_windows(tokenizer, tokens[: windows * context], context))
 
 
 def windows_perplexity(
@@ -109,16 +113,8 @@ def agreement(
         raise RequestError(
             f"vocabularies of {llm.config.vocab_size} and {against.config.vocab_size} tokens cannot be compared"
         )
-    tokens = _encoded(llm.tokenizer, text, context)
-    windows, total = [], 0
-    for inside in _windows(llm.tokenizer, tokens, context):
-        first = min(PROMPT, len(inside) // 2)
-        count = len(inside) - first if limit is None else min(len(inside) - first, limit - total)
-        if first and count > 0:
-            windows.append((inside[: first + count], first))
-            total += count
-    if not windows:
-        raise RequestError(f"the text has {len(tokens)} tokens: at least 2 are needed")
+    windows = agreement_windows(llm.tokenizer, text, context, limit)
+    total = sum(len(inside) - first for inside, first in windows)
     compared = _Compared(total, progress)
     llm.clear_sparsity()
     for inside, first in windows:
@@ -128,6 +124,23 @@ def agreement(
     return Agreement(
         compared.same / total, compared.kl / total, compared.furthest, total, 1.0 if active is None else active
     )
+
+
+def agreement_windows(
+    tokenizer: Tokenizer, text: str, context: int, limit: int | None = None
+) -> list[tuple[list[int], int]]:
+    """The windows of a text for `agreement`, each with its first position to compare; RequestError if there is none."""
+    tokens = _encoded(tokenizer, text, context)
+    windows, total = [], 0
+    for inside in _windows(tokenizer, tokens, context):
+        first = min(PROMPT, len(inside) // 2)
+        count = len(inside) - first if limit is None else min(len(inside) - first, limit - total)
+        if first and count > 0:
+            windows.append((inside[: first + count], first))
+            total += count
+    if not windows:
+        raise RequestError(f"the text has {len(tokens)} tokens: at least 2 are needed")
+    return windows
 
 
 class _Compared:

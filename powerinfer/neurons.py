@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int32]
 Counts = NDArray[np.int64]
 
-PART_ALIGNMENT = 64
-"""Bytes of a bundle's parts are multiples of this: a cache line."""
+ROW_ALIGNMENT = 64
+"""Bytes of a bundle's rows are multiples of this: a cache line."""
 
 BUNDLE_GROUP = 32
 """Bundles of a group: as many as a quantised block that runs across neurons has."""
@@ -34,10 +34,10 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BundleLayout:
-    """The layout of a bundle, the stored bytes of one neuron: [gate part][up part][down part]; plain: no gate part.
+    """The layout of a bundle, the stored bytes of one neuron: [gate row][up row][down row]; plain: no gate row.
 
-    gate_type is the type of gate and up. gate_bytes and down_bytes are the bytes of a part of either type for d_model
-    elements, shared_bytes those of the scales that the down parts of `BUNDLE_GROUP` bundles share, stored after them.
+    gate_type is the type of gate and up. gate_bytes and down_bytes are the bytes of a row of either type for d_model
+    elements, shared_bytes those of the scales that the down rows of `BUNDLE_GROUP` bundles share, stored after them.
     """
 
     d_model: int
@@ -51,23 +51,23 @@ class BundleLayout:
     def __post_init__(self) -> None:
         assert self.d_model > 0
         for nbytes in (self.gate_bytes, self.down_bytes):
-            assert nbytes > 0 and nbytes % PART_ALIGNMENT == 0, nbytes
-        assert self.shared_bytes >= 0 and self.shared_bytes % PART_ALIGNMENT == 0, self.shared_bytes
+            assert nbytes > 0 and nbytes % ROW_ALIGNMENT == 0, nbytes
+        assert self.shared_bytes >= 0 and self.shared_bytes % ROW_ALIGNMENT == 0, self.shared_bytes
 
     @property
     def gate_at(self) -> int:
-        """Offset of the gate part; only gated FFNs have one."""
+        """Offset of the gate row; only gated FFNs have one."""
         assert self.gated
         return 0
 
     @property
     def up_at(self) -> int:
-        """Offset of the up part."""
+        """Offset of the up row."""
         return self.gate_bytes if self.gated else 0
 
     @property
     def down_at(self) -> int:
-        """Offset of the down part."""
+        """Offset of the down row."""
         return self.up_at + self.gate_bytes
 
     @property

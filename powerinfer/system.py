@@ -6,6 +6,9 @@ import os
 import time
 from pathlib import Path
 
+MOST_THREADS = 1024
+"""Maximum of `--threads`."""
+
 
 def usable_cores() -> tuple[int, str]:
     """(number of cores this process may use, reason), from its affinity and its cgroup's quota."""
@@ -14,6 +17,17 @@ def usable_cores() -> tuple[int, str]:
     if quota is not None and quota < cores:
         return quota, f"the container's quota, of {cores} cores"
     return cores, "every core this process may use"
+
+
+def limited_threads(requested: int) -> tuple[int, str | None]:
+    """(threads, None), or (cores that this process may use, a line for the user) if more were requested.
+
+    More than `MOST_THREADS` are not limited: the engine refuses them.
+    """
+    cores, _ = usable_cores()
+    if not cores < requested <= MOST_THREADS:
+        return requested, None
+    return cores, f"--threads {requested} becomes {cores}, the cores that this process may use"
 
 
 def _cgroup_cores() -> int | None:

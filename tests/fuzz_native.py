@@ -39,7 +39,7 @@ CHUNK = 500  # cases of one process
 TOKENS = 37  # more than a page of the cache
 RANK = 32  # of the predictors
 RELU_BASES = [base for base in GGUF_BASES if base.magic == b"PWRI"]  # as PowerInfer published them
-PART_TYPES = [  # of gate and up, and of down
+ROW_TYPES = [  # of gate and up, and of down
     ("Q4_0", "Q8_0"),
     ("Q4_0", "Q4_0X32"),
     ("F16", "F16"),
@@ -85,7 +85,7 @@ class Prepared:
 
 
 def prepare(folder: Path) -> list[Prepared]:
-    """Each model of `RELU_BASES` with bundles of each of `PART_TYPES` and predictors."""
+    """Each model of `RELU_BASES` with bundles of each of `ROW_TYPES` and predictors."""
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.prepare.packing import pack
 
@@ -97,7 +97,7 @@ def prepare(folder: Path) -> list[Prepared]:
         checkpoint = open_checkpoint(path)
         d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.widest_ffn, checkpoint.config.n_layers
         rng = np.random.default_rng(len(found))
-        for gate, down in PART_TYPES:
+        for gate, down in ROW_TYPES:
             bundles = pack(checkpoint, None, choose_types(checkpoint, gate, down)).bundles.path
             weights = [(rng.standard_normal((RANK, d_model)), rng.standard_normal((d_ff, RANK))) for _ in range(layers)]
             predictor = write_predictor(

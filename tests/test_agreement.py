@@ -15,11 +15,11 @@ from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
 from test_cli import error_line, powerinfer
 from toy_model import BOS, VOCAB, ToyExecutor, reference_logits, toy_llm
 
+from powerinfer import _native
 from powerinfer.cli.bench import ranges
 from powerinfer.devices import Batch
 from powerinfer.errors import RequestError
 from powerinfer.evaluate import PROMPT, Agreement, agreement, perplexity
-from powerinfer.kernels.cpu import levels
 from powerinfer.runtime.engine import LLM
 from powerinfer.system import peak_memory
 
@@ -155,9 +155,9 @@ def compared(path: Path, selector: str, against: str = "all", step: int = 1, **o
 @pytest.mark.parametrize("step", [1, 8])
 def test_exact_agrees_with_all(relu: Path, step: int) -> None:
     """It differs no more than kernels of another width do: both only add in another order."""
-    if len(levels()) < 2:
+    if len(_native.levels()) < 2:
         pytest.skip("this build has one instruction set for this CPU")
-    rounding = compared(relu, "all", isa=levels()[-1])[0].max_abs_logit_diff
+    rounding = compared(relu, "all", isa=_native.levels()[-1])[0].max_abs_logit_diff
     result, sparsity = compared(relu, "exact", step=step)
     assert result.top1_agreement == 1 and 0 < result.max_abs_logit_diff <= 4 * rounding
     assert result.active_fraction == sparsity["active_fraction"] and 0.2 < result.active_fraction < 0.8

@@ -33,10 +33,10 @@ gguf = pytest.importorskip("gguf")
 
 import openelm  # noqa: E402, F401
 
+from powerinfer import _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch, Executor  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 
 TOKENS = 75  # more than two pages of 32, and not a multiple of any block
@@ -658,7 +658,7 @@ def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> Non
     assert rms(ours - truth) <= allowed, f"{rms(ours - truth):.3g} against {allowed:.3g}"
 
 
-@pytest.mark.parametrize("isa", cpu.levels()[1:])
+@pytest.mark.parametrize("isa", _native.levels()[1:])
 @pytest.mark.parametrize(
     "name",
     ["llama3", "mistral-window", "qwen3", "turbosparse", "opt-post-norm", "falcon-7b", "nemotron", "gemma3", "olmo3"],

@@ -25,9 +25,9 @@ K, NEURONS, TOKENS = 128, 160, 33
 
 
 def layout_of(layer: Layer) -> BundleLayout:
-    gate_bytes, _ = cpu.part_bytes(layer.up_type, K)
+    gate_bytes, _ = cpu.bundle_row_bytes(layer.up_type, K)
     return BundleLayout(
-        K, layer.gate is not None, layer.up_type, layer.down_type, gate_bytes, *cpu.part_bytes(layer.down_type, K)
+        K, layer.gate is not None, layer.up_type, layer.down_type, gate_bytes, *cpu.bundle_row_bytes(layer.down_type, K)
     )
 
 

@@ -216,6 +216,16 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
     assert (full.completion_tokens, full.finish_reason) == (24, "length")
 
 
+def test_no_more_threads_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.system.usable_cores", lambda: (1, "one"))
+    path = tiny_llama(tmp_path / "m.gguf")
+    with LLM(path, threads=9, gpu="none") as llm:
+        assert llm.choices["threads"] == "1 (asked for)"
+        assert llm.notes == ["--threads 9 becomes 1, the cores that this process may use"]
+    with pytest.raises(RequestError, match="threads must be between 0"):
+        LLM(path, threads=5000, gpu="none")
+
+
 def test_wrong_requests_are_refused() -> None:
     llm = toy_llm()
     for prompts, message in (
@@ -482,3 +492,42 @@ def test_a_process_that_closes_nothing_ends_silently(tmp_path: Path) -> None:
     run = [sys.executable, "-c", code, str(tiny_llama(tmp_path / "m.gguf"))]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class Alphabet:
+    """A mask that allows some bytes, and ends the answer at one."""
+
+    def __init__(self, allowed: bytes, last: bytes = b"") -> None:
+        self.words = np.zeros(-(-VOCAB // 32), np.uint32)
+        for token in allowed:
+            self.words[token // 32] |= np.uint32(1 << token % 32)
+        self.last = last
+        self.seen: list[int] = []
+
+    def allows(self, token: int) -> bool:
+        return bool(self.words[token // 32] >> np.uint32(token % 32) & 1)
+
+    def allowed(self) -> np.ndarray:
+        return self.words
+
+    def accept(self, token: int) -> bool:
+        self.seen.append(token)
+        return token in self.last
+
+
+def test_a_mask_bounds_one_answer() -> None:
+    """Its log-probabilities are the model's own; it ends the answer; others beside it are as ever."""
+    llm = toy_llm()
+    beside = ask(llm, ids("beside"), GREEDY)
+    mask = Alphabet(b"abcdefg\n", last=b"\n")
+    params = SamplingParams(seed=3, temperature=2.0, max_tokens=200, logprobs=1)
+    last = list(llm.stream("hello", params, mask=mask))[-1].completion
+    assert last is not None and last.finish_reason == "stop" and last.logprobs is not None
+    assert mask.seen == last.token_ids and set(last.token_ids) <= set(b"abcdefg\n")
+    assert last.text.endswith("\n") and last.token_ids.count(ord("\n")) == 1
+    logits = reference_logits(ids("hello")).astype(np.float64)
+    assert last.logprobs[0].logprob == pytest.approx(logits[last.token_ids[0]] - np.log(np.exp(logits).sum()), abs=1e-5)
+    assert [event and event.token_id for event in beside.rest()] == reference_answer("beside")
+    with pytest.raises(RequestError, match="the mask forbids every token"):
+        list(llm.stream("hello", params, mask=Alphabet(b"")))
+    usable(llm)

@@ -167,7 +167,7 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
         assert counted <= 3 * most, "an estimate far too high takes the room of neurons"
         assert not plan.staging, "there is hardly any room"
         in_ram = sum(ffn.cold_bytes for ffn in ffns)
-        bundles = open_bundles(open_checkpoint(path, quantize), None, cpu.part_bytes)
+        bundles = open_bundles(open_checkpoint(path, quantize), None, cpu.bundle_row_bytes)
         in_ram += sum(layer.nbytes for layer in bundles.layers[plan.claims.gpu_layers :])
         assert in_ram == plan.bytes["cpu"].get("ffn", 0)
         predictors = sum(ffn.predictor_bytes for ffn in executor.cpu.ffns.values())

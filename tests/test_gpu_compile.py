@@ -80,7 +80,10 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
         gpu.norm(x, x[0], x[0], 1e-5, True)
     for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
-        gate_bytes, (down_bytes, shared_bytes) = cpu.part_bytes(kind, d_model)[0], cpu.part_bytes(down, d_model)
+        gate_bytes, (down_bytes, shared_bytes) = (
+            cpu.bundle_row_bytes(kind, d_model)[0],
+            cpu.bundle_row_bytes(down, d_model),
+        )
         layout = BundleLayout(d_model, True, kind, down, gate_bytes, down_bytes, shared_bytes)
         shared = torch.empty(1, d_model, dtype=torch.float16) if shared_bytes else None
         weights = (weight(kind, 32), weight(kind, 32), weight(down, 32))

@@ -409,7 +409,7 @@ def make_bundles(
         context_length=8, norm_eps=1e-5,
         layers=(LayerConfig(AttentionConfig(1, 1, d_model), FfnConfig(d_ff, activation, THRESHOLD, gated)),),
     )  # fmt: skip
-    (layout,) = bundle_layouts(config, *types, cpu.part_bytes)
+    (layout,) = bundle_layouts(config, *types, cpu.bundle_row_bytes)
     groups = np.full((-(-d_ff // BUNDLE_GROUP), layout.group_bytes), 0xAA, np.uint8)
     parts = {}
     for name in ("gate", "up", "down") if gated else ("up", "down"):
@@ -425,7 +425,7 @@ def make_bundles(
             data = quantize(values, kind)
             values = dequantize(data, kind)
         use, at = "add" if name == "down" else "dot", getattr(layout, f"{name}_at")
-        cpu.pack_part(kind, use, d_ff, d_model, data.reshape(-1), groups, layout.pitch, at, 1)
+        cpu.pack_bundle_rows(kind, use, d_ff, d_model, data.reshape(-1), groups, layout.pitch, at, 1)
         parts[name] = values.astype(np.float64)
     both = [floats(20 + i, d_ff) if biases else None for i in range(2)]
     return Bundles(config, layout, groups, parts, [both[0] if gated else None, both[1], None])
@@ -471,10 +471,10 @@ def expected(
     return h @ down, off @ np.abs(down) + (len(index) + 4) * EPS * (np.abs(h) @ np.abs(down)) + 1e-30, h, sure
 
 
-PART_TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")]
+ROW_TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")]
 
 
-@pytest.mark.parametrize("types", PART_TYPES)
+@pytest.mark.parametrize("types", ROW_TYPES)
 def test_resident_neurons_hold_what_their_bundles_hold(
     types: tuple[str, str], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,7 +524,7 @@ def check(bundles: Bundles, index: np.ndarray, tokens: int, share: float | None,
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 32, 33])
-@pytest.mark.parametrize("types", PART_TYPES)
+@pytest.mark.parametrize("types", ROW_TYPES)
 def test_neurons_of_every_type(types: tuple[str, str], tokens: int, kernels: str) -> None:
     index = np.array([0, 3, 17, 31, 32, 40, 63, 64, 65, 69], np.int32)
     for d_model, share in ((64, None), (160, 0.4)):  # whole tiles and a part of one, all neurons and some
@@ -532,7 +532,7 @@ def test_neurons_of_every_type(types: tuple[str, str], tokens: int, kernels: str
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("types", PART_TYPES)
+@pytest.mark.parametrize("types", ROW_TYPES)
 @pytest.mark.usefixtures("small_tiles")
 def test_many_neurons(types: tuple[str, str], tokens: int) -> None:
     bundles, index = make_bundles(96, 160, types), np.arange(0, 160, 2, dtype=np.int32)

@@ -21,18 +21,20 @@ torch = pytest.importorskip("torch")
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama  # noqa: E402
 from test_cli import error_line, powerinfer  # noqa: E402
 
+from powerinfer.cli.common import read_size  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
-from powerinfer.formats.bundle_file import PART_TYPES  # noqa: E402
+from powerinfer.formats.bundle_file import ROW_TYPES  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
 from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
 from powerinfer.hardware.description import load, save  # noqa: E402
 from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
+from powerinfer.placement.budget import gib  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.progress import silent  # noqa: E402
@@ -63,7 +65,7 @@ def test_sane_figures() -> None:
     found = gpu_rates.gpu_rates("cpu", LITTLE, lambda *state: steps.append(state))
     device = found.device
     assert set(device.dense_gb_s) == set(device.head_gb_s) == {*kernels.GPU_TYPES, "other"}
-    assert set(device.bundle_gb_s) == set(device.row_ns) == set(PART_TYPES)
+    assert set(device.bundle_gb_s) == set(device.row_ns) == set(ROW_TYPES)
     every = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
     assert all(1e-5 < rate < 2000 for rate in every) and 0 < found.copy_gb_s < 2000
     assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())
@@ -324,7 +326,7 @@ def test_agreement_with_all_is_that_of_the_cpu_alone(
     """Split neurons know no dense way: what a threshold leaves out shows all the same."""
     made, text = machine(rates, EngineConfig(**options(gpu="cpu"))), tmp_path / "text.txt"
     text.write_text(TEXT)
-    place = ["--gpu", "cpu", "--vram", str(vram_for(model, made, 1)), "--threads", "1", "--context", str(CONTEXT)]
+    place = ["--gpu", "cpu", "--vram", f"{vram_for(model, made, 1)}B", "--threads", "1", "--context", str(CONTEXT)]
     asked = ["--file", str(text), "--tokens", "20", "--selector", "threshold", "--threshold", "0.5", "--json"]
     flags = ["-m", str(model), *place, "--prefill-chunk", "32", "--max-batch", "3", *asked]
     assert main(["eval", "agreement", *flags]) == 0
@@ -356,9 +358,16 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
     """One line that says what to do; and where only the GPU is too small, the CPU does without it."""
     made = machine(rates, EngineConfig(**options(gpu="cpu")))
     wanted = answers(LLM(model, **options(gpu="none")))
-    small = LLM(model, **options(gpu="cpu", vram=1 << 12))
-    assert "do not hold driver, scratch and the attention of one layer" in small.choices["gpu"]
-    assert answers(small) == wanted
+    for selector in ("auto", "all"):
+        with pytest.raises(
+            RequestError, match=r"^4KiB of VRAM hold no layer of Tiny: give --vram .* or more"
+        ) as caught:
+            LLM(model, **options(gpu="cpu", vram=1 << 12, selector=selector))
+        enough = read_size(str(caught.value).split("--vram ")[1].split(" ")[0])
+        with LLM(model, **options(gpu="cpu", vram=enough, selector=selector)) as least:
+            assert least.choices["gpu"].startswith("1 layer on cpu, ") and answers(least) == wanted
+        with pytest.raises(RequestError, match="hold no layer"):
+            LLM(model, **options(gpu="cpu", vram=enough - (enough >> 6), selector=selector))
     vram = vram_for(model, made, 1)
     dense = sum(replace(request_of(model, made), vram=vram).claims().cpu.values())
     for more, match in (
@@ -371,6 +380,87 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -
         with pytest.raises(RequestError, match=match) as caught:
             LLM(model, **options(gpu="cpu", **more))
         assert "\n" not in str(caught.value)
+
+
+def test_budgets_are_checked_before_the_machine_is_measured(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measuring(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(measure, "measure_and_keep", measuring)
+    bare = tiny_llama(model.with_name("bare.gguf"))
+    for path in (model, bare):
+        with pytest.raises(AssertionError, match="measured"):
+            LLM(path, **options(gpu="cpu"))
+        for more, match in (
+            ({"vram": 1 << 12}, "hold no layer"),
+            ({"vram": 1 << 49}, "--vram .* free: give less"),
+            ({"ram": 1 << 20}, "give --ram "),
+        ):
+            with pytest.raises(RequestError, match=match):
+                LLM(path, **options(gpu="cpu", **more))
+    flags = ["-m", str(model), "--threads", "1", "--context", str(CONTEXT), "--gpu", "cpu"]
+    for flag, size in (("--vram", "4KiB"), ("--vram", "500TiB"), ("--ram", "1MiB")):
+        assert main(["plan", *flags, flag, size]) == 2
+        assert main(["prepare", "-m", str(model), "--threads", "1", "--ram", "1MiB"]) == 2
+
+
+def test_a_plan_is_what_a_run_does(
+    model: Path, cache: Path, rates: GpuRates, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the emulated GPU, too: the same neurons, and the same least --ram."""
+    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    flags = ["-m", str(model), "--threads", "1", "--context", str(CONTEXT), "--prefill-chunk", "32", "--max-batch", "3"]
+    for groups in (0, 2):
+        vram = vram_for(model, made, groups)
+        own = [*flags, "--gpu", "cpu", "--vram", f"{vram}B"]
+        assert main(["plan", *own, "--ram", "400MiB", "--json", "--dry-run"]) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        with LLM(model, **options(gpu="cpu", vram=vram, ram=400 << 20)) as llm:
+            hot = [layer["hot"] for layer in llm.sparsity["layers"]]  # type: ignore[index]
+        assert [layer["gpu"] for layer in document["layers"]] == hot and sum(hot) == 64 * groups
+        assert any("emulates" in line for line in document["assumed"])
+        assert main(["plan", *own, "--ram", "1MiB"]) == 2
+        said = capsys.readouterr().err
+        with pytest.raises(RequestError) as caught:
+            LLM(model, **options(gpu="cpu", vram=vram, ram=1 << 20))
+        assert str(caught.value) in said
+        ram = read_size(str(caught.value).split("--ram ")[1].split(" ")[0])
+        assert main(["plan", *own, "--ram", f"{ram}B", "--json", "--dry-run"]) == 0
+        helps = json.loads(capsys.readouterr().out.splitlines()[-1])["helps"]
+        with pytest.raises(RequestError, match="none are read from disk") as caught:
+            LLM(model, **options(gpu="cpu", vram=vram, ram=ram))
+        everything = next(one["bytes"] for one in helps if one["flag"] == "--ram")
+        assert f"give --ram {gib(everything)}" in str(caught.value)
+        LLM(model, **options(gpu="cpu", vram=vram, ram=everything)).close()
+
+
+def test_what_is_said_where_no_gpu_is_used(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
+    with LLM(model, **options()) as llm:
+        assert llm.notes == []
+    with LLM(model, **options(vram=8 << 30)) as llm:
+        assert llm.notes == ["--vram is not used: there is no GPU to use (no NVIDIA driver)"]
+    with pytest.raises(RequestError, match="--gpu none uses none"):
+        LLM(model, **options(gpu="none", vram=8 << 30))
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
+    if not torch.cuda.is_available():
+        with LLM(model, **options()) as llm:
+            assert len(llm.notes) == 1 and llm.notes[0].startswith("the GPU is not used: ")
+
+
+def test_a_wrong_name_of_a_gpu_is_refused_without_torch(model: Path) -> None:
+    code = (
+        "import sys\nfrom powerinfer import LLM, RequestError\n"
+        f"try:\n    LLM({str(model)!r}, gpu='foo')\n"
+        "except RequestError as error:\n    print(error, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "there is no device 'foo': choose auto, none, cuda, cuda:1 or cpu False\n"
 
 
 def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: GpuRates) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import numpy as np
 import psutil
 import pytest
 from jsonschema import Draft202012Validator
+from test_cli import error_line, powerinfer
 from test_tokenizer import byte_level_metadata, oracle, sentencepiece_metadata
-from toy_model import EOS, VOCAB, ToyTokenizer
+from toy_model import EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
 
 from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import MAX_RULES, MAX_SOURCE, Grammar, response_format
@@ -23,7 +26,9 @@ from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 from powerinfer.runtime import grammar as module
+from powerinfer.runtime.async_llm import AsyncLLM
 from powerinfer.runtime.grammar import CompiledGrammar, GrammarMask, Grammars
+from powerinfer.runtime.params import SamplingParams
 
 
 def bits(words: np.ndarray, size: int) -> np.ndarray:
@@ -133,12 +138,35 @@ def test_every_answer_that_ends_is_valid(grammars: Grammars) -> None:
     endings = 0
     for schema in schemas:
         compiled, check = grammars.compile(Grammar.json_schema(schema)), Draft202012Validator(schema)
-        for _ in range(3):
-            tokens, ended = random_tokens(compiled.mask(), ToyTokenizer(), rng, 60)
-            if ended:
-                endings += 1
-                check.validate(json.loads(bytes(token for token in tokens if token < 256)))
-    assert endings > 300
+        tokens, ended = random_tokens(compiled.mask(), ToyTokenizer(), rng, 60)
+        if ended:
+            endings += 1
+            check.validate(json.loads(bytes(token for token in tokens if token < 256)))
+    assert endings > 100
+
+
+def test_answers_of_an_engine_are_valid() -> None:
+    source = random.Random(8)
+    schemas = TYPICAL + [random_schema(source) for _ in range(60)]
+    with toy_llm(ToyExecutor(n_pages=512)) as llm:
+        params = [SamplingParams(120, temperature=1, seed=at, json_schema=one) for at, one in enumerate(schemas)]
+        answers = llm.generate(["Say JSON"] * len(schemas), params)
+    ended = [(schema, one.text) for schema, one in zip(schemas, answers, strict=True) if one.finish_reason == "stop"]
+    for schema, text in ended:
+        Draft202012Validator(schema).validate(json.loads(text))
+    assert len(ended) > 20
+
+
+def test_what_a_mask_has_is_allowed_token_by_token(grammars: Grammars) -> None:
+    """And more only where the mask has nothing but the tokens that the model expects."""
+    rng = np.random.default_rng(2)
+    for schema in TYPICAL:
+        mask = grammars.compile(Grammar.json_schema(schema)).mask()
+        for _ in range(12):
+            allowed = bits(mask.allowed(), VOCAB)
+            assert [mask.allows(token) for token in range(VOCAB)] == allowed.tolist()
+            if mask.accept(int(rng.choice(np.flatnonzero(allowed)))):
+                break
 
 
 def test_what_is_valid_is_allowed(grammars: Grammars) -> None:
@@ -410,6 +438,104 @@ def test_compiling_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPILE_SECONDS", 30)
     assert grammars.compile(Grammar.regex("behind it")) is grammars.compile(Grammar.regex("behind it"))
     assert grammars.compile(slow).mask().accept_bytes(b"slow"), "its result was kept"
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def test_an_answer_matches_and_ends_where_nothing_may_follow() -> None:
+    with toy_llm() as llm:
+        assert llm.generate("x", SamplingParams(choice=["yes", "no"], temperature=0)).finish_reason == "stop"
+        for seed in range(5):
+            params = SamplingParams(64, regex="(ab|c){3}d", seed=seed, temperature=1.5, ignore_eos=True)
+            answer = llm.generate("x", params)
+            assert re.fullmatch("(ab|c){3}d", answer.text) and answer.finish_reason == "stop"
+            assert answer.text == "".join(event.text for event in llm.stream("x", params))
+        gbnf = 'root ::= item ("," item)*\nitem ::= [0-9]'
+        assert re.fullmatch("[0-9](,[0-9])*,?", llm.generate("x", SamplingParams(9, grammar=gbnf, seed=1)).text)
+        cut = llm.generate("x", SamplingParams(3, regex="[a-c]{9}"))
+        assert cut.finish_reason == "length" and re.fullmatch("[a-c]{3}", cut.text)
+
+
+def test_constrained_and_free_answers_share_a_batch() -> None:
+    free = SamplingParams(20, temperature=0)
+    with toy_llm() as llm:
+        alone = llm.generate("Hello", free).text
+        batch = llm.generate(
+            ["Hello", "Hello", "Hello"], [free, SamplingParams(20, json_schema={"type": "array"}), free]
+        )
+    assert batch[0].text == batch[2].text == alone and batch[1].text.startswith("[")
+
+
+def test_asyncio_waits_for_a_grammar_without_holding_up_the_loop() -> None:
+    async def ask() -> tuple[str, int]:
+        async with AsyncLLM.from_llm(toy_llm()) as llm:
+            grammars = llm.llm._runner._grammars
+            build, ticks = grammars._build, 0
+            grammars._build = lambda *args: (time.sleep(0.3), build(*args))[1]  # type: ignore[method-assign]
+            task = asyncio.create_task(llm.generate("x", SamplingParams(regex="ab")))
+            while not task.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            with pytest.raises(RequestError, match="not supported: not"):
+                await llm.generate("x", SamplingParams(json_schema={"not": {}}))
+            return (await task).text, ticks
+
+    text, ticks = asyncio.run(ask())
+    assert text == "ab" and ticks > 3
+
+
+def test_a_state_that_multiplies_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LEXER_STATES", 300)
+    with toy_llm(ToyExecutor(n_pages=128), context=2048) as llm:
+        long = SamplingParams(1500, regex="(a|b)*a(a|b){20}c", temperature=5, logit_bias={ord("c"): -100.0})
+        with pytest.raises(RequestError, match="too complex"):
+            llm.generate("x", long)
+        assert llm.generate("x", SamplingParams(regex="a")).text == "a"
+
+
+def test_parameters() -> None:
+    schema = {"type": "integer"}
+    given = SamplingParams(json_schema=schema)
+    assert given.grammar == Grammar.json_schema('{"type":"integer"}') == replace(given, seed=1).grammar
+    assert SamplingParams(grammar="root ::= [a]").grammar == Grammar("gbnf", "root ::= [a]")
+    assert SamplingParams(grammar="%llguidance {}\nstart: /a/").grammar.kind == "lark"  # type: ignore[union-attr]
+
+    class Model:
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return schema
+
+    assert SamplingParams(json_schema=Model).grammar == given.grammar
+    for wrong in (
+        {"json_schema": schema, "regex": "a"},
+        {"grammar": 3},
+        {"regex": ""},
+        {"choice": "ab"},
+        {"choice": [1]},
+    ):
+        with pytest.raises(RequestError):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+    with toy_llm() as llm, pytest.raises(RequestError, match="give one"):
+        next(llm.stream("x", given, mask=llm._runner._grammars.mask(given.grammar)))  # type: ignore[arg-type]
+
+
+@pytest.mark.model
+def test_run_with_a_schema(smollm2: Path, tmp_path: Path) -> None:
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2, "maxItems": 3}
+    schema = {"type": "object", "properties": {"hues": schema}, "required": ["hues"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "bad.gbnf").write_text("root ::= (")
+    for given in (str(tmp_path / "schema.json"), json.dumps(schema)):
+        done = powerinfer("run", "Colours?", "-m", str(smollm2), "--json", "--json-schema", given, "--seed", "1")
+        assert done.returncode == 0, done.stderr
+        Draft202012Validator(schema).validate(json.loads(json.loads(done.stdout)["text"]))
+    done = powerinfer("run", "x", "-m", str(smollm2), "--raw", "--regex", "[a-c]{5}")
+    assert re.fullmatch("[a-c]{5}\n", done.stdout), done
+    bad = powerinfer("run", "x", "-m", str(smollm2), "--grammar", str(tmp_path / "bad.gbnf"))
+    assert "the GBNF grammar is not supported" in error_line(bad)
+    assert "cannot read" in error_line(powerinfer("run", "x", "--grammar", str(tmp_path / "none")))
+    assert "give one of" in error_line(powerinfer("run", "x", "--regex", "a", "--json-schema", "{}"))
 
 
 # ----------------------------------------------------------------------------------------------------- response_format

@@ -68,7 +68,7 @@ def split(
     engine = EngineConfig(**(settings | {"max_batch": 8} | options))
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+    bundles = open_bundles(checkpoint, None, cpu.bundle_row_bytes)
     gpu_layers = config.n_layers if layers is None else layers
     selector = "exact" if most is None else "threshold"
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
@@ -230,7 +230,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
-    layout = open_bundles(open_checkpoint(path), None, cpu.part_bytes).layouts[0]
+    layout = open_bundles(open_checkpoint(path), None, cpu.bundle_row_bytes).layouts[0]
     for share in SPLITS:
         with split(path, share) as (executor, ffns):
             placement = placed(executor.cpu.config, share)

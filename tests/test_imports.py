@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "powerinfer"
 RANK = {
     **dict.fromkeys(("config", "errors", "neurons", "progress", "system"), 0),
     **{"formats": 1, "kernels": 2, "hub": 2, "devices": 3, "models": 4, "sparsity": 5, "hardware": 5, "placement": 6},
-    **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "cli": 11},
+    **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "serve": 10, "cli": 11},
 }
 # Imported when they are used: slow to import, or not in the core install.
 LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy", "llguidance"}
@@ -88,6 +88,13 @@ def test_no_files_import_each_other() -> None:
     while free := {name for name, needs in wanted.items() if not needs & wanted.keys()}:
         wanted = {name: needs for name, needs in wanted.items() if name not in free}
     assert not wanted, f"these import each other, or a file that does: {', '.join(sorted(wanted))}"
+
+
+def test_only_the_server_needs_its_libraries() -> None:
+    libraries = {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "msgspec", "prometheus_client"}
+    for path in FILES:
+        modules = {module.split(".")[0] for module, _ in imported(ast.parse(path.read_text(encoding="utf-8")))}
+        assert not modules & libraries or room(f"powerinfer.{path.relative_to(PACKAGE).parts[0]}") == "serve", path
 
 
 def test_the_native_module_has_one_door() -> None:

@@ -82,7 +82,7 @@ def make_case(type_name: str, x: np.ndarray, data: np.ndarray, rows: int) -> Cas
     bound = n * 2.0**-24 / (1 - n * 2.0**-24) * (a @ b.T) + n * 2.0**-126  # results below that may underflow
     if type_name == "BF16":  # units for bfloat16 take subnormal factors as zeros
         bound += np.where(a < 2.0**-126, a, 0) @ b.T + a @ np.where(b < 2.0**-126, b, 0).T
-    matrix = _native.pack(POOLS[1], _native.Arena(), type_name, rows, k, data)
+    matrix = _native.pack_matrix(POOLS[1], _native.Arena(), type_name, rows, k, data)
     return Case(x, matrix, reference.linear(x, data, type_name, rows), bound)
 
 
@@ -230,9 +230,11 @@ def test_packed_rows_follow_their_map(type_name: str) -> None:
     rng = np.random.default_rng(6)
     data, x = stored(type_name, 20, 256, rng), rng.standard_normal((3, 256)).astype(np.float32)
     rows = np.array([19, -1, 0, 0, *range(15), -1, 7], np.int32)
-    plain = cpu.matmul(x, data, type_name, 20)
+    whole = _native.pack_matrix(_native.Pool(1), _native.Arena(), type_name, 20, 256, data)
+    plain = np.full((3, cpu.round_up(20, cpu.LANES)), np.nan, np.float32)
+    _native.matmul(_native.Pool(1), whole, "", x, plain)
     for threads, pool in POOLS.items():
-        matrix = _native.pack(pool, _native.Arena(), type_name, 20, 256, data, rows)
+        matrix = _native.pack_matrix(pool, _native.Arena(), type_name, 20, 256, data, rows)
         assert (matrix.rows, matrix.k, matrix.type) == (21, 256, type_name)
         assert matrix.nbytes == 2 * _native.panel_bytes(type_name, 256)
         out = np.full((3, 32), np.nan, np.float32)
@@ -246,10 +248,10 @@ def test_wrong_arguments_are_refused() -> None:
     for type_name, rows, k in [("Q8_0", 1, 32), ("Q8_0", 3, 32), ("Q8_0", 2, 33), ("Q8_0", 0, 32), ("Q8_0", -2, 32),
                                ("Q4_K", 1, 64), ("Q2_K", 1, 256), ("q8_0", 2, 32), ("Q8_0", 2, 2**40)]:  # fmt: skip
         with pytest.raises(ValueError):
-            _native.pack(pool, arena, type_name, rows, k, data)
+            _native.pack_matrix(pool, arena, type_name, rows, k, data)
         with pytest.raises(ValueError):
             _native.Table(type_name, rows, k, data)
-    matrix = _native.pack(pool, arena, "Q8_0", 2, 32, data)
+    matrix = _native.pack_matrix(pool, arena, "Q8_0", 2, 32, data)
     x, out = np.zeros((1, 32), np.float32), np.zeros((1, 16), np.float32)
     for bad_x, bad_out in [(x[:, :31].copy(), out), (x, out[:, :2].copy()), (np.zeros((2, 32), np.float32), out)]:
         with pytest.raises(ValueError):
@@ -264,7 +266,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_arrays_that_are_written_or_kept_are_never_copies() -> None:
     """A copy of another type or layout would take the result, or die before its reader."""
     pool, data = POOLS[1], np.zeros(2 * 34, np.uint8)
-    matrix, x = _native.pack(pool, _native.Arena(), "Q8_0", 2, 32, data), np.zeros((1, 32), np.float32)
+    matrix, x = _native.pack_matrix(pool, _native.Arena(), "Q8_0", 2, 32, data), np.zeros((1, 32), np.float32)
     for out in (np.zeros((1, 16)), np.zeros((1, 32), np.float32)[:, ::2]):
         with pytest.raises(TypeError):
             _native.matmul(pool, matrix, "", x, out)
@@ -273,14 +275,6 @@ def test_arrays_that_are_written_or_kept_are_never_copies() -> None:
             _native.Table("Q8_0", 2, 32, kept)
     with pytest.raises(TypeError):
         _native.Table("Q8_0", 2, 32, data).row(0, np.zeros(32))  # type: ignore[arg-type]
-
-
-def test_matmul_of_the_door() -> None:
-    case = random_case("Q4_0", 64, 33, 5)
-    rng = np.random.default_rng([64, 33, 5, _native.TYPES.index("Q4_0")])
-    x = (rng.standard_normal((5, 64)) * 10 ** rng.uniform(-3, 2, (5, 1))).astype(np.float32)
-    out = cpu.matmul(x, stored("Q4_0", 33, 64, rng), "Q4_0", 33, isa="scalar", threads=2)
-    assert out.shape == (5, 33) and same_bits(out, case.run("scalar"))
 
 
 def test_a_level_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_what_is_prepared_has_the_sizes_of_the_layers(model: Path) -> None:
     assert checkpoint.config.ffn_sizes == SIZES
     assert open_profile(checkpoint).sizes == SIZES
     assert tuple(layer.outer.shape[0] for layer in open_predictor(checkpoint).layers) == SIZES
-    assert [len(rows) for rows in open_bundles(checkpoint, None, cpu.part_bytes).layers] == [3, 1]
+    assert [len(rows) for rows in open_bundles(checkpoint, None, cpu.bundle_row_bytes).layers] == [3, 1]
 
 
 @pytest.mark.parametrize("selector", ["exact", "predicted"])

@@ -16,7 +16,7 @@ import pytest
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.bundle_file import PART_TYPES
+from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.tensors import NATIVE_TYPES
 from powerinfer.hardware import cpu_rates, description, disk_rates, measure
 from powerinfer.hardware.cpu_rates import Effort, fit_cache
@@ -50,7 +50,7 @@ def test_sane_figures(cache: Path) -> None:
     found = measure.measure(ONE, lambda *state: steps.append(state), LITTLE)
     device = found.cpu
     assert set(device.dense_gb_s) == set(device.head_gb_s) == {*NATIVE_TYPES, "other"}
-    assert set(device.bundle_gb_s) == set(PART_TYPES)
+    assert set(device.bundle_gb_s) == set(ROW_TYPES)
     rates = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
     assert all(1e-3 < rate < 2000 for rate in rates)
     assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())

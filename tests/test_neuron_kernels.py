@@ -1,6 +1,6 @@
-"""The kernels over single neurons at every level that runs here: parts, lists, activations, batches.
+"""The kernels over single neurons at every level that runs here: rows, lists, activations, batches.
 
-The truth is float64 on the values that the parts hold, with activations in the form that the parts' type is met with.
+The truth is float64 on the values that the rows hold, with activations in the form that their type requires.
 A float32 sum of n products is off by at most n * eps * sum |a b|; the bounds below carry that through the products.
 """
 
@@ -15,7 +15,6 @@ from reference import seen_by
 
 from powerinfer import _native
 from powerinfer.formats.quant import block_type, dequantize, quantize
-from powerinfer.kernels import cpu
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
@@ -69,7 +68,7 @@ def make_layer(
 ) -> Layer:
     rng = np.random.default_rng([k, neurons])
     parts = [("gate", types[0], "dot")] * gated + [("up", types[0], "dot"), ("down", types[1], "add")]
-    sizes = [_native.part_bytes(kind, k) for _, kind, _ in parts]
+    sizes = [_native.bundle_row_bytes(kind, k) for _, kind, _ in parts]
     pitch = sum(sizes)
     data = np.full((-(-neurons // GROUP), GROUP * pitch + _native.shared_bytes(types[1], k)), 0xAA, np.uint8)
     held, at = {}, {}
@@ -80,7 +79,7 @@ def make_layer(
         else:
             rows = stored(values, kind)
             values = dequantize(rows, kind)
-        _native.pack_part(POOL, kind, use, neurons, k, rows.reshape(-1), data, pitch, offset)
+        _native.pack_bundle_rows(POOL, kind, use, neurons, k, rows.reshape(-1), data, pitch, offset)
         held[name] = values.astype(np.float64)
         at[name] = offset
     bias = [rng.standard_normal(neurons).astype(np.float32) if biases else None for _ in range(2)]
@@ -148,7 +147,7 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
 
 def part(layer: Layer, x: np.ndarray, index: np.ndarray, level: str, most: float = 0.0) -> np.ndarray:
     out = np.zeros((len(x), x.shape[1]), np.float32)
-    layer.native.part(level, x, np.ascontiguousarray(index, np.int32), out, most)
+    layer.native.add(level, x, np.ascontiguousarray(index, np.int32), out, most)
     return out
 
 
@@ -169,25 +168,25 @@ def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
     for k in (
         {block, 3 * block, 4 * block, 5 * block, 17 * block, 15, 33, 128} if block == 1 else (32, 96, 128, 160, 544)
     ):
-        size = _native.part_bytes(kind, k)
+        size = _native.bundle_row_bytes(kind, k)
         assert size % 64 == 0 and _native.shared_bytes(kind, k) == 0
         rows = stored(np.random.default_rng(k).standard_normal((37, k)).astype(np.float32), kind)
         data = np.full((2, GROUP, size + 128), 0x55, np.uint8)
-        _native.pack_part(POOL, kind, use, 37, k, rows.reshape(-1), data.reshape(2, -1), size + 128, 64)
+        _native.pack_bundle_rows(POOL, kind, use, 37, k, rows.reshape(-1), data.reshape(2, -1), size + 128, 64)
         assert (data[..., :64] == 0x55).all() and (data[..., 64 + size :] == 0x55).all(), "written beside the part"
         back = np.full((37, k), np.nan, np.float32)
-        _native.unpack_part(kind, use, k, data.reshape(2, -1), size + 128, 64, back)
+        _native.unpack_bundle_rows(kind, use, k, data.reshape(2, -1), size + 128, 64, back)
         np.testing.assert_array_equal(back, dequantize(rows, kind))
 
 
 @pytest.mark.parametrize(("kind", "use"), [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(ACROSS, "add")])
 def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
-    """Compared with the values that `unpack_part` reads."""
+    """Compared with the values that `unpack_bundle_rows` reads."""
     for k in (32, 96, 128, 160, 544, 1056):
-        size, shared = _native.part_bytes(kind, k), _native.shared_bytes(kind, k)
+        size, shared = _native.bundle_row_bytes(kind, k), _native.shared_bytes(kind, k)
         rng = np.random.default_rng(k)
         scales = rng.standard_normal((k if shared else k // 32) if kind[0] == "Q" else 0).astype(np.float16)
-        codes, order = _native.code_bytes(kind, k), _native.part_order(kind, use, k)
+        codes, order = _native.code_bytes(kind, k), _native.bundle_row_order(kind, use, k)
         data = np.zeros((1, GROUP * size + shared), np.uint8)
         row = data[0, :size]
         if kind in ("F16", "BF16"):
@@ -205,28 +204,28 @@ def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
             (data[0, GROUP * size :] if shared else row[codes:])[: scales.nbytes] = scales.view(np.uint8)
             want = signed * np.repeat(scales.astype(np.float32), 1 if shared else 32)
         back = np.empty((1, k), np.float32)
-        _native.unpack_part(kind, use, k, data, size, 0, back)
+        _native.unpack_bundle_rows(kind, use, k, data, size, 0, back)
         np.testing.assert_array_equal(back[0], want.astype(np.float32))
     with pytest.raises(ValueError, match="whole blocks" if kind[0] == "Q" else "for 'add'"):
-        _native.part_order(kind, use if kind[0] == "Q" else "other", 33)
+        _native.bundle_row_order(kind, use if kind[0] == "Q" else "other", 33)
 
 
 def test_blocks_across_neurons_are_kept() -> None:
     for k in (32, 96, 128, 160, 544):
         rows, held = across(np.random.default_rng(k).standard_normal((70, k)).astype(np.float32))
-        size, shared = _native.part_bytes(ACROSS, k), _native.shared_bytes(ACROSS, k)
+        size, shared = _native.bundle_row_bytes(ACROSS, k), _native.shared_bytes(ACROSS, k)
         assert size == -(-k // 128) * 64 and shared == -(-k // 128) * 256
         data = np.full((3, GROUP * (size + 128) + shared + 64), 0x55, np.uint8)
-        _native.pack_part(POOL, ACROSS, "add", 70, k, rows, data, size + 128, 64)
+        _native.pack_bundle_rows(POOL, ACROSS, "add", 70, k, rows, data, size + 128, 64)
         bundles = data[:, : GROUP * (size + 128)].reshape(3, GROUP, -1)
         assert (bundles[..., :64] == 0x55).all() and (bundles[..., 64 + size :] == 0x55).all(), "beside the part"
         assert (data[:, -64:] == 0x55).all(), "behind what is shared"
         back = np.full((70, k), np.nan, np.float32)
-        _native.unpack_part(ACROSS, "add", k, data, size + 128, 64, back)
+        _native.unpack_bundle_rows(ACROSS, "add", k, data, size + 128, 64, back)
         np.testing.assert_array_equal(back, held)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
 )
@@ -238,7 +237,7 @@ def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
             check(layer, tokens(n, k), np.arange(23), level)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str, gated: bool, level: str) -> None:
@@ -247,7 +246,7 @@ def test_every_activation(activation: str, gated: bool, level: str) -> None:
         check(layer, tokens(3, 64), np.arange(37), level)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("kind", [*TYPES, ACROSS])
 def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
     layer = make_layer(96, 41, ("Q4_0" if kind == ACROSS else kind, kind))
@@ -256,7 +255,7 @@ def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
         check(layer, x, np.asarray(index, np.int32), level)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     layer = make_layer(64, 50, ("Q8_0", "Q8_0"), "silu")
     x = tokens(3, 64)
@@ -265,7 +264,7 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     assert np.abs(dense - part(layer, x, np.arange(50), level, 2.0)).max() > 1e-2, "nothing was left out"
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
 )
@@ -280,7 +279,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, 
         np.testing.assert_array_equal(some.view(np.uint32), whole[32 - n :].view(np.uint32))
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", ACROSS)]
 )
@@ -295,7 +294,7 @@ def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], le
         assert (np.abs(total - want) <= bound + 1e-30).all()
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", _native.levels())
 def test_nan_and_infinity_reach_the_output(level: str) -> None:
     layer = make_layer(32, 20, ("F16", "F16"))
     for value in (np.nan, np.inf):
@@ -318,17 +317,17 @@ def test_invalid_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="d_model"):
         part(layer, tokens(1, 33), np.arange(4), "")
     with pytest.raises(ValueError, match="Q4_1"):
-        _native.part_bytes("Q4_1", 32)
+        _native.bundle_row_bytes("Q4_1", 32)
     with pytest.raises(ValueError, match="whole blocks"):
-        _native.part_bytes("Q8_0", 40)
+        _native.bundle_row_bytes("Q8_0", 40)
     rows = stored(tokens(2, 64), "F16").reshape(-1)
     wide = (1, 32 * 128)
     for shape, pitch, at in (
         (wide, 128, 64), (wide, 128, 1), (wide, 128, -64), ((1, 32 * 128 + 2), 128, 0), ((2, 32 * 128), 128, 0),
         (wide, 192, 0), (wide, 64, 0), (wide, 0, 0), (wide, -128, 0), (wide, 1 << 62, 0),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"part|rows"):
-            _native.pack_part(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), pitch, at)
+        with pytest.raises(ValueError, match=r"row"):
+            _native.pack_bundle_rows(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), pitch, at)
     with pytest.raises(ValueError, match="for 'add' alone"):
         rows = np.zeros(32 * 18, np.uint8)
-        _native.pack_part(POOL, ACROSS, "dot", 32, 32, rows, np.zeros((1, 8192), np.uint8), 64, 0)
+        _native.pack_bundle_rows(POOL, ACROSS, "dot", 32, 32, rows, np.zeros((1, 8192), np.uint8), 64, 0)

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from prepared_models import checkpoint
 from test_prepared import describe, edit_header, left_in
 
+from powerinfer import _native
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
-from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, PART_TYPES, BundleFile, open_bundles
+from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, ROW_TYPES, BundleFile, open_bundles
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import open_predictor, write_predictor
@@ -42,39 +43,44 @@ def packed(model: Checkpoint, gate: str | None = None, down: str | None = None) 
     return pack(model, None, choose_types(model, gate, down))
 
 
-def unpacked(bundles: BundleFile, d_ff: int, part: str, layer: int) -> np.ndarray:
-    """The values of a part of every neuron, float32 [d_ff, d_model]."""
+def unpacked(bundles: BundleFile, d_ff: int, matrix: str, layer: int) -> np.ndarray:
+    """The values of one matrix's rows of every neuron, float32 [d_ff, d_model]."""
     layout = bundles.layouts[layer]
-    part_type = layout.down_type if part == "down" else layout.gate_type
-    at = getattr(layout, f"{part}_at")
-    return cpu.unpack_part(part_type, KINDS[part], d_ff, layout.d_model, bundles.layers[layer], layout.pitch, at)
+    row_type = layout.down_type if matrix == "down" else layout.gate_type
+    at = getattr(layout, f"{matrix}_at")
+    out = np.empty((d_ff, layout.d_model), np.float32)
+    _native.unpack_bundle_rows(row_type, KINDS[matrix], layout.d_model, bundles.layers[layer], layout.pitch, at, out)
+    return out
 
 
-def expected(model: Checkpoint, part: str, layer: int, part_type: str) -> tuple[np.ndarray, np.ndarray]:
+def expected(model: Checkpoint, matrix: str, layer: int, row_type: str) -> tuple[np.ndarray, np.ndarray]:
     """(values in the bundle, values in the model), float32 [d_ff, d_model], worked out in one piece."""
-    name = f"layers.{layer}.{part}"
-    by_neuron = part != "down" or model.has(f"{name}_rows")
-    tensor = model.take(f"{name}_rows" if part == "down" and by_neuron else name)
+    name = f"layers.{layer}.{matrix}"
+    by_neuron = matrix != "down" or model.has(f"{name}_rows")
+    tensor = model.take(f"{name}_rows" if matrix == "down" and by_neuron else name)
     values = tensor.float32() if by_neuron else np.ascontiguousarray(tensor.float32().T)
-    if part_type == ACROSS:
+    if row_type == ACROSS:
         if tensor.type == "Q4_0" and not by_neuron:
             return values, values
         return dequantize(quantize(np.ascontiguousarray(values.T), "Q4_0"), "Q4_0").T, values
-    exact = tensor.type == part_type and (by_neuron or tensor.type in ("F16", "BF16"))
-    exact = exact or (by_neuron and (tensor.type, part_type) in (("Q4_0", "Q8_0"), ("Q5_0", "Q8_0")))
-    return (values if exact else dequantize(quantize(values, part_type), part_type)), values
+    exact = tensor.type == row_type and (by_neuron or tensor.type in ("F16", "BF16"))
+    exact = exact or (by_neuron and (tensor.type, row_type) in (("Q4_0", "Q8_0"), ("Q5_0", "Q8_0")))
+    return (values if exact else dequantize(quantize(values, row_type), row_type)), values
 
 
 def check(model: Checkpoint, made: packing.Packed) -> None:
     """Every value of every bundle, and the errors that were measured."""
     layout = made.bundles.layouts[0]
     assert set(made.error) == {"gate", "up", "down"} - ({"gate"} if not layout.gated else set())
-    for part, error in made.error.items():
-        part_type = layout.down_type if part == "down" else layout.gate_type
+    for matrix, error in made.error.items():
+        row_type = layout.down_type if matrix == "down" else layout.gate_type
         wrong = whole = 0.0
         for layer in range(model.config.n_layers):
-            values, own = expected(model, part, layer, part_type)
-            assert np.array_equal(unpacked(made.bundles, model.config.widest_ffn, part, layer), values), (part, layer)
+            values, own = expected(model, matrix, layer, row_type)
+            assert np.array_equal(unpacked(made.bundles, model.config.widest_ffn, matrix, layer), values), (
+                matrix,
+                layer,
+            )
             wrong += np.square(values.astype(np.float64) - own).sum()
             whole += np.square(own, dtype=np.float64).sum()
         assert error == pytest.approx(np.sqrt(wrong / whole), rel=1e-9)
@@ -114,12 +120,12 @@ def test_the_types_that_are_chosen(
     chosen = choose_types(model, *asked)
     assert (chosen.gate, chosen.down) == types
     same = isinstance(source, str) and source != "IQ4_NL"
-    if same:  # a note for each part that changes its type, no other
+    if same:  # a note for each matrix that changes its type, no other
         assert len(chosen.notes) == (types[0] != source) + (types[1].removesuffix("X32") != source)
 
 
 def test_down_that_is_neuron_by_neuron_already_keeps_its_type(tmp_path: Path) -> None:
-    for kind in PART_TYPES:
+    for kind in ROW_TYPES:
         model = checkpoint(tmp_path / kind, kind, by_neuron=True)
         assert choose_types(model).down == kind
         made = packed(model)
@@ -146,9 +152,9 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
         choose_types(model, None, "Q8_0")
     with pytest.raises(RequestError, match="Q4_0"):
         choose_types(model, "Q4_0")
-    with pytest.raises(RequestError, match="no parts of type Q4_K; choose one of F16, BF16, Q8_0, Q4_0"):
+    with pytest.raises(RequestError, match="no rows of type Q4_K; choose one of F16, BF16, Q8_0, Q4_0"):
         choose_types(model, "Q4_K")
-    with pytest.raises(RequestError, match="no parts of type Q4_0X32"):
+    with pytest.raises(RequestError, match="no rows of type Q4_0X32"):
         choose_types(model, ACROSS)
     with pytest.raises(RequestError, match="rows of 50 weights are not whole blocks of Q4_0X32"):
         choose_types(model, None, ACROSS)
@@ -169,14 +175,15 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
     assert made.bundles.layouts[0].gated == gated and made.bundles.source_type == source
     floats = {"F16", "BF16"}
     lossless = {
-        part: source in {*floats, "Q4_0"} or (part != "down" and source in ("Q8_0", "Q5_0")) for part in made.error
+        matrix: source in {*floats, "Q4_0"} or (matrix != "down" and source in ("Q8_0", "Q5_0"))
+        for matrix in made.error
     }
-    assert {part: error == 0 for part, error in made.error.items()} == lossless
+    assert {matrix: error == 0 for matrix, error in made.error.items()} == lossless
     # F32 to F16 rounds at 2**-11 of a weight, Q8_0 at 1/254 of the largest weight of 32, about 2.2 standard deviations
     assert max(made.error.values()) < 2 / 254
 
 
-@pytest.mark.parametrize("gate", PART_TYPES)
+@pytest.mark.parametrize("gate", ROW_TYPES)
 @pytest.mark.parametrize("down", DOWN_TYPES)
 @pytest.mark.parametrize("source", ["F32", "BF16", "Q4_0", "Q6_K"])
 def test_every_pair_of_types(tmp_path: Path, source: str, gate: str, down: str) -> None:
@@ -192,7 +199,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     block = block_type(source).block
     d_model = data.draw(st.integers(1, 600 // block), "d_model / block") * block
     d_ff = data.draw(st.integers(1, 1500 // block), "d_ff / block") * block
-    fitting = [name for name in PART_TYPES if d_model % block_type(name).block == 0]
+    fitting = [name for name in ROW_TYPES if d_model % block_type(name).block == 0]
     asked = st.none() | st.sampled_from(fitting)
     asked_of_down = st.none() | st.sampled_from([*fitting, *([ACROSS] if d_model % 32 == d_ff % 32 == 0 else [])])
     gated, by_neuron, seed = data.draw(st.tuples(st.booleans(), st.booleans(), st.integers(0, 99)))
@@ -263,7 +270,7 @@ def test_progress_counts_neurons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_is_bounded_by_the_slabs_not_by_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's floats would take 96 MB; a slab of three parts takes 3 MB, and temporaries a few times that."""
+    """The layer's floats would take 96 MB; a slab of three matrices takes 3 MB, and temporaries a few times that."""
     monkeypatch.setattr(packing, "_SLAB", 1 << 16)
     monkeypatch.setattr("powerinfer.prepare.packing.usable_cores", lambda: (2, "a test"))
     model = checkpoint(tmp_path / "m", "Q4_0", d_model=1024, d_ff=8192, layers=1)
@@ -275,21 +282,21 @@ def test_memory_is_bounded_by_the_slabs_not_by_the_layer(tmp_path: Path, monkeyp
     assert peak < 32e6
 
 
-@pytest.mark.parametrize("part", ["gate", "up", "down"])
-def test_weights_too_large_for_the_type(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize("matrix", ["gate", "up", "down"])
+def test_weights_too_large_for_the_type(tmp_path: Path, matrix: str) -> None:
     model = checkpoint(tmp_path / "m.gguf", "F32")
-    tensor = model.take(f"layers.1.{part}")
+    tensor = model.take(f"layers.1.{matrix}")
     values = tensor.float32().copy()
     values[-1, -1] = -7e4
-    model._tensors[f"layers.1.{part}"] = type(tensor)("F32", tensor.shape, values.view(np.uint8).reshape(-1))
-    flag = "--down-type bf16" if part == "down" else "--type bf16"
-    with pytest.raises(ModelError, match=f"m.gguf: layers.1.{part} has a weight that F16 cannot hold; `{flag}`"):
+    model._tensors[f"layers.1.{matrix}"] = type(tensor)("F32", tensor.shape, values.view(np.uint8).reshape(-1))
+    flag = "--down-type bf16" if matrix == "down" else "--type bf16"
+    with pytest.raises(ModelError, match=f"m.gguf: layers.1.{matrix} has a weight that F16 cannot hold; `{flag}`"):
         packed(model)
     assert left_in(tmp_path) == []
     packed(model, "BF16")
     values[-1, -1] = np.nan
     for kind in ("BF16", "Q8_0"):
-        with pytest.raises(ModelError, match=rf"layers\.1\.{part}.*(cannot hold|not a number)"):
+        with pytest.raises(ModelError, match=rf"layers\.1\.{matrix}.*(cannot hold|not a number)"):
             packed(model, kind)
 
 
@@ -311,7 +318,7 @@ def test_packing_that_ends_early_leaves_what_was_there(
     with pytest.raises((KeyboardInterrupt, PowerInferError)):
         packed(model, "BF16")
     assert left_in(tmp_path) == ["neurons.safetensors"]
-    assert open_bundles(model, None, cpu.part_bytes).path.read_bytes() == old
+    assert open_bundles(model, None, cpu.bundle_row_bytes).path.read_bytes() == old
 
 
 def test_what_is_current(tmp_path: Path) -> None:
@@ -348,7 +355,7 @@ def test_the_file(tmp_path: Path) -> None:
 
 def refused(model: Checkpoint, why: str) -> None:
     with pytest.raises(ModelError) as caught:
-        open_bundles(model, None, cpu.part_bytes)
+        open_bundles(model, None, cpu.bundle_row_bytes)
     message = str(caught.value)
     assert re.search(why, message), message
     assert f"`powerinfer pack -m {model.path}`" in message and "\n" not in message
@@ -366,10 +373,10 @@ def refused(model: Checkpoint, why: str) -> None:
         ({"gated": [True]}, "kind of FFN"),
         ({"gated": [True, 1]}, "gated.* is '1', not true or false"),
         ({"gated": True}, "gated is 'True', not a list"),
-        ({"gate_type": "F32"}, "parts of type 'F32'"),
+        ({"gate_type": "F32"}, "rows of type 'F32'"),
         ({"gate_type": None}, "gate_type is 'None', not a text"),
         ({"down_type": ["F16"]}, "down_type is .*, not a text"),
-        ({"gate_type": ACROSS}, "parts of type"),
+        ({"gate_type": ACROSS}, "rows of type"),
         ({"down_type": "Q8_0"}, r"does not hold layers\.0\.neurons as \[3, "),
         ({"format": 1}, r"another version of powerinfer \(format '1', not 4\)"),
         ({"format": 3}, r"another version of powerinfer \(format '3', not 4\)"),
@@ -387,7 +394,7 @@ def test_types_whose_blocks_the_rows_do_not_fill(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "m.gguf", d_model=50)
     packed(model)
     describe(PreparedFile(BUNDLES, model), lambda description: description.update(gate_type="Q8_0"))
-    refused(model, "parts of type 'Q8_0'")
+    refused(model, "rows of type 'Q8_0'")
 
 
 def reshape(header: dict[str, Any]) -> None:
@@ -482,7 +489,7 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, kind: Kind) -> None:
         place.path.write_bytes(raw)
         begin = time.process_time()
         try:
-            open_bundles(model, None, cpu.part_bytes) if kind is BUNDLES else open_predictor(model)
+            open_bundles(model, None, cpu.bundle_row_bytes) if kind is BUNDLES else open_predictor(model)
         except ModelError as error:
             refusals += 1
             assert place.command in str(error) and "\n" not in str(error)

@@ -66,7 +66,7 @@ class Case:
 
     def bundles(self, neurons: np.ndarray) -> tuple[BundleLayout, np.ndarray]:
         gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
-        nbytes, _ = cpu.part_bytes("F16", D_MODEL)
+        nbytes, _ = cpu.bundle_row_bytes("F16", D_MODEL)
         layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
         bundles = np.zeros((n_groups(len(neurons)), layout.group_bytes), np.uint8)
         for kind, part, at in (
@@ -74,7 +74,7 @@ class Case:
             ("dot", up, layout.up_at),
             ("add", down.T, layout.down_at),
         ):
-            cpu.pack_part("F16", kind, len(neurons), D_MODEL, half(part).data, bundles, layout.pitch, at, 1)
+            cpu.pack_bundle_rows("F16", kind, len(neurons), D_MODEL, half(part).data, bundles, layout.pitch, at, 1)
         return layout, bundles
 
     def added(self, neurons: np.ndarray, way: str, threads: int) -> np.ndarray:
@@ -157,7 +157,7 @@ def test_inconsistent_shapes_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             executor.ffn(1, None, *matrices)
     executor.ffn(1, None, few_up, few_up, few_down)
-    nbytes, _ = cpu.part_bytes("F16", D_MODEL)
+    nbytes, _ = cpu.bundle_row_bytes("F16", D_MODEL)
     layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
     for neurons, rows in ((64, 32), (32, 64)):
         about = Predictor(RANK, 0.0, 0), half(case.w["inner"]), half(np.zeros((rows, RANK), np.float32))

@@ -28,6 +28,7 @@ from powerinfer.models import load
 from powerinfer.prepare import counting, profiling
 from powerinfer.prepare.calibrate import HALVINGS, MAX_SHARE, calibrate, held_out, thresholds_at
 from powerinfer.prepare.corpus import open_corpora, read_windows
+from powerinfer.progress import silent
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WINDOW = 48
@@ -50,7 +51,7 @@ def corpora(tmp_path: Path) -> list[str]:
 
 def made(path: Path, corpora: list[str], force: bool = False, **options: Any) -> profiling.Profiled:
     """What the verb makes. progress: of `make`; threads and prepared: of the engine."""
-    progress = options.pop("progress", None)
+    progress = options.pop("progress", silent)
     notes = options.pop("notes", [])
     engine = EngineConfig(**{name: options.pop(name) for name in ("threads", "prepared") if name in options})
     settings = {"corpus": corpora, "window": WINDOW, "samples": 1 << 20} | options
@@ -373,8 +374,18 @@ def test_sizes_that_are_none(size: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_sizes() -> None:
     from powerinfer.cli.common import read_size
 
-    given = {"0": 0, "4096": 4096, "8GiB": 8 << 30, "500MB": 500_000_000, "1.5 kib": 1536, "0.5GB": 500_000_000}
+    given = {"0": 0, "4096B": 4096, "8GiB": 8 << 30, "500MB": 500_000_000, "1.5 kib": 1536, "0.5GB": 500_000_000}
+    given |= {"8G": 8 << 30, "8gb": 8_000_000_000}
     assert {text: read_size(text) for text in given} == given
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"), [("8", "8GiB"), ("1.5", "1.5GiB"), ("512", "512MiB"), ("8589934592", "8589934592B")]
+)
+def test_a_size_without_a_unit_is_refused(size: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, flag in (("run", "--vram"), ("plan", "--ram"), ("profile", "--samples")):
+        assert main([verb, f"{flag}={size}"]) == 2
+        assert f"{flag}: {size} has no unit: did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path, corpora: list[str], capsys: pytest.CaptureFixture[str]) -> None:

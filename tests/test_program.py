@@ -198,7 +198,7 @@ class Weights:
         heads = {"q": self.s.heads, "k": self.s.kv_heads, "v": self.s.kv_heads}.get(part)
         rows = None if heads is None else self._head_map(heads)
         kind = self.s.type_of(part)
-        return _native.pack(_native.Pool(1), _native.Arena(), kind, *self.s.shape(part), self.data[name], rows)
+        return _native.pack_matrix(_native.Pool(1), _native.Arena(), kind, *self.s.shape(part), self.data[name], rows)
 
     def padded_bias(self, layer: int, part: str, heads: int) -> np.ndarray | None:
         bias = self.vectors.get(f"{layer}.{part}_bias")
@@ -748,7 +748,7 @@ def test_wrong_sizes_are_refused() -> None:
     pool, arena, zeros = _native.Pool(1), _native.Arena(), np.zeros(96 * 32, np.float32)
 
     def rows(count: int, columns: int = 32) -> _native.Matrix:
-        return _native.pack(pool, arena, "F32", count, columns, zeros[: count * columns].view(np.uint8))
+        return _native.pack_matrix(pool, arena, "F32", count, columns, zeros[: count * columns].view(np.uint8))
 
     # heads of 8 dimensions fill 16 lanes, those of 24 fill 32: each layer takes the matrices of its own heads
     first, second = (rows(64), rows(32), rows(32)), (rows(96), rows(32), rows(32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -307,3 +308,99 @@ def test_stop_strings_of_several_byte_characters() -> None:
         if stream.stopped:
             break
     assert shown == "café " and stream.stopped
+
+
+class Fixed:
+    """A mask of fixed tokens that ends the answer at `last`."""
+
+    def __init__(self, tokens: Sequence[int] | None, vocab: int, last: int = -1) -> None:
+        self.words = None if tokens is None else np.zeros(-(-vocab // 32), np.uint32)
+        for token in tokens or ():
+            self.words[token // 32] |= np.uint32(1 << token % 32)  # type: ignore[index]
+        self.last = last
+        self.seen: list[int] = []
+
+    def allows(self, token: int) -> bool:
+        return self.words is None or bool(self.words[token // 32] >> np.uint32(token % 32) & 1)
+
+    def allowed(self) -> np.ndarray | None:
+        return self.words
+
+    def accept(self, token: int) -> bool:
+        self.seen.append(token)
+        return token == self.last
+
+
+@pytest.mark.parametrize("vocab", [70, 5000])
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.3, 0.9])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, repetition_penalty=1.3),
+        SamplingParams(seed=1, temperature=3.0, min_p=0.0, top_p=1.0, top_k=0),
+        SamplingParams(seed=2, temperature=3.0, min_p=0.0, top_p=0.97, top_k=0),
+        SamplingParams(seed=3, temperature=5.0, min_p=0.0, top_k=40, presence_penalty=0.5),
+        SamplingParams(seed=4, temperature=9.0, min_p=0.0, top_p=1.0, top_k=4000),
+    ],
+)
+def test_a_masked_token_is_never_sampled(vocab: int, share: float, params: SamplingParams) -> None:
+    rng = np.random.default_rng(vocab)
+    for _ in range(5):
+        tokens = sorted(rng.choice(vocab, max(1, int(share * vocab)), replace=False).tolist())
+        sampler = Sampler(params, vocab, mask=Fixed(tokens, vocab))
+        for _ in range(40):
+            logits = rng.normal(0, 2, vocab).astype(np.float32)
+            kept = logits.copy()
+            token = sampler.sample(logits)
+            assert token in tokens and np.array_equal(logits, kept)
+            if params == SamplingParams(temperature=0):
+                assert token == max(tokens, key=lambda one: logits[one])
+
+
+def test_a_masked_draw_is_the_draw_from_the_allowed_tokens() -> None:
+    """Few tokens or many: the frequencies are those of the model among the allowed tokens."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1, 64).astype(np.float32)
+    for tokens in (list(range(3, 12)), list(range(0, 64, 2))):
+        params = SamplingParams(seed=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        sampler = Sampler(params, 64, mask=Fixed(tokens, 64))
+        drawn = np.bincount([sampler.sample(logits) for _ in range(20000)], minlength=64) / 20000
+        exact = np.zeros(64)
+        exact[tokens] = np.exp(logits[tokens].astype(np.float64))
+        exact /= exact.sum()
+        # five standard deviations of each share
+        assert (np.abs(drawn - exact) <= 5 * np.sqrt(exact * (1 - exact) / 20000)).all()
+
+
+def test_a_mask_of_everything_changes_nothing() -> None:
+    rng = np.random.default_rng(1)
+    for params in (SamplingParams(temperature=0), SamplingParams(seed=5), SamplingParams(seed=5, top_k=0)):
+        plain = Sampler(params, 300)
+        others = [Sampler(params, 300, mask=Fixed(tokens, 300)) for tokens in (None, list(range(300)))]
+        for _ in range(50):
+            logits = rng.normal(0, 3, 300).astype(np.float32)
+            token = plain.sample(logits)
+            assert [one.sample(logits) for one in others] == [token, token]
+
+
+def test_a_mask_that_fails_is_an_error_of_its_request() -> None:
+    class Broken:
+        def allows(self, token: int) -> bool:
+            return False
+
+        def allowed(self) -> np.ndarray:
+            return np.zeros(3, np.int64)
+
+        def accept(self, token: int) -> bool:
+            raise ZeroDivisionError("no")
+
+    sampler = Sampler(SamplingParams(), 300, mask=Broken())  # type: ignore[arg-type]
+    with pytest.raises(
+        PowerInferError, match=r"the token mask failed, ValueError: it must be uint32 \[10\], not int64"
+    ):
+        sampler.sample(np.zeros(300, np.float32))
+    with pytest.raises(PowerInferError, match="the token mask failed, ZeroDivisionError: no"):
+        sampler.ends_with(3)
+    with pytest.raises(PowerInferError, match="the mask forbids every token"):
+        Sampler(SamplingParams(), 300, mask=Fixed([], 300)).sample(np.zeros(300, np.float32))

@@ -16,6 +16,7 @@ import pytest
 from prepared_models import checkpoint
 from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
 
+from powerinfer import _native
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.prepared import write_small
@@ -237,7 +238,7 @@ def key_of(folder: Path, **options: Any) -> Key:
     "change",
     [
         {"threads": 1},
-        {"isa": cpu.levels()[-1]},
+        {"isa": _native.levels()[-1]},
         {"thresholds": (0.5, 0.5)},
         {"recall_every": 7},
         {"selector": "predicted"},
@@ -255,7 +256,7 @@ def test_every_option_is_in_the_key(tmp_path: Path, change: dict[str, Any]) -> N
     plain, other = key_of(tmp_path, threads=2), key_of(tmp_path, **{"threads": 2, **change})
     saved(tmp_path, plain).keep(VERDICTS)
     assert found(tmp_path, key_of(tmp_path, threads=2)) is not None
-    if change == {"isa": cpu.levels()[0]}:
+    if change == {"isa": _native.levels()[0]}:
         pytest.skip("this build has one instruction set for this CPU")
     assert found(tmp_path, other) is None and found(tmp_path, plain) is not None
 

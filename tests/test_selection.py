@@ -139,7 +139,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
-    "placement/request.py": ["selector == 'auto'", "selector == 'auto'"],
+    "placement/request.py": ["engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
         "('auto', 'predicted')",
         "('auto', 'predicted')",

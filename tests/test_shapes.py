@@ -101,7 +101,7 @@ def test_a_checkpoint_with_bundles_and_a_predictor(tmp_path: Path) -> None:
     path = give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf")))
     checkpoint = open_checkpoint(path)
     model = checkpoint_model(checkpoint)
-    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+    bundles = open_bundles(checkpoint, None, cpu.bundle_row_bytes)
     assert model.bundles == bundles.layouts
     assert model.bundle.stride * model.config.widest_ffn * model.config.n_layers == bundles.nbytes
     assert sum(one.stored for pair in model.predictors for one in pair) == open_predictor(checkpoint).nbytes
@@ -151,7 +151,7 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
     else:
         checkpoint = open_checkpoint(plain_folder(tmp_path / "model", architecture))
     pack(checkpoint, None, choose_types(checkpoint, *types))
-    model, bundles = checkpoint_model(checkpoint), open_bundles(checkpoint, None, cpu.part_bytes)
+    model, bundles = checkpoint_model(checkpoint), open_bundles(checkpoint, None, cpu.bundle_row_bytes)
     config, biases = checkpoint.config, [None, None]
     if config.layers[0].ffn.bias:
         biases[1] = np.zeros(config.widest_ffn, np.float32)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
 from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
-from test_gpu_kernels import PART_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles  # noqa: E402
+from test_gpu_kernels import ROW_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles  # noqa: E402
 from test_hybrid import split  # noqa: E402
 from test_sparse import case_named, model_of, packed  # noqa: E402
 
@@ -59,7 +59,7 @@ SOME = np.sort(np.random.default_rng(1).permutation(200)[:90]).astype(np.int32)
 SPARSE = np.arange(3, 200, 60, dtype=np.int32)  # groups of one neuron, and some of none
 
 
-@pytest.mark.parametrize("types", PART_TYPES)
+@pytest.mark.parametrize("types", ROW_TYPES)
 def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
     """Against float64, within the rounding of float32; the buffers go round several times; the same bits again."""
     bundles, x = make_bundles(96, 200, types), floats(41, TOKENS, 96)
@@ -84,7 +84,7 @@ def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
     )
 
 
-@pytest.mark.parametrize("types", PART_TYPES)
+@pytest.mark.parametrize("types", ROW_TYPES)
 def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the same neurons on the GPU: the operands are the same, and the sums are of float32."""
     monkeypatch.setattr(gpu, "_NARROW", ["cpu"])
@@ -246,7 +246,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
     allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
     path = packed(case, config, model, tmp_path)
     checkpoint = open_checkpoint(path)
-    layout, d_ff = open_bundles(checkpoint, None, cpu.part_bytes).layouts[0], checkpoint.config.widest_ffn
+    layout, d_ff = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config.widest_ffn
     for share in (0.0, 0.5, 1.0):
         stage = Stage(CPU, buffer_bytes(layout, d_ff, 1 << 15))
         with split(path, share, stage=stage) as (executor, _):

@@ -206,7 +206,7 @@ def test_silencing_is_what_selector_threshold_does(tmp_path: Path) -> None:
         dense = executor.forward(batch(0, TOKENS, logits=True)).copy()
         with executor.observed(None, most, silence=True):
             silenced = executor.forward(batch(0, TOKENS, logits=True)).copy()
-        bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+        bundles = open_bundles(checkpoint, None, cpu.bundle_row_bytes)
         for layer, rows in enumerate(bundles.layers):
             executor.ffns[layer].add_bundles(bundles.layouts[layer], rows, threshold=most[layer])
             executor.ffns[layer].set_ways({1: "exact"})

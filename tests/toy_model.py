@@ -116,7 +116,7 @@ class ToyExecutor:
     def release(self) -> None:
         """Hold no call any more."""
         self.held = False
-        self._allowed.release(1000)
+        self._allowed.release()
 
     def wait_for(self, call: int) -> None:
         """Until this call has begun."""
@@ -161,7 +161,7 @@ class ToyTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def stream(self) -> ToyDecoder:
+    def stream(self, skip_special: bool = True) -> ToyDecoder:
         return ToyDecoder()
 
 

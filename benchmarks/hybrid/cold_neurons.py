@@ -54,7 +54,7 @@ def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) ->
         across = type_name == "Q4_0X32"
         shape = (SAMPLE * k // BUNDLE_GROUP, BUNDLE_GROUP) if across else (SAMPLE, k)
         rows = random_rows(rng, "Q4_0" if across else type_name, shape, k**-0.5)
-        cpu.pack_part(type_name, kind, SAMPLE, k, rows.data, sample, layout.pitch, at, 1)
+        cpu.pack_bundle_rows(type_name, kind, SAMPLE, k, rows.data, sample, layout.pitch, at, 1)
     memory = mmap.mmap(-1, layers * groups * layout.group_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, gate_type: str, down_type: str) -> None:
     config = ModelConfig("cold", k, 32, 64, 1e-5, (layer,))
     engine = EngineConfig(threads=args.threads, context=64, isa=args.isa)
     executor = CpuExecutor(config, engine, dict.fromkeys(config.ropes, (np.ones(8, np.float32), 1.0)), first_layer=1)
-    (layout,) = bundle_layouts(config, gate_type, down_type, cpu.part_bytes)
+    (layout,) = bundle_layouts(config, gate_type, down_type, cpu.bundle_row_bytes)
     least, most = args.fires
     p = np.exp(rng.uniform(np.log(least), np.log(most), n))
     bias = np.array([NormalDist().inv_cdf(one) for one in p], np.float32)

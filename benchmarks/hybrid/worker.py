@@ -208,7 +208,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
 
     checkpoint, device = open_checkpoint(Path(task["model"])), choose_device(task["gpu"])
     config = checkpoint.config
-    bundles = open_bundles(checkpoint, None, cpu.part_bytes)
+    bundles = open_bundles(checkpoint, None, cpu.bundle_row_bytes)
     every = np.arange(config.widest_ffn, dtype=np.int32)
     middle = config.n_layers // 2
     neurons = gpu.resident(bundles.layouts[middle], bundles.layers[middle], every, device, config.layers[middle].ffn)

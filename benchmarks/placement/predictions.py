@@ -242,7 +242,7 @@ class StandIn:
         engine = EngineConfig(**subject.options)
         cut: Any = ColdCheckpoint(checkpoint, self.cold, selector == "all")
         self.executor = load_executor(cut, engine)
-        self.bundles = open_bundles(checkpoint, subject.prepared, cpu.part_bytes) if selector != "all" else None
+        self.bundles = open_bundles(checkpoint, subject.prepared, cpu.bundle_row_bytes) if selector != "all" else None
         self.predictors = open_predictor(checkpoint, subject.prepared).layers if selector == "predicted" else None
 
         self.rows = [self._rows(layer, cold) for layer, cold in enumerate(self.cold)]

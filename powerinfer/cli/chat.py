@@ -22,33 +22,34 @@ from powerinfer.cli.common import (
     model_flag,
     open_llm,
     sparsity_summary,
+    with_model_defaults,
 )
-from powerinfer.cli.run import answer
+from powerinfer.cli.run import answer, ended_by
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.formats.chat import NEXT_TURN, plain_template
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
 
 Message = dict[str, str]
 
 HELP = "/reset clears the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
-DEFAULT_MAX_TOKENS = 1024  # the rest of the context is a limit too
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    config_flags(parser, SamplingParams, "sampling", {"max_tokens": DEFAULT_MAX_TOKENS})
+    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
-    with open_llm(args.model, config_from(args, EngineConfig), out) as llm:
-        llm.encode_chat([{"role": "user", "content": "?"}])  # an error if the model cannot chat, before the first line
-        conversation = Conversation(llm, params, out, args.system)
+    with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
+        conversation = Conversation(llm, with_model_defaults(params, llm, args), out, args.system)
         if conversation.interactive:
             out.note(HELP)
         while (line := conversation.read()) is not None:
@@ -58,6 +59,13 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         document = {"messages": conversation.messages, "turns": conversation.turns}
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return 0
+
+
+def _check_template(checkpoint: Checkpoint) -> None:
+    """ModelError if the model's template fails, RequestError if it takes no conversation."""
+    template = checkpoint.chat_template()
+    if template is not None:
+        template.render([{"role": "user", "content": "?"}])
 
 
 class Conversation:
@@ -71,6 +79,11 @@ class Conversation:
         self._params = params
         self._out = out
         self._system = system
+        self._plain = llm.template is None
+        if self._plain:
+            llm.template = plain_template(llm.tokenizer)
+            self._params = dataclasses.replace(params, stop=(*params.stop, NEXT_TURN))
+            out.note('this model has no chat template: turns are written as lines of "User:" and "Assistant:"')
         self._reset()
         if self.interactive:
             import contextlib
@@ -120,13 +133,13 @@ class Conversation:
             if room < 1:
                 raise RequestError(f"the conversation of {len(prompt)} tokens fills the context; /reset")
             params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
-            _, document = answer(self._llm.stream(prompt, params), self._out)
+            _, document = answer(self._llm.stream(prompt, params), self._out, trim=self._plain)
         except RequestError as error:  # the conversation continues without this line
             self._out.note(f"powerinfer: {error}")
             return
         self._out.text("\n")
         if document["finish_reason"] == "length":
             full = params.max_tokens == room
-            self._out.note("(the context is full; /reset)" if full else "(ended by --max-tokens)")
+            self._out.note("(the context is full; /reset)" if full else ended_by(params.max_tokens))
         self.messages[:] = [*asked, {"role": "assistant", "content": document["text"]}]
         self.turns.append(document)

@@ -16,8 +16,11 @@ from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.params import SamplingParams
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,8 +37,25 @@ class Parser(argparse.ArgumentParser):
         self.usage = " ".join(["%(prog)s", *shown, "[flags]"])
         return super().format_help()
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; a flag that is not known is answered with the nearest one that is."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, flags)}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one; "" if none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, known, n=1, cutoff=0.65)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _plain_formatter(prog: str) -> argparse.HelpFormatter:
@@ -47,7 +67,22 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
     from shutil import get_terminal_size
 
     width = min(get_terminal_size().columns, 120)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
+    return _HelpFormatter(prog, max_help_position=30, width=width)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps each paragraph of a description on its own."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrapped(text, width)
+
+
+def wrapped(text: str, width: int) -> str:
+    """The paragraphs of a text, wrapped; one with two spaces inside is a table, whose lines stay."""
+    from textwrap import fill
+
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(part if "  " in part else fill(part, width, break_on_hyphens=False) for part in paragraphs)
 
 
 def common_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,28 +104,40 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------- flags from dataclasses
 
 
-def _or_none(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    """A converter that also takes "none". argparse shows its name in messages: "invalid whole number value: 'x'"."""
+def _or_none(read: Callable[[str], Any], name: str, unlimited: int | None = None) -> Callable[[str], Any]:
+    """A converter that also takes "none", and `unlimited` for it.
+
+    argparse shows its name in messages: "invalid whole number value: 'x'".
+    """
 
     def convert(text: str) -> Any:
-        return None if text.lower() == "none" else read(text)
+        value = None if text.lower() == "none" else read(text)
+        return None if value == unlimited else value
 
     convert.__name__ = name
     return convert
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{end}": base**power for power, prefix in enumerate("KMGT", 1) for end, base in (("B", 1000), ("iB", 1024))
+_UNITS = {"b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 
 
 def read_size(text: str) -> int:
-    """Bytes: "8GiB" (1024), "500MB" (1000), "1.5 GB", or a plain number. ValueError for anything else."""
+    """Bytes: "8GiB" or "8G" (1024), "500MB" (1000), "1.5 GB", "4096B", or 0.
+
+    ArgumentTypeError for another number without a unit, with the unit that it may lack; ValueError for anything else.
+    """
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
-    units = {name.lower(): nbytes for name, nbytes in _UNITS.items()}
-    if found is None or found[2].lower() not in units:
+    if found is None or (found[2] and found[2].lower() not in _UNITS):
         raise ValueError(text)
-    return int(Fraction(found[1]) * units[found[2].lower()])
+    number, unit = Fraction(found[1]), found[2].lower()
+    if not unit and number:
+        likely = "GiB" if number < 256 else "MiB" if number < 1 << 20 else "B"
+        raise argparse.ArgumentTypeError(f"{found[1]} has no unit: did you mean {found[1]}{likely}?")
+    return int(number * _UNITS[unit or "b"])
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -146,11 +193,13 @@ def config_flags(
                 group.add_argument(flag, action="store_true", help=help_text, **details)
             continue
         details.update(_READERS["size" if field.metadata.get("size") else str(field.type)])
+        if "unlimited" in field.metadata:
+            details["type"] = _or_none(int, "whole number", field.metadata["unlimited"])
         details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}
         default = field.default if own is argparse.SUPPRESS else own
-        if default not in (None, ()) and "default" not in help_text:
-            help_text += f" (default {default})"
-        group.add_argument(flag, help=help_text, **details)
+        if (default not in (None, ()) or own is None) and "default" not in help_text:
+            help_text += f" (default {'none' if default is None else default})"
+        group.add_argument(*field.metadata.get("flags", ()), flag, help=help_text, **details)
 
 
 def config_from(args: argparse.Namespace, config: Callable[..., Any], **overrides: Any) -> Any:
@@ -235,25 +284,40 @@ def open_model(model: str | None, engine: EngineConfig, out: Output, progress: P
     return open_checkpoint(resolve_model(model, say=out.note), quantize=engine.quantize, progress=progress)
 
 
-def open_llm(model: str | None, engine: EngineConfig, out: Output) -> LLM:
-    """The engine for a model (-m), with progress on stderr."""
+def open_llm(
+    model: str | None, engine: EngineConfig, out: Output, check: Callable[[Checkpoint], object] = silent
+) -> LLM:
+    """The engine for a model (-m), with progress on stderr. check: called before its weights are read."""
     from powerinfer.cli.progress import Bar
     from powerinfer.hub import resolve_model
 
     path = resolve_model(model, say=out.note)
+    with Bar() as bar:
+        llm = load_llm(path, engine, bar, check)
+    for note in llm.notes:
+        out.note(note)
+    return llm
+
+
+def load_llm(
+    path: Path, engine: EngineConfig, progress: Progress, check: Callable[[Checkpoint], object] = silent
+) -> LLM:
+    """The engine for a model's file or folder. check: called before its weights are read."""
     # Loading makes a hundred thousand objects and no garbage: collection would take 10 ms.
     gc.disable()
     try:
         from powerinfer.runtime.engine import LLM
 
-        with Bar() as bar:
-            llm = LLM(path, progress=bar, **dataclasses.asdict(engine))
+        return LLM(path, progress=progress, check=check, **dataclasses.asdict(engine))
     finally:
         gc.freeze()
         gc.enable()
-    for note in llm.checkpoint.notes if llm.checkpoint else ():
-        out.note(note)
-    return llm
+
+
+def with_model_defaults(params: SamplingParams, llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """`params` of the flags, with the model's own defaults for flags that were not given."""
+    values = {name: value for name, value in llm.sampling.values.items() if not hasattr(args, name)}
+    return dataclasses.replace(params, **values)
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:

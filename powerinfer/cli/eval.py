@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
     Output,
@@ -34,6 +34,9 @@ from powerinfer.cli.common import (
 )
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
 
 SELECTORS = EngineConfig.__dataclass_fields__["selector"].metadata["choices"]
 DENSE = ("auto", "all")  # auto is dense or exact, which give the same answer
@@ -81,13 +84,17 @@ def _check(args: argparse.Namespace, engine: EngineConfig) -> None:
 
 def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
+    from powerinfer.evaluate import perplexity_windows, windows_perplexity
+    from powerinfer.runtime.runner import SCORE_ROWS
 
-    with open_llm(args.model, engine, out) as llm, Bar() as bar:
-        from powerinfer.evaluate import perplexity
-        from powerinfer.runtime.runner import SCORE_ROWS
+    windows: list[list[int]] = []
 
+    def check(checkpoint: Checkpoint) -> None:
+        windows.extend(perplexity_windows(checkpoint.tokenizer(), text, engine.context))
+
+    with open_llm(args.model, engine, out, check) as llm, Bar() as bar:
         dense = args.step is None and engine.selector in DENSE
-        result = perplexity(llm, text, engine.context, bar, SCORE_ROWS if dense else args.step or 1)
+        result = windows_perplexity(llm, windows, bar, SCORE_ROWS if dense else args.step or 1)
         sparsity = None if dense else sparsity_summary(llm)
     out.line(f"perplexity {result.perplexity:.4f} +- {result.error:.4f}, {result.tokens} tokens scored")
     _show_sparsity(sparsity, out)
@@ -96,21 +103,21 @@ def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: 
 
 def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: Output) -> dict[str, Any]:
     from powerinfer.cli.progress import Bar
+    from powerinfer.evaluate import agreement, agreement_windows
     from powerinfer.sparsity.selection import select
 
     against, step = args.against or "all", args.step or 1
     one, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
     checkpoint = open_model(args.model, engine, out)
+    agreement_windows(checkpoint.tokenizer(), text, engine.context, args.tokens)
     for each in (one, another):
         select(checkpoint, each)  # refused now, and not once the other is loaded
     with open_llm(args.model, one, out) as llm, ExitStack() as stack:
-        from powerinfer.evaluate import agreement
-
         other = None
         if against != "all":
             other = stack.enter_context(open_llm(args.model, another, out))
         elif "gpu_share" in (llm.sparsity or {}):  # neurons are split: no device has a layer's dense matrices
-            other = stack.enter_context(open_llm(args.model, replace(another, gpu="none"), out))
+            other = stack.enter_context(open_llm(args.model, replace(another, gpu="none", vram=None), out))
         bar = stack.enter_context(Bar())
         result = agreement(llm, other, text, engine.context, args.tokens, step, bar)
         sparsity = sparsity_summary(llm)

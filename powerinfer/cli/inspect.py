@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig
+from powerinfer.errors import PowerInferError
+from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
     from powerinfer.config import LayerConfig, ModelConfig
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan_document import PlanDocument
 
+NO_TEMPLATE = "no chat template: `run` needs --raw, `chat` writes turns as plain lines"
+NORMS = {
+    "post": "norms after the sums",
+    "output": "norms after attention and FFN",
+    "both": "norms before and after attention and FFN",
+}
 HEADS = ("n_heads", "n_kv_heads", "head_dim")
 MEMORIES = {"gpu": "VRAM", "cpu": "RAM"}
 
@@ -43,7 +51,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         checkpoint = open_model(args.model, engine, out, bar)
         document = describe(checkpoint)
-    document["choices"] = _choices(checkpoint, engine)
+        document["choices"] = _choices(checkpoint, engine, bar, out)
     document["prepared"] = prepared(checkpoint, engine.prepared)
     _show(document, out)
     out.document(document)
@@ -138,12 +146,23 @@ def _plan(plan: PlanDocument) -> dict[str, Any]:
     }
 
 
-def _choices(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, str]:
+def _choices(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, out: Output) -> dict[str, str]:
+    """What `run` would choose with these options, or why it would refuse."""
+    from powerinfer.hybrid.resolve import resolve
     from powerinfer.kernels.cpu import choices
     from powerinfer.sparsity.selection import choose
 
-    selector, why = choose(checkpoint, engine)
-    return choices(engine) | {"selector": f"{selector} ({why})"}
+    machine = choices(engine)
+    try:
+        found = resolve(checkpoint, engine, progress, out.note)
+    except PowerInferError as error:
+        selector, why = choose(checkpoint, engine)
+        return machine | {"selector": f"{selector} ({why})", "refused": str(error)}
+    gpu = "none"
+    if found.gpu is not None:
+        layers = f"{found.gpu_layers} of {checkpoint.config.n_layers} layers"
+        gpu = f"{layers}{' and the head' * found.gpu_head} on {found.gpu}"
+    return machine | {"selector": f"{found.selection.selector} ({found.selection.why})", "gpu": f"{gpu} ({found.why})"}
 
 
 def _show(document: dict[str, Any], out: Output) -> None:
@@ -159,7 +178,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
         "vocabulary": f"{sizes['vocab_size']} tokens, answers end at {document['tokenizer']['end_ids']}",
         "head": "the embedding" if document["tied_embeddings"] else "a matrix of its own",
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
-        "chat": "has a chat template" if document["chat_template"] else "no chat template: use --raw",
+        "chat": "has a chat template" if document["chat_template"] else NO_TEMPLATE,
         **document["choices"],
         **_prepared_lines(document["prepared"]),
     }
@@ -234,13 +253,13 @@ def _span(values: list[float]) -> str:
 
 
 def _layer_lines(kinds: list[dict[str, Any]]) -> dict[str, str]:
-    """A line for each kind of layer."""
-    return {"each layer" if len(kinds) == 1 else _numbers(kind["numbers"]): _layer(kind) for kind in kinds}
+    """A line for each kind of layer; below each other, with their numbers, where there are several."""
+    from powerinfer.cli.bench import ranges
 
-
-def _numbers(numbers: list[int]) -> str:
-    """The first two of them: a model with several kinds of layers has them in turn."""
-    return f"layer {', '.join(map(str, numbers[:2]))}{' ..' if len(numbers) > 2 else ''}"
+    if len(kinds) == 1:
+        return {"each layer": _layer(kinds[0])}
+    lines = [f"{len(kind['numbers'])} ({ranges(kind['numbers'])}): {_layer(kind)}" for kind in kinds]
+    return {"kinds of them": f"\n{'':<14}".join(lines)}
 
 
 def _layer(kind: dict[str, Any]) -> str:
@@ -251,7 +270,7 @@ def _layer(kind: dict[str, Any]) -> str:
     biases = {"q, k, v": attention["qkv_bias"], "o": attention["o_bias"], "FFN": ffn["bias"]}
     parts += [f"biases of {', '.join(name for name, has in biases.items() if has)}"] if any(biases.values()) else []
     parts += [f"q and k normalised by {attention['qk_norm']}"] if attention["qk_norm"] else []
-    parts += [f"norms {kind['norms']}"] if kind["norms"] != "pre" else []
+    parts += [NORMS[kind["norms"]]] if kind["norms"] in NORMS else []
     parts += ["attention and FFN in parallel"] if kind["parallel"] else []
     return "; ".join(parts)
 

@@ -34,6 +34,7 @@ ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
     "isa", "gpu",
 )  # fmt: skip
+EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
@@ -60,7 +61,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
     from powerinfer.placement.plan import make_plan, save_plan
-    from powerinfer.placement.request import check_options, machine, model_subject, shape_subject
+    from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
 
     planning, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
     _check(args)
@@ -73,11 +74,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     else:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
-        hardware = machine(planning, engine, bar, out.note)
-    request = subject.request(hardware, engine, planning)
+        request = plan_request(subject, engine, planning, bar, out.note)
     plan = make_plan(request)
     kept = None if place is None else save_plan(plan, place)
-    document = replace(plan.document(kept), assumed=list(subject.assumed))
+    document = replace(plan.document(kept), assumed=[*subject.assumed, *([EMULATED] if request.insist else [])])
     _show(plan, document, out)
     out.document(document.json())
     return 0
@@ -156,4 +156,6 @@ def _percent(share: float) -> str:
 
 
 def _size(nbytes: int) -> str:
+    if 0 < nbytes < 1 << 20:
+        return f"{nbytes / 2**10:.1f} KiB"
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

@@ -15,7 +15,6 @@ JSON: model, folder, seconds, steps (by name: state "done", "skipped" (up to dat
 from __future__ import annotations
 
 import argparse
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepared", "vram", "ram", "threads", "isa")
 TRAINING = ("recall", "share", "device", "steps")
-TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 
 
 class Display:
@@ -108,16 +106,9 @@ def opened(args: argparse.Namespace, out: Output) -> Work:
 
 @contextmanager
 def stoppable(display: Display, out: Output) -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C: incomplete files are removed, and a line says how to resume."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
+    """If Ctrl-C or SIGTERM ends the work, a line says how to resume."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         out.note(f"stopped in step {display.step}; the same command goes on from there")
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,18 +1,25 @@
 """Answer one prompt; the text streams to stdout as it is generated.
 
-The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue. Without
-PROMPT, or with -, it is read from standard input. Ctrl-C ends the answer and keeps what was generated.
+The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue. Text that is
+piped in follows PROMPT after a blank line; without PROMPT, or with -, it is the prompt. The answer ends where the model
+ends it, or with the context. Ctrl-C ends it and keeps what was generated.
 
 JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
-prefill_tok_s, decode_tok_s), logprobs if requested; for a sparse model sparsity (selector, active_fraction, recall,
-...: over all layers).
+prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where those come from that no flag gave:
+generation_config.json, GGUF metadata, model card or powerinfer), logprobs if requested; for a sparse model sparsity
+(selector, active_fraction, recall, ...: over all layers).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -24,63 +31,170 @@ from powerinfer.cli.common import (
     open_llm,
     sparsity_summary,
     sparsity_text,
+    with_model_defaults,
 )
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.formats.chat import NO_TEMPLATE
+from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM, Stream
+
+LARGEST = 16 << 20  # bytes of a prompt on stdin: more tokens than any context
+PATIENCE = 2.0  # seconds before it is said that the rest of the prompt is awaited on stdin
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="the prompt; -: read it from stdin")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; -: read it from stdin")
+    parser.add_argument("-p", "--prompt", dest="flagged", metavar="PROMPT", help="the prompt, as a flag")
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="no chat template: the model continues the prompt")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print speed, and what was chosen and why, to stderr"
     )
-    config_flags(parser, SamplingParams, "sampling")
+    parser.add_argument(
+        "--json-schema",
+        dest="schema",
+        metavar="SCHEMA",
+        help="the answer is JSON that this schema validates: a file, or its text",
+    )
+    parser.add_argument(
+        "--grammar", dest="gbnf", metavar="FILE", help="the answer matches this grammar, in llama.cpp's GBNF"
+    )
+    parser.add_argument("--regex", dest="pattern", metavar="PATTERN", help="the answer matches this regular expression")
+    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
-    params = config_from(args, SamplingParams)
+    params = config_from(args, SamplingParams, **_constraint(args))
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
-    prompt = _prompt(args.prompt)
-    with open_llm(args.model, config_from(args, EngineConfig), out) as llm:
-        status, document = answer(_events(llm, prompt, args, params), out)
+    if args.prompt is not None and args.flagged is not None:
+        raise RequestError("give the prompt once: as PROMPT or with --prompt")
+    prompt = _prompt(args.flagged if args.prompt is None else args.prompt, out)
+    with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
+        params = with_model_defaults(params, llm, args)
+        with reading() as progress:
+            status, document = answer(_events(llm, prompt, args, params, progress), out)
+        document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
         if args.verbose:
             _explain(llm, document, out)
         if document["finish_reason"] == "length":
-            out.note(f"(ended by --max-tokens {params.max_tokens})" if params.max_tokens else "(the context is full)")
+            out.note(ended_by(params.max_tokens))
         sparsity = sparsity_summary(llm)
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return status
 
 
-def _prompt(given: str) -> str:
-    if given != "-":
-        return checked_text(given, "the prompt")
-    if sys.stdin is None or sys.stdin.isatty():
-        raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
-    return checked_text(sys.stdin.buffer.read(), "the prompt on stdin")
+def _constraint(args: argparse.Namespace) -> dict[str, str]:
+    """What the answer must match, as fields of SamplingParams."""
+    found: dict[str, str] = {}
+    if args.schema is not None:
+        inline = args.schema.lstrip()[:1] == "{"
+        found["json_schema"] = checked_text(args.schema, "the schema") if inline else _file(args.schema)
+    if args.gbnf is not None:
+        found["grammar"] = _file(args.gbnf)
+    if args.pattern is not None:
+        found["regex"] = checked_text(args.pattern, "the regular expression")
+    return found
 
 
-def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams) -> Stream:
+def _file(path: str) -> str:
+    try:
+        return checked_text(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _check_template(checkpoint: Checkpoint) -> None:
+    if checkpoint.chat_template() is None:
+        raise RequestError(NO_TEMPLATE)
+
+
+def _prompt(given: str | None, out: Output) -> str:
+    """PROMPT and what is piped in, or one of them."""
+    if given in (None, "-"):
+        piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped()
+        if not piped.strip():
+            raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
+        return piped
+    prompt = checked_text(given or "", "the prompt")
+    piped = _piped().strip("\n") if _is_piped(out) else ""
+    return f"{prompt}\n\n{piped}" if piped else prompt
+
+
+def _is_piped(out: Output) -> bool:
+    """Whether stdin is a file or a pipe, not a terminal or nothing. Says what it waits for if nothing arrives."""
+    try:
+        fd = sys.stdin.fileno()
+        mode = os.fstat(fd).st_mode
+    except (AttributeError, OSError, ValueError):  # it is closed, or no file of this process
+        return False
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        from select import select
+
+        if not select([fd], [], [], PATIENCE)[0]:
+            out.note("reading the rest of the prompt from stdin; without one: < /dev/null")
+        return True
+    return stat.S_ISREG(mode)
+
+
+def _piped() -> str:
+    """The text on stdin; RequestError if it is binary or too large."""
+    raw = sys.stdin.buffer.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise RequestError(f"the prompt on stdin is larger than {LARGEST >> 20} MiB")
+    text = checked_text(raw, "the prompt on stdin")
+    if "\0" in text:
+        raise RequestError("the prompt on stdin is binary data, not text")
+    return text
+
+
+def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams, progress: Progress) -> Stream:
     if args.raw:
-        return llm.stream(prompt, params)
+        return llm.stream(prompt, params, progress=progress)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return llm.chat_stream([*system, {"role": "user", "content": prompt}], params)
+    tokens = llm.encode_chat([*system, {"role": "user", "content": prompt}])
+    return llm.stream(tokens, params, progress=progress)
 
 
-def answer(events: Stream, out: Output) -> tuple[int, dict[str, Any]]:
-    """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far."""
+@contextmanager
+def reading() -> Iterator[Progress]:
+    """What shows how much of a prompt is computed, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield silent
+        return
+    from powerinfer.cli.progress import Bar
+
+    with Bar() as bar:
+
+        def progress(label: str, done: int, total: int) -> None:
+            if done < total:
+                bar(label, done, total)
+            else:
+                bar.close()
+
+        yield progress
+
+
+def ended_by(max_tokens: int | None) -> str:
+    """The line for an answer that a limit ended; max_tokens: None where it was the context."""
+    return "(the context is full)" if max_tokens is None else f"(ended by --max-tokens {max_tokens})"
+
+
+def answer(events: Stream, out: Output, *, trim: bool = False) -> tuple[int, dict[str, Any]]:
+    """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far.
+
+    trim: print it without the white space that it begins with.
+    """
     pieces: list[str] = []
     ids: list[int] = []
     try:
@@ -88,7 +202,8 @@ def answer(events: Stream, out: Output) -> tuple[int, dict[str, Any]]:
             pieces.append(event.text)
             if event.token_id is not None:
                 ids.append(event.token_id)
-            out.text(event.text)
+            out.text(event.text.lstrip() if trim else event.text)
+            trim = trim and not event.text.strip()
             if event.completion is not None:
                 return 0, describe(event.completion)
     except KeyboardInterrupt:
@@ -116,9 +231,17 @@ def describe(completion: Completion) -> dict[str, Any]:
     return document
 
 
+def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    """How an answer was sampled; defaults: where values come from that no flag gave."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: getattr(params, name) for name in names}
+    return {**values, "defaults": llm.sampling.source or "powerinfer"}
+
+
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
     rows = {**llm.choices, **{name: f"{value:.3f}" for name, value in document.get("timings", {}).items() if value}}
     rows |= {name: value for name, value in document.items() if name.endswith("_tokens")}
+    rows["sampling"] = ", ".join(f"{name} {value}" for name, value in document["sampling"].items())
     if llm.sparsity is not None:
         rows["neurons"] = sparsity_text(llm.sparsity)
     for name, value in rows.items():

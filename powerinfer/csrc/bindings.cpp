@@ -67,8 +67,8 @@ Norm norm_of(const Norm* norm) { return norm ? *norm : Norm(); }
 
 Vector vector_of(const std::optional<Floats>& a) { return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector(); }
 
-std::shared_ptr<Matrix> pack(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name, int64_t rows,
-                             int64_t k, Bytes data, std::optional<Ints> map) {
+std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name,
+                                    int64_t rows, int64_t k, Bytes data, std::optional<Ints> map) {
   const int type = type_of(type_name);
   check_stored(type, rows, k, (int64_t)data.shape(0));
   auto m = std::make_shared<Matrix>();
@@ -121,68 +121,69 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
   });
 }
 
-int part_type(const std::string& name) {
+int row_type(const std::string& name) {
   const int type = name == "Q4_0X32" ? (int)PI_Q4_0X32 : type_of(name);
-  require(pi_part_type(type), "bundles hold F16, BF16, Q8_0, Q4_0 and Q4_0X32, not " + name);
+  require(pi_row_type(type), "bundles hold F16, BF16, Q8_0, Q4_0 and Q4_0X32, not " + name);
   return type;
 }
 
 int kind_of(const std::string& name) {
-  require(name == "dot" || name == "add", "a part is for 'dot' or for 'add'");
+  require(name == "dot" || name == "add", "rows are for 'dot' or for 'add'");
   return name == "dot" ? PI_DOT : PI_ADD;
 }
 
-void check_part(int type, int kind, int64_t k) {
-  require(k > 0 && k < (int64_t)1 << 30 && (type <= PI_BF16 || k % 32 == 0), "a quantised part must hold whole blocks");
+void check_row(int type, int kind, int64_t k) {
+  require(k > 0 && k < (int64_t)1 << 30 && (type <= PI_BF16 || k % 32 == 0), "a quantised row must hold whole blocks");
   require(type != PI_Q4_0X32 || kind == PI_ADD, "Q4_0X32 is for 'add' alone");
 }
 
-// One part of bundles of `rows` neurons, [groups, bytes of a group], which lie `pitch` apart.
-PiPart part_of(const std::string& type_name, int kind, int64_t k, int64_t rows, const uint8_t* data, size_t groups,
+// Rows of the bundles of `rows` neurons, [groups, bytes of a group], which lie `pitch` apart.
+PiRows rows_of(const std::string& type_name, int kind, int64_t k, int64_t rows, const uint8_t* data, size_t groups,
                size_t bytes, int64_t pitch, int64_t at) {
-  const int type = part_type(type_name);
+  const int type = row_type(type_name);
   const int64_t stride = (int64_t)bytes;
-  check_part(type, kind, k);
+  check_row(type, kind, k);
   require(rows > 0 && (rows + PI_GROUP - 1) / PI_GROUP == (int64_t)groups,
           "the number of bundles does not match the number of rows");
   require(pitch > 0 && pitch % 64 == 0 && pitch <= stride / PI_GROUP && stride % 64 == 0 &&
               pi_shared_bytes(type, k) <= stride - PI_GROUP * pitch && at >= 0 && at % 64 == 0 && at <= pitch &&
-              pi_part_bytes(type, k) <= pitch - at,
-          "a part does not fit into its bundle, or is not aligned");
+              pi_row_bytes(type, k) <= pitch - at,
+          "a row does not fit into its bundle, or is not aligned");
   return {data, stride, pitch, at, k, type};
 }
 
-void pack_parts(Pool& pool, const std::string& type_name, const std::string& kind_name, int64_t rows, int64_t k,
-                Bytes data, OutBytes2 out, int64_t pitch, int64_t at) {
+void pack_rows(Pool& pool, const std::string& type_name, const std::string& kind_name, int64_t rows, int64_t k,
+               Bytes data, OutBytes2 out, int64_t pitch, int64_t at) {
   const int kind = kind_of(kind_name);
-  const PiPart part = part_of(type_name, kind, k, rows, out.data(), out.shape(0), out.shape(1), pitch, at);
-  require((int64_t)data.shape(0) == part_source_bytes(part.type, rows, k),
+  const PiRows all = rows_of(type_name, kind, k, rows, out.data(), out.shape(0), out.shape(1), pitch, at);
+  require((int64_t)data.shape(0) == bundle_rows_source_bytes(all.type, rows, k),
           "the data has another size than its shape and type say");
   nb::gil_scoped_release release;
   pool.run([&](int thread) {
     int64_t begin, end;
     share((rows + PI_GROUP - 1) / PI_GROUP, 1, pool.threads(), thread, &begin, &end);
     for (int64_t g = begin; g < end; g++)
-      pack_part(part.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), k,
-                data.data() + part_source_bytes(part.type, g * PI_GROUP, k), out.data() + g * part.stride, pitch, at);
+      pack_bundle_rows(all.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), k,
+                       data.data() + bundle_rows_source_bytes(all.type, g * PI_GROUP, k), out.data() + g * all.stride,
+                       pitch, at);
   });
 }
 
-void unpack_parts(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t pitch,
-                  int64_t at, OutFloats2 out) {
+void unpack_rows(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t pitch,
+                 int64_t at, OutFloats2 out) {
   const int kind = kind_of(kind_name);
   const int64_t rows = (int64_t)out.shape(0);
-  const PiPart part = part_of(type_name, kind, k, rows, data.data(), data.shape(0), data.shape(1), pitch, at);
+  const PiRows all = rows_of(type_name, kind, k, rows, data.data(), data.shape(0), data.shape(1), pitch, at);
   require((int64_t)out.shape(1) == k, "out must be [rows, k]");
-  for (int64_t r = 0; r < rows; r++) unpack_part(kind, part, r, out.data() + r * k);
+  for (int64_t r = 0; r < rows; r++) unpack_bundle_row(kind, all, r, out.data() + r * k);
 }
 
-nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> order_of(const std::string& type_name, const std::string& kind_name,
-                                                      int64_t k) {
-  const int type = part_type(type_name), kind = kind_of(kind_name);
-  check_part(type, kind, k);
+nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> row_order_of(const std::string& type_name, const std::string& kind_name,
+                                                          int64_t k) {
+  const int type = row_type(type_name), kind = kind_of(kind_name);
+  check_row(type, kind, k);
   auto order = std::make_unique<int32_t[]>((size_t)k);
-  part_order(type, kind, k, order.get());
+  bundle_row_order(type, kind, k, order.get());
   nb::capsule owner(order.get(), [](void* p) noexcept { delete[] (int32_t*)p; });
   return {order.release(), {(size_t)k}, owner};
 }
@@ -195,7 +196,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   const int64_t groups = counts ? (int64_t)counts->shape(0) : (int64_t)data.shape(0);
   int64_t group_bytes = (int64_t)data.shape(1);
   if (counts) {
-    const int64_t shared = pi_shared_bytes(part_type(down_type), d_model);
+    const int64_t shared = pi_shared_bytes(row_type(down_type), d_model);
     require(data.shape(0) == 1 && pitch > 0 && groups > 0, "groups of different sizes must be contiguous");
     b->offsets.push_back(0);
     for (int64_t g = 0; g < groups; g++) {
@@ -212,14 +213,14 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
     b->members.resize((size_t)std::max(neurons, (int64_t)0));
     std::iota(b->members.begin(), b->members.end(), 0);
   }
-  const auto part = [&](const std::string& name, int kind, int64_t at) {
-    PiPart whole = part_of(name, kind, d_model, neurons, data.data(), (size_t)groups, (size_t)group_bytes, pitch, at);
+  const auto rows = [&](const std::string& name, int kind, int64_t at) {
+    PiRows whole = rows_of(name, kind, d_model, neurons, data.data(), (size_t)groups, (size_t)group_bytes, pitch, at);
     if (counts) whole.offsets = b->offsets.data();
     return whole;
   };
-  b->gate = gate_type ? part(*gate_type, PI_DOT, gate_at) : PiPart{nullptr, 0, 0, 0, d_model, 0};
-  b->up = part(up_type, PI_DOT, up_at);
-  b->down = part(down_type, PI_ADD, down_at);
+  b->gate = gate_type ? rows(*gate_type, PI_DOT, gate_at) : PiRows{nullptr, 0, 0, 0, d_model, 0};
+  b->up = rows(up_type, PI_DOT, up_at);
+  b->down = rows(down_type, PI_ADD, down_at);
   b->neurons = neurons;
   b->spec = spec;
   for (const Vector* bias : {&spec.gate_bias, &spec.up_bias})
@@ -229,7 +230,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
 }
 
 // What listed neurons add to the output, by one thread.
-void bundles_part(const Bundles& b, const std::string& level, Floats2 x, Ints index, OutFloats2 out, float threshold) {
+void add_listed(const Bundles& b, const std::string& level, Floats2 x, Ints index, OutFloats2 out, float threshold) {
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
@@ -412,44 +413,44 @@ void bind_matrix(nb::module_& m) {
       .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
       .def_prop_ro("nbytes", &Matrix::bytes);
   m.def(
-      "pack", &pack, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
+      "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
       "where that is -1.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
         "out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES].");
 }
 
-void bind_parts(nb::module_& m) {
+void bind_bundle_rows(nb::module_& m) {
   m.attr("NEURON_TOKENS") = (int)PI_NEURON_TOKENS;
   m.def(
-      "part_bytes",
+      "bundle_row_bytes",
       [](const std::string& type, int64_t k) {
-        const int t = part_type(type);
-        require(k > 0 && (t <= PI_BF16 || k % 32 == 0), "a quantised part must hold whole blocks");
-        return pi_part_bytes(t, k);
+        const int t = row_type(type);
+        require(k > 0 && (t <= PI_BF16 || k % 32 == 0), "a quantised row must hold whole blocks");
+        return pi_row_bytes(t, k);
       },
-      "type"_a, "k"_a, "Bytes of one neuron's row of a part.");
+      "type"_a, "k"_a, "Bytes of one row of a bundle.");
   m.def(
-      "shared_bytes", [](const std::string& type, int64_t k) { return pi_shared_bytes(part_type(type), k); }, "type"_a,
+      "shared_bytes", [](const std::string& type, int64_t k) { return pi_shared_bytes(row_type(type), k); }, "type"_a,
       "k"_a, "Bytes of the scales that the rows of a group share.");
   m.attr("GROUP") = (int)PI_GROUP;
-  m.def("pack_part", &pack_parts, "pool"_a, "type"_a, "kind"_a, "rows"_a, "k"_a, "data"_a, "out"_a.noconvert(),
+  m.def("pack_bundle_rows", &pack_rows, "pool"_a, "type"_a, "kind"_a, "rows"_a, "k"_a, "data"_a, "out"_a.noconvert(),
         "pitch"_a, "at"_a,
-        "Write one part of bundles, which begins at byte `at` of each; they lie `pitch` bytes apart.\n\n"
+        "Write the gate, up or down rows of bundles, at byte `at` of each; they lie `pitch` bytes apart.\n\n"
         "data: rows as a model file stores them; out: [groups, bytes of a group]; kind: \"dot\" (gate, up) or \"add\"\n"
         "(down).");
   m.def(
       "code_bytes",
       [](const std::string& type, int64_t k) {
-        const int t = part_type(type);
+        const int t = row_type(type);
         require(k > 0, "a row needs columns");
-        return pi_part_codes(t, k);
+        return pi_row_codes(t, k);
       },
-      "type"_a, "k"_a, "Bytes of the codes of one neuron's row of a part, behind which its own scales lie.");
-  m.def("part_order", &order_of, "type"_a, "kind"_a, "k"_a,
-        "The byte of a part's row at which each of its k elements lies, int32; two codes of 4 bits share a byte.");
-  m.def("unpack_part", &unpack_parts, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert(),
-        "The values of one part of bundles: data [groups, bytes of a group], out [rows, k].");
+      "type"_a, "k"_a, "Bytes of the codes of one row of a bundle, behind which its own scales lie.");
+  m.def("bundle_row_order", &row_order_of, "type"_a, "kind"_a, "k"_a,
+        "The byte of a bundle's row at which each of its k elements lies, int32; two codes of 4 bits share a byte.");
+  m.def("unpack_bundle_rows", &unpack_rows, "type"_a, "kind"_a, "k"_a, "data"_a, "pitch"_a, "at"_a, "out"_a.noconvert(),
+        "The values of the gate, up or down rows of bundles: data [groups, bytes of a group], out [rows, k].");
 }
 
 void bind_neuron_spec(nb::module_& m) {
@@ -477,7 +478,7 @@ void bind_bundles(nb::module_& m) {
            "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "spec"_a, "counts"_a = nb::none(),
            nb::keep_alive<0, 2>())  // 1 is the class
       .def_ro("neurons", &Bundles::neurons)
-      .def("part", &bundles_part, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
+      .def("add", &add_listed, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
 }
 
@@ -761,7 +762,7 @@ NB_MODULE(_native, m) {
   bind_levels(m);
   bind_pool(m);
   bind_matrix(m);
-  bind_parts(m);
+  bind_bundle_rows(m);
   bind_neuron_spec(m);
   bind_bundles(m);
   bind_table(m);

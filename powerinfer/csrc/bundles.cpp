@@ -9,7 +9,7 @@
 
 namespace {
 
-// Position of the code of element i in a part of k elements (table.h): the byte, and whether its high nibble.
+// Position of the code of element i in a row of k elements (table.h): the byte, and whether its high nibble.
 int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
   *high = false;
   if (type == PI_Q8_0 && kind == PI_ADD) return i;
@@ -44,8 +44,8 @@ struct Work {
   float* h(int64_t t) const { return block.h + t * NeuronBlock::NEURONS; }
   float* more(int64_t t) const { return block.more + t * NeuronBlock::NEURONS; }
 
-  void dots(const PiPart& part, const std::vector<float>& bias, float* out) const {
-    kernels->neurons->dots(&part, block.index, n, x, tokens, out, NeuronBlock::NEURONS);
+  void dots(const PiRows& rows, const std::vector<float>& bias, float* out) const {
+    kernels->neurons->dots(&rows, block.index, n, x, tokens, out, NeuronBlock::NEURONS);
     if (bias.empty()) return;
     for (int64_t t = 0; t < tokens; t++)
       for (int64_t j = 0; j < n; j++) out[t * NeuronBlock::NEURONS + j] += bias[(size_t)block.index[j]];
@@ -59,9 +59,9 @@ struct Work {
       if (f.known)
         for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
       else b.spec.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES));
-      if (f.wanted)
+      if (f.selected_by)
         for (int64_t j = 0; j < n; j++)
-          if (!(f.wanted[block.index[j]] >> t & 1)) a[j] = 0.0f;
+          if (!(f.selected_by[block.index[j]] >> t & 1)) a[j] = 0.0f;
       if (f.threshold > 0.0f)
         for (int64_t j = 0; j < n; j++)
           if (fabsf(a[j]) <= f.threshold) a[j] = 0.0f;
@@ -93,18 +93,18 @@ struct Work {
   // Whether this number of cells is faster as pairs than as a table.
   bool few(int64_t cells) const { return tokens > 1 && 3 * cells <= n * tokens; }
 
-  // Makes pairs of the cells in `meet`, those of a neuron together.
+  // Makes pairs of the cells in `tokens_of`, those of a neuron together.
   void list_pairs() {
     count = 0;
     for (int64_t j = 0; j < n; j++)
-      for (uint32_t left = block.meet[j]; left; left &= left - 1)
+      for (uint32_t left = block.tokens_of[j]; left; left &= left - 1)
         block.pairs[count++] = {block.index[j], __builtin_ctz(left)};
   }
 
-  // Makes pairs of the wanted cells, if they are few.
-  bool take_wanted(const Firing& f) {
+  // Makes pairs of the selected cells, if they are few.
+  bool take_selected(const Firing& f) {
     int64_t cells = 0;
-    for (int64_t j = 0; j < n; j++) cells += __builtin_popcount(block.meet[j] = f.wanted[block.index[j]]);
+    for (int64_t j = 0; j < n; j++) cells += __builtin_popcount(block.tokens_of[j] = f.selected_by[block.index[j]]);
     if (!few(cells)) return false;
     list_pairs();
     return true;
@@ -112,20 +112,20 @@ struct Work {
 
   // Makes pairs of the nonzero cells of the table.
   void take_active() {
-    std::fill(block.meet, block.meet + n, 0u);
+    std::fill(block.tokens_of, block.tokens_of + n, 0u);
     for (int64_t t = 0; t < tokens; t++) {
       int64_t own = 0;
       kernels->neurons->keep(h(t), 0, 1, n, 1, 0.0f, 0, block.position, &own);
-      for (int64_t i = 0; i < own; i++) block.meet[block.position[i]] |= 1u << t;
+      for (int64_t i = 0; i < own; i++) block.tokens_of[block.position[i]] |= 1u << t;
     }
     for (int64_t j = 0, i = 0; j < n; j++)
-      for (uint32_t left = block.meet[j]; left; left &= left - 1) block.more[i++] = h(__builtin_ctz(left))[j];
+      for (uint32_t left = block.tokens_of[j]; left; left &= left - 1) block.more[i++] = h(__builtin_ctz(left))[j];
     list_pairs();
     memcpy(block.h, block.more, (size_t)count * sizeof(float));
   }
 
-  void dot_pairs(const PiPart& part, const std::vector<float>& bias, float* out) const {
-    kernels->neurons->dot_pairs(&part, block.pairs, count, x, out);
+  void dot_pairs(const PiRows& rows, const std::vector<float>& bias, float* out) const {
+    kernels->neurons->dot_pairs(&rows, block.pairs, count, x, out);
     if (!bias.empty())
       for (int64_t i = 0; i < count; i++) out[i] += bias[(size_t)block.pairs[i].neuron];
   }
@@ -238,16 +238,16 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out) {
   }
 }
 
-int64_t part_source_bytes(int type, int64_t rows, int64_t k) {
+int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k) {
   return type == PI_Q4_0X32 ? (rows + PI_GROUP - 1) / PI_GROUP * stored_row_bytes(PI_Q4_0, PI_GROUP * k)
                             : rows * stored_row_bytes(type, k);
 }
 
-void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
-               int64_t at) {
-  const int64_t codes = pi_part_codes(type, k);
+void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
+                      int64_t at) {
+  const int64_t codes = pi_row_codes(type, k);
   uint8_t* const shared = group + PI_GROUP * pitch;
-  for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_part_bytes(type, k));
+  for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
   memset(shared, 0, (size_t)pi_shared_bytes(type, k));
   const auto put = [=](uint8_t* row, int64_t i, int code) {
     bool high;
@@ -276,23 +276,23 @@ void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, 
   }
 }
 
-void part_order(int type, int kind, int64_t k, int32_t* out) {
+void bundle_row_order(int type, int kind, int64_t k, int32_t* out) {
   bool high;
   for (int64_t i = 0; i < k; i++)
     out[i] = (int32_t)(type == PI_F16 || type == PI_BF16 ? 2 * i : code_at(type, kind, k, i, &high));
 }
 
-void unpack_part(int kind, const PiPart& part, int64_t i, float* out) {
-  const int type = part.type;
-  const int64_t k = part.k, codes = pi_part_codes(type, k);
-  const uint8_t* row = pi_row(&part, (int32_t)i);
+void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
+  const int type = rows.type;
+  const int64_t k = rows.k, codes = pi_row_codes(type, k);
+  const uint8_t* row = pi_row(&rows, (int32_t)i);
   if (type == PI_F16 || type == PI_BF16) return unpack_row(type, row, k, out);
   for (int64_t c = 0; c < k; c++) {
     bool high;
     const uint8_t byte = row[code_at(type, kind, k, c, &high)];
     const int code = type == PI_Q8_0 ? (int8_t)byte : (high ? byte >> 4 : byte & 15) - 8;
     float d;
-    unpack_row(PI_F16, type == PI_Q4_0X32 ? pi_shared(&part, (int32_t)i) + 2 * c : row + codes + c / 32 * 2, 1, &d);
+    unpack_row(PI_F16, type == PI_Q4_0X32 ? pi_shared(&rows, (int32_t)i) + 2 * c : row + codes + c / 32 * 2, 1, &d);
     out[c] = d * (float)code;
   }
 }
@@ -313,7 +313,7 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     memcpy(block.index, index + j, (size_t)w.n * sizeof *index);
     if (!firing.known) counts.first += w.n;
     int64_t active;
-    bool pairs = firing.wanted && w.take_wanted(firing);
+    bool pairs = firing.selected_by && w.take_selected(firing);
     const auto drop = [&] {
       if (pairs) return w.drop_zero_pairs();
       const int64_t cells = w.drop_zeros();

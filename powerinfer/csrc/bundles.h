@@ -1,35 +1,35 @@
-// The neurons of one layer as bundles, and the sum of listed neurons: what each device computes for its own part of an
-// FFN.
+// The neurons of one layer as bundles, and the sum of listed neurons: what each device computes for its own part of
+// an FFN.
 #pragma once
 #include <vector>
 
 #include "activation.h"
 #include "table.h"
 
-// Bytes of the input of pack_part for `rows` neurons: rows as stored; for Q4_0X32 whole groups, each k consecutive
+// Bytes of the input of pack_bundle_rows for `rows` neurons: rows as stored; for Q4_0X32 whole groups, each k consecutive
 // blocks of Q4_0.
-int64_t part_source_bytes(int type, int64_t rows, int64_t k);
-// One part of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, and the part at byte `at` of each.
+int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k);
+// The gate, up or down rows of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, the row at byte `at`.
 // Neurons that are missing become zeros.
-void pack_part(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
-               int64_t at);
-// Where the elements of a part's row lie: the byte of each, of F16 and BF16 the first. Two codes of 4 bits share a byte.
-void part_order(int type, int kind, int64_t k, int32_t* out);
-// The values of neuron i of a part.
-void unpack_part(int kind, const PiPart& part, int64_t i, float* out);
+void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
+                      int64_t at);
+// Where the elements of a row lie: the byte of each, of F16 and BF16 the first. Two codes of 4 bits share a byte.
+void bundle_row_order(int type, int kind, int64_t k, int32_t* out);
+// The values of the row of neuron i.
+void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out);
 
 // The form of activations that the kernels read instead of q and d, pi_lanes_bytes per token.
 void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 
 // Neurons of one layer.
 struct Bundles {
-  PiPart gate, up, down;         // gate.groups null: no gate
+  PiRows gate, up, down;         // gate.groups null: no gate
   int64_t neurons;               // places: where groups have fewer bundles, some are empty
   NeuronSpec spec;               // biases have a value for every place
   std::vector<int32_t> members;  // the places that hold a neuron, ascending
   std::vector<int64_t> offsets;  // of groups, where some have fewer bundles; else empty
   bool gated() const { return gate.groups != nullptr; }
-  const PiPart& first() const { return gated() ? gate : up; }  // what the activation is on
+  const PiRows& first() const { return gated() ? gate : up; }  // what the activation is on
   const std::vector<float>& first_bias() const { return spec.first_bias(gated()); }
   bool complete() const { return (int64_t)members.size() == neurons; }  // whether every place holds a neuron
   int forms() const { return pi_form(gate.groups ? gate.type : up.type) | pi_form(up.type); }
@@ -45,8 +45,8 @@ struct NeuronBlock {
   float d[CELLS];
   int32_t index[NEURONS + PI_LANES], position[NEURONS + PI_LANES];
   float h[CELLS], more[CELLS];
-  uint32_t meet[NEURONS];  // the tokens that count for each neuron, a bit each
-  PiPair pairs[CELLS];     // (neuron, token) pairs, if few are left; then h has one value per pair
+  uint32_t tokens_of[NEURONS];  // the tokens that count for each neuron, a bit each
+  PiPair pairs[CELLS];          // (neuron, token) pairs, if few are left; then h has one value per pair
 };
 
 // Numbers of rows of bundles read, of shared scales read, and of nonzero neurons, over all tokens.
@@ -58,8 +58,8 @@ struct NeuronCounts {
 struct Firing {
   const float* known;  // activations already computed, [t * ld + neuron]; null: computed from the bundles
   int64_t ld;
-  const uint32_t* wanted;  // where not null, a neuron counts for token t only if bit t of its word is set
-  float threshold;         // activations up to it in magnitude count as zero
+  const uint32_t* selected_by;  // where not null, a neuron counts for token t only if bit t of its word is set
+  float threshold;              // activations up to it in magnitude count as zero
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a

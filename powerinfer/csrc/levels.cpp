@@ -52,8 +52,8 @@ struct Cpu {
     if (!__get_cpuid_count(7, 1, &a71, &unused, &unused, &unused)) a71 = 0;
     avx2 = (state & 6) == 6 && fma && f16c && (b7 & bit_AVX2);
     avxvnni = avx2 && (a71 >> 4 & 1);
-    const unsigned wanted = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-    avx512 = avx2 && (state & 0xe6) == 0xe6 && (b7 & wanted) == wanted && (c7 & bit_AVX512VNNI);
+    const unsigned needed = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    avx512 = avx2 && (state & 0xe6) == 0xe6 && (b7 & needed) == needed && (c7 & bit_AVX512VNNI);
     avx512bf16 = avx512 && (a71 >> 5 & 1);
     const unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
     amx = avx512bf16 && (state & 0x60000) == 0x60000 && (d7 & tiles) == tiles && ask_for_tiles();

@@ -18,15 +18,15 @@ class NeuronLists {
     int64_t counts[PI_NEURON_TOKENS];  // and for each token
     NeuronCounts done;
     NeuronBlock block;
-    std::vector<int32_t> part;  // its part of the lists of all threads
-    Vector sums;                // what its neurons add, [tokens][lds]
+    std::vector<int32_t> taken;  // what it sums of the lists of all threads
+    Vector sums;                 // what its neurons add, [tokens][lds]
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
-  std::vector<uint32_t> wanted;  // by place of a listed neuron: the tokens that select it, a bit each
-  Vector z, hidden;              // of a predictor, [tokens][ldz] and [tokens][ldr]
+  std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each
+  Vector z, hidden;                   // of a predictor, [tokens][ldz] and [tokens][ldr]
   std::vector<Share> shares;
 
-  // Makes the thread's part, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns its
+  // Makes `taken` of the thread, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns its
   // length.
-  int64_t take_part(int thread, bool whole_groups);
+  int64_t take(int thread, bool whole_groups);
 };

@@ -59,21 +59,21 @@ void NeuronSum::list_selected(int thread, const Piece& piece) {
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
   for (int64_t j = begin, some; j < end; j += some) {
     some = std::min(end - j, (int64_t)SOME);
-    uint32_t wanted[SOME] = {0};
+    uint32_t selected_by[SOME] = {0};
     for (int64_t i = 0; i < piece.x.tokens; i++) {
       if (piece.weight && piece.weight[i] == 0.0f) continue;
       uint32_t sum = 0;
       for (int64_t c = 0; c < some; c++) {
         const uint32_t one = !piece.selected || piece.selected[i * all + j + c];
-        wanted[c] |= one << i;
+        selected_by[c] |= one << i;
         sum += one;
       }
       own.counts[i] += sum;
     }
     for (int64_t c = 0; c < some; c++) {
-      if (!wanted[c]) continue;
+      if (!selected_by[c]) continue;
       const int32_t place = bundles->members[(size_t)(j + c)];
-      lists.wanted[(size_t)place] = wanted[c];
+      lists.selected_by[(size_t)place] = selected_by[c];
       own.listed[(size_t)own.n++] = place;
     }
   }
@@ -83,14 +83,14 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
                            const Predictor* predictor) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
-  const int64_t tokens = piece.x.tokens, n = lists.take_part(thread, bundles->down.type == PI_Q4_0X32);
+  const int64_t tokens = piece.x.tokens, n = lists.take(thread, bundles->down.type == PI_Q4_0X32);
   // With one token, every listed neuron is selected by it.
   const bool some = tokens > 1 && (predictor || piece.selected || piece.weight);
-  if (some && predictor) predictor->mark(lists, own.part.data(), n, tokens);
+  if (some && predictor) predictor->mark(lists, own.taken.data(), n, tokens);
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
   own.done = {};
-  add_neurons(workspace->kernels, *bundles, acts, tokens, own.part.data(), n,
-              {known, ldk, some ? lists.wanted.data() : nullptr, threshold}, own.block, own.sums.data(), lists.lds,
+  add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n,
+              {known, ldk, some ? lists.selected_by.data() : nullptr, threshold}, own.block, own.sums.data(), lists.lds,
               own.done, piece.counted && counts_fired ? fired_.data() : nullptr);
   workspace->pool->barrier();
   add_sums(thread, piece);

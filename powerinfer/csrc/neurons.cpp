@@ -21,10 +21,10 @@ template <int R>
 struct Rows {
   const uint8_t *now[R], *next[R];
   template <class I>
-  PI_INLINE_MEMBER Rows(const PiPart* part, const I* list, int64_t left, int64_t ahead = R) {
+  PI_INLINE_MEMBER Rows(const PiRows* all, const I* list, int64_t left, int64_t ahead = R) {
     for (int r = 0; r < R; r++) {
-      now[r] = pi_row(part, neuron_of(list[r]));
-      next[r] = r + ahead < left ? pi_row(part, neuron_of(list[r + ahead])) : now[r];
+      now[r] = pi_row(all, neuron_of(list[r]));
+      next[r] = r + ahead < left ? pi_row(all, neuron_of(list[r + ahead])) : now[r];
     }
   }
   PI_INLINE_MEMBER void ask(int64_t at) const {
@@ -33,7 +33,7 @@ struct Rows {
   }
 };
 
-// ---- A row's part against the activations -------------------------------------------------------------------------
+// ---- Rows against the activations -------------------------------------------------------------------------
 
 // The tokens that R rows are multiplied with: the same T from t on, or one per row.
 template <int R, int N>
@@ -74,7 +74,7 @@ struct Sums {
 struct DotF16 {
   enum { TOKENS = SHARED_TOKENS };
   template <int R, class M>
-  static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+  static void rows(const Rows<R>& w, const PiActs* x, const M& with, float* out, int64_t ldo) {
     enum { T = M::T };
     Sums<R, T> sum;
     const int64_t k = x->k;
@@ -83,14 +83,14 @@ struct DotF16 {
       f32x16 a[M::TOKENS];
 #pragma GCC unroll 8
       for (int m = 0; m < M::TOKENS; m++) {
-        const float* f = x->f + meet.token[m] * x->ldf + i;
+        const float* f = x->f + with.token[m] * x->ldf + i;
         a[m] = i + 16 <= k ? f_load(f) : f_load_n(f, (int)(k - i));
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const f32x16 c = f_load_f16(w.now[r] + 2 * i);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(c, a[meet.of(r, t)], sum.v[r][t]);
+        for (int t = 0; t < T; t++) sum.v[r][t] = f_fma(c, a[with.of(r, t)], sum.v[r][t]);
       }
     }
     sum.put(out, ldo);
@@ -100,7 +100,7 @@ struct DotF16 {
 struct DotBF16 {
   enum { TOKENS = SHARED_TOKENS };
   template <int R, class M>
-  static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+  static void rows(const Rows<R>& w, const PiActs* x, const M& with, float* out, int64_t ldo) {
     enum { T = M::T };
     Sums<R, T> sum;
     for (int64_t i = 0; i < x->k; i += 32) {
@@ -109,7 +109,7 @@ struct DotBF16 {
       for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
-          const uint16_t* b = x->b + meet.token[meet.of(r, t)] * x->ldb + i;
+          const uint16_t* b = x->b + with.token[with.of(r, t)] * x->ldb + i;
 #if defined(PI_BF16_UNIT)
           sum.v[r][t] = dot_vbf16(sum.v[r][t], w.now[r] + 2 * i, b);
 #else
@@ -146,13 +146,13 @@ template <class C>
 struct DotQ {
   enum { TOKENS = SHARED_TOKENS > 2 ? 2 : SHARED_TOKENS };
   template <int R, class M>
-  static void rows(const Rows<R>& w, const PiActs* x, const M& meet, float* out, int64_t ldo) {
+  static void rows(const Rows<R>& w, const PiActs* x, const M& with, float* out, int64_t ldo) {
     enum { T = M::T };
     Sums<R, T> sum;
-    const int64_t nb = x->k / 32, codes = pi_part_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
+    const int64_t nb = x->k / 32, codes = pi_row_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
     const uint8_t* a[M::TOKENS];
 #pragma GCC unroll 8
-    for (int m = 0; m < M::TOKENS; m++) a[m] = x->lanes + meet.token[m] * ld;
+    for (int m = 0; m < M::TOKENS; m++) a[m] = x->lanes + with.token[m] * ld;
     for (int64_t b = 0, at_lanes = 0; b < nb; b += 16, at_lanes += PI_LANES_STEP) {
       const int64_t step = nb - b < 16 ? 4 * (nb - b) : 64;
       i32x16 start[M::TOKENS], s[R][T];
@@ -161,7 +161,7 @@ struct DotQ {
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) s[r][t] = start[meet.of(r, t)];
+        for (int t = 0; t < T; t++) s[r][t] = start[with.of(r, t)];
       }
 #pragma GCC unroll 8
       for (int v = 0; v < C::VECTORS; v++) {
@@ -171,7 +171,7 @@ struct DotQ {
         for (int r = 0; r < R; r++) {
           const u8x64 raw = b_load(w.now[r] + at);
 #pragma GCC unroll 8
-          for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a[meet.of(r, t)] + at_lanes, v);
+          for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a[with.of(r, t)] + at_lanes, v);
         }
       }
       if (b % 32 == 0) w.ask(codes + 2 * b);
@@ -181,7 +181,7 @@ struct DotQ {
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
           sum.v[r][t] = f_fma(i_float(s[r][t]),
-                              f_mul(d, f_load((const float*)(a[meet.of(r, t)] + at_lanes + PI_LANES_D))), sum.v[r][t]);
+                              f_mul(d, f_load((const float*)(a[with.of(r, t)] + at_lanes + PI_LANES_D))), sum.v[r][t]);
       }
     }
     sum.put(out, ldo);
@@ -195,46 +195,46 @@ PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t 
 }
 
 template <class D>
-void dots_of(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
+void dots_of(const PiRows* all, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
              int64_t ldo) {
   int64_t j = 0;
   if (tokens == 1)
     for (; j + ROWS <= n; j += ROWS)
-      dot_tokens<D, ROWS, 1>(Rows<ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
+      dot_tokens<D, ROWS, 1>(Rows<ROWS>(all, index + j, n - j), x, 0, tokens, out + j, ldo);
   for (; j + SHARED_ROWS <= n; j += SHARED_ROWS)
-    dot_tokens<D, SHARED_ROWS, D::TOKENS>(Rows<SHARED_ROWS>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
-  for (; j < n; j++) dot_tokens<D, 1, D::TOKENS>(Rows<1>(part, index + j, n - j), x, 0, tokens, out + j, ldo);
+    dot_tokens<D, SHARED_ROWS, D::TOKENS>(Rows<SHARED_ROWS>(all, index + j, n - j), x, 0, tokens, out + j, ldo);
+  for (; j < n; j++) dot_tokens<D, 1, D::TOKENS>(Rows<1>(all, index + j, n - j), x, 0, tokens, out + j, ldo);
 }
 
-void dots(const PiPart* part, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
+void dots(const PiRows* all, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
           int64_t ldo) {
-  switch (part->type) {
-    case PI_F16: return dots_of<DotF16>(part, index, n, x, tokens, out, ldo);
-    case PI_BF16: return dots_of<DotBF16>(part, index, n, x, tokens, out, ldo);
-    case PI_Q8_0: return dots_of<DotQ<CodesQ8_0>>(part, index, n, x, tokens, out, ldo);
-    case PI_Q4_0: return dots_of<DotQ<CodesQ4_0>>(part, index, n, x, tokens, out, ldo);
+  switch (all->type) {
+    case PI_F16: return dots_of<DotF16>(all, index, n, x, tokens, out, ldo);
+    case PI_BF16: return dots_of<DotBF16>(all, index, n, x, tokens, out, ldo);
+    case PI_Q8_0: return dots_of<DotQ<CodesQ8_0>>(all, index, n, x, tokens, out, ldo);
+    case PI_Q4_0: return dots_of<DotQ<CodesQ4_0>>(all, index, n, x, tokens, out, ldo);
   }
 }
 
 template <class D, int R>
-int64_t some_pairs(const PiPart* part, const PiPair* pairs, int64_t j, int64_t n, const PiActs* x, float* out) {
-  for (; j + R <= n; j += R) D::rows(Rows<R>(part, pairs + j, n - j), x, Own<R>(pairs + j), out + j, 1);
+int64_t some_pairs(const PiRows* all, const PiPair* pairs, int64_t j, int64_t n, const PiActs* x, float* out) {
+  for (; j + R <= n; j += R) D::rows(Rows<R>(all, pairs + j, n - j), x, Own<R>(pairs + j), out + j, 1);
   return j;
 }
 
 template <class D>
-void dot_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
-  int64_t j = some_pairs<D, ROWS>(part, pairs, 0, n, x, out);
-  if constexpr (ROWS > SHARED_ROWS) j = some_pairs<D, SHARED_ROWS>(part, pairs, j, n, x, out);
-  some_pairs<D, 1>(part, pairs, j, n, x, out);
+void dot_pairs_of(const PiRows* all, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
+  int64_t j = some_pairs<D, ROWS>(all, pairs, 0, n, x, out);
+  if constexpr (ROWS > SHARED_ROWS) j = some_pairs<D, SHARED_ROWS>(all, pairs, j, n, x, out);
+  some_pairs<D, 1>(all, pairs, j, n, x, out);
 }
 
-void dot_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
-  switch (part->type) {
-    case PI_F16: return dot_pairs_of<DotF16>(part, pairs, n, x, out);
-    case PI_BF16: return dot_pairs_of<DotBF16>(part, pairs, n, x, out);
-    case PI_Q8_0: return dot_pairs_of<DotQ<CodesQ8_0>>(part, pairs, n, x, out);
-    case PI_Q4_0: return dot_pairs_of<DotQ<CodesQ4_0>>(part, pairs, n, x, out);
+void dot_pairs(const PiRows* all, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
+  switch (all->type) {
+    case PI_F16: return dot_pairs_of<DotF16>(all, pairs, n, x, out);
+    case PI_BF16: return dot_pairs_of<DotBF16>(all, pairs, n, x, out);
+    case PI_Q8_0: return dot_pairs_of<DotQ<CodesQ8_0>>(all, pairs, n, x, out);
+    case PI_Q4_0: return dot_pairs_of<DotQ<CodesQ4_0>>(all, pairs, n, x, out);
   }
 }
 
@@ -291,7 +291,7 @@ struct AddQ8_0 {
   static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h,
                                     int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
     for (int64_t p = begin; p < stop; p += PIECE) {
-      const Factors<R> f(w, pi_part_codes(PI_Q8_0, k), p, h, ldh, tokens);
+      const Factors<R> f(w, pi_row_codes(PI_Q8_0, k), p, h, ldh, tokens);
       const int64_t end = p + PIECE < k ? p + PIECE : k;
       for (int64_t c = p; c < end; c += 32) {
         if (c % 64 == 0) w.ask(c);
@@ -338,7 +338,7 @@ struct AddQ4_0 {
   static PI_INLINE_MEMBER void rows(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h,
                                     int64_t ldh, int64_t tokens, float* out, int64_t ldo) {
     for (int64_t p = begin; p < stop; p += PIECE) {
-      const Factors<R> f(w, pi_part_codes(PI_Q4_0, k), p, h, ldh, tokens);
+      const Factors<R> f(w, pi_row_codes(PI_Q4_0, k), p, h, ldh, tokens);
       const int64_t end = p + PIECE < k ? p + PIECE : k;
       for (int64_t c = p; c < end; c += 128) {
         w.ask(c / 2);
@@ -374,56 +374,55 @@ void add_rows(const Rows<R>& w, int64_t k, const float* h, int64_t ldh, int64_t 
 }
 
 template <class A>
-void add_of(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens,
-            float* out, int64_t ldo) {
+void add_of(const PiRows* all, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
+            int64_t ldo) {
   int64_t j = 0;
-  for (; j + ROWS <= n; j += ROWS)
-    add_rows<A>(Rows<ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
+  for (; j + ROWS <= n; j += ROWS) add_rows<A>(Rows<ROWS>(all, index + j, n - j), all->k, h + j, ldh, tokens, out, ldo);
   if constexpr (ROWS > SHARED_ROWS)
     for (; j + SHARED_ROWS <= n; j += SHARED_ROWS)
-      add_rows<A>(Rows<SHARED_ROWS>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
-  for (; j < n; j++) add_rows<A>(Rows<1>(part, index + j, n - j), part->k, h + j, ldh, tokens, out, ldo);
+      add_rows<A>(Rows<SHARED_ROWS>(all, index + j, n - j), all->k, h + j, ldh, tokens, out, ldo);
+  for (; j < n; j++) add_rows<A>(Rows<1>(all, index + j, n - j), all->k, h + j, ldh, tokens, out, ldo);
 }
 
-void add(const PiPart* part, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
+void add(const PiRows* all, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
          int64_t ldo) {
-  switch (part->type) {
-    case PI_F16: return add_of<Float<AddF16>>(part, index, n, h, ldh, tokens, out, ldo);
-    case PI_BF16: return add_of<Float<AddBF16>>(part, index, n, h, ldh, tokens, out, ldo);
-    case PI_Q8_0: return add_of<AddQ8_0>(part, index, n, h, ldh, tokens, out, ldo);
-    case PI_Q4_0: return add_of<AddQ4_0>(part, index, n, h, ldh, tokens, out, ldo);
+  switch (all->type) {
+    case PI_F16: return add_of<Float<AddF16>>(all, index, n, h, ldh, tokens, out, ldo);
+    case PI_BF16: return add_of<Float<AddBF16>>(all, index, n, h, ldh, tokens, out, ldo);
+    case PI_Q8_0: return add_of<AddQ8_0>(all, index, n, h, ldh, tokens, out, ldo);
+    case PI_Q4_0: return add_of<AddQ4_0>(all, index, n, h, ldh, tokens, out, ldo);
   }
 }
 
 // Columns in pieces, so that those of many tokens stay in the L1 cache.
 template <class A>
-void add_pairs_of(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
-  for (int64_t c = 0; c < part->k; c += PIECE) {
-    const int64_t stop = c + PIECE < part->k ? c + PIECE : part->k;
+void add_pairs_of(const PiRows* all, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
+  for (int64_t c = 0; c < all->k; c += PIECE) {
+    const int64_t stop = c + PIECE < all->k ? c + PIECE : all->k;
     for (int64_t j = 0; j < n; j++)
-      A::rows(Rows<1>(part, pairs + j, n - j, ROWS), part->k, c, stop, h + j, 0, 1, out + pairs[j].token * ldo, 0);
+      A::rows(Rows<1>(all, pairs + j, n - j, ROWS), all->k, c, stop, h + j, 0, 1, out + pairs[j].token * ldo, 0);
   }
 }
 
-void add_pairs(const PiPart* part, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
-  switch (part->type) {
-    case PI_F16: return add_pairs_of<Float<AddF16>>(part, pairs, n, h, out, ldo);
-    case PI_BF16: return add_pairs_of<Float<AddBF16>>(part, pairs, n, h, out, ldo);
-    case PI_Q8_0: return add_pairs_of<AddQ8_0>(part, pairs, n, h, out, ldo);
-    case PI_Q4_0: return add_pairs_of<AddQ4_0>(part, pairs, n, h, out, ldo);
+void add_pairs(const PiRows* all, const PiPair* pairs, int64_t n, const float* h, float* out, int64_t ldo) {
+  switch (all->type) {
+    case PI_F16: return add_pairs_of<Float<AddF16>>(all, pairs, n, h, out, ldo);
+    case PI_BF16: return add_pairs_of<Float<AddBF16>>(all, pairs, n, h, out, ldo);
+    case PI_Q8_0: return add_pairs_of<AddQ8_0>(all, pairs, n, h, out, ldo);
+    case PI_Q4_0: return add_pairs_of<AddQ4_0>(all, pairs, n, h, out, ldo);
   }
 }
 
 // The reads of add_groups, line by line in the order of addresses within a group, so that the hardware prefetcher
 // helps. Rows of the groups in turn, each group's scales after its rows.
 struct Ahead {
-  const PiPart* part;
+  const PiRows* all;
   const int32_t* index;
   int64_t n, j = 0, line = 0, lines;
   const uint8_t* at;
   bool scales = false;
-  PI_INLINE_MEMBER Ahead(const PiPart* p, const int32_t* list, int64_t count)
-      : part(p), index(list), n(count), lines(pi_part_bytes(p->type, p->k) / 64), at(pi_row(p, list[0])) {}
+  PI_INLINE_MEMBER Ahead(const PiRows* p, const int32_t* list, int64_t count)
+      : all(p), index(list), n(count), lines(pi_row_bytes(p->type, p->k) / 64), at(pi_row(p, list[0])) {}
   PI_INLINE_MEMBER void ask(int64_t count) {
     while (count > 0 && at) {
       const int64_t end = line + count < lines ? line + count : lines;
@@ -438,11 +437,11 @@ struct Ahead {
     line = 0;
     scales = !scales && !(more && index[j + 1] / PI_GROUP == group);
     if (scales) {
-      at = pi_shared(part, index[j]);
-      lines = pi_shared_bytes(part->type, part->k) / 64;
+      at = pi_shared(all, index[j]);
+      lines = pi_shared_bytes(all->type, all->k) / 64;
     } else {
-      at = more ? pi_row(part, index[++j]) : nullptr;
-      lines = pi_part_bytes(part->type, part->k) / 64;
+      at = more ? pi_row(all, index[++j]) : nullptr;
+      lines = pi_row_bytes(all->type, all->k) / 64;
     }
   }
 };
@@ -495,17 +494,17 @@ PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int6
   }
 }
 
-void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+void add_groups(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                 int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums) {
   enum { DISTANCE = 4 };  // rows
   if (n == 0) return;
-  const int64_t k = part->k;
-  Ahead ahead(part, index, n);
+  const int64_t k = all->k;
+  Ahead ahead(all, index, n);
   ahead.ask(DISTANCE * ahead.lines);
   for (int64_t begin = 0, end; begin < n; begin = end, d++) {
     const int32_t group = index[begin] / PI_GROUP;
     for (end = begin + 1; end < n && index[end] / PI_GROUP == group;) end++;
-    const uint8_t* scales = pi_shared(part, index[begin]);
+    const uint8_t* scales = pi_shared(all, index[begin]);
     for (int64_t t = 0; t < tokens; t++) {
       const int8_t* factors = q + t * ldq;
       GroupStep g{};
@@ -514,7 +513,7 @@ void add_groups(const PiPart* part, const int32_t* index, int64_t n, const int8_
         const int rows = end - j < 8 ? (int)(end - j) : 8;
         g.by[0] = g.by[1] = 0;
         memcpy(g.by, factors + j, (size_t)rows);
-        for (int r = 0; r < 8; r++) g.row[r] = pi_row(part, index[r < rows ? j + r : j]);
+        for (int r = 0; r < 8; r++) g.row[r] = pi_row(all, index[r < rows ? j + r : j]);
         g.first = j == begin;
         g.last = j + 8 >= end;
         const int64_t lines = t ? 0 : g.last ? rows + 4 : rows;

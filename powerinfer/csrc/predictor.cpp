@@ -48,10 +48,10 @@ void Predictor::list(int thread, Workspace& w, int64_t tokens) const {
 }
 
 void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t tokens) const {
-  for (int64_t j = 0; j < n; j++) s.wanted[(size_t)of[j]] = 0;
+  for (int64_t j = 0; j < n; j++) s.selected_by[(size_t)of[j]] = 0;
   for (int64_t i = 0; i < tokens; i++) {
     const float* z = s.z.data() + i * s.ldz;
-    for (int64_t j = 0; j < n; j++) s.wanted[(size_t)of[j]] |= (uint32_t)candidate(z[of[j]]) << i;
+    for (int64_t j = 0; j < n; j++) s.selected_by[(size_t)of[j]] |= (uint32_t)candidate(z[of[j]]) << i;
   }
 }
 

@@ -163,43 +163,44 @@ struct PiPair {
   int32_t neuron, token;
 };
 
-static inline int pi_part_type(int type) {
+static inline int pi_row_type(int type) {
   return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_0X32;
 }
 
-static inline int64_t pi_part_codes(int type, int64_t k) {
+static inline int64_t pi_row_codes(int type, int64_t k) {
   return type == PI_Q8_0                         ? pi_round_up(k, 64)
          : type == PI_Q4_0 || type == PI_Q4_0X32 ? pi_round_up(k, 128) / 2
                                                  : pi_round_up(2 * k, 64);
 }
 
 // Bytes of the row of one neuron.
-static inline int64_t pi_part_bytes(int type, int64_t k) {
-  return pi_round_up(pi_part_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0),
+static inline int64_t pi_row_bytes(int type, int64_t k) {
+  return pi_round_up(pi_row_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0),
                      64);
 }
 
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
 
-// One part of the bundles of a layer. Groups are `stride` apart, or, where some have fewer bundles, group g from
-// offsets[g] to offsets[g + 1]; the bundles of a group `pitch`, and in each of these the part is at byte `at`.
-struct PiPart {
+// The gate rows, up rows or down rows of the bundles of a layer. Groups are `stride` apart, or, where some have fewer
+// bundles, group g from offsets[g] to offsets[g + 1]; the bundles of a group `pitch`, and in each of these the row is at
+// byte `at`.
+struct PiRows {
   const uint8_t* groups;
   int64_t stride, pitch, at, k;
   int type;
   const int64_t* offsets = nullptr;
 };
 
-static inline const uint8_t* pi_row(const PiPart* part, int32_t i) {
-  const int64_t group = part->offsets ? part->offsets[i / PI_GROUP] : i / PI_GROUP * part->stride;
-  return part->groups + group + i % PI_GROUP * part->pitch + part->at;
+static inline const uint8_t* pi_row(const PiRows* rows, int32_t i) {
+  const int64_t group = rows->offsets ? rows->offsets[i / PI_GROUP] : i / PI_GROUP * rows->stride;
+  return rows->groups + group + i % PI_GROUP * rows->pitch + rows->at;
 }
 
 // The scales that neuron i shares with its group.
-static inline const uint8_t* pi_shared(const PiPart* part, int32_t i) {
-  return part->groups + (part->offsets ? part->offsets[i / PI_GROUP + 1] - pi_shared_bytes(part->type, part->k)
-                                       : i / PI_GROUP * part->stride + PI_GROUP * part->pitch);
+static inline const uint8_t* pi_shared(const PiRows* rows, int32_t i) {
+  return rows->groups + (rows->offsets ? rows->offsets[i / PI_GROUP + 1] - pi_shared_bytes(rows->type, rows->k)
+                                       : i / PI_GROUP * rows->stride + PI_GROUP * rows->pitch);
 }
 
 // Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d;
@@ -208,18 +209,18 @@ enum { PI_LANES_SUM = 512, PI_LANES_D = 576, PI_LANES_STEP = 640 };
 static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 512 * PI_LANES_STEP; }
 
 struct PiNeuronKernels {
-  // out[t * ldo + j] = neuron index[j] . token t. Quantised parts need `lanes`.
-  void (*dots)(const PiPart*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
+  // out[t * ldo + j] = neuron index[j] . token t. Quantised rows need `lanes`.
+  void (*dots)(const PiRows*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
   // out[j] = neuron of pair j . its token.
-  void (*dot_pairs)(const PiPart*, const PiPair*, int64_t n, const PiActs*, float* out);
+  void (*dot_pairs)(const PiRows*, const PiPair*, int64_t n, const PiActs*, float* out);
   // out[t * ldo + c] += sum over j, in their order, of h[t * ldh + j] * neuron index[j][c].
-  void (*add)(const PiPart*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
+  void (*add)(const PiRows*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
               int64_t ldo);
   // The same of pairs: h[j] * neuron of pair j to the row of its token.
-  void (*add_pairs)(const PiPart*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
+  void (*add_pairs)(const PiRows*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
   // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the
   // groups that the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
-  void (*add_groups)(const PiPart*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+  void (*add_groups)(const PiRows*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                      int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `limit` or is NaN for any token t, ascending,
   // as first + j; the number for each token is added to counts. Returns their number; up to 16 more are written.

@@ -174,7 +174,7 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             attended = out(step.attended)
-            step.add(attended if norm is None else norm(attended))
+            step.add(_normalised(norm, attended))
             step.attended = None
 
         self._add(layer, "project", run)
@@ -206,7 +206,7 @@ class GpuLayers:
                 halves = product[:, :neurons], product[:, neurons:]
                 hidden = gpu.activate(about.activation, *halves, about.threshold)
             out = second(hidden)
-            step.add(out if out_norm is None else out_norm(out))
+            step.add(_normalised(out_norm, out))
 
         self._add(layer, "ffn", run)
 
@@ -223,9 +223,8 @@ class GpuLayers:
         after = []
         if of_down is not None:
             after.append(own.operator("bias", lambda step: step.add_part(of_down)))
-        if self.buffers.totals:
-            assert out_norm is not None, "the FFNs of some layers are normalised, those of others are not"
-            after.append(own.operator("normalise", lambda step: step.add(out_norm(step.target))))
+        if self.buffers.totals:  # of all layers, though only some may normalise them
+            after.append(own.operator("normalise", lambda step: step.add(_normalised(out_norm, step.target))))
         own.add_parts(own.operator("norm", lambda step: step.write_read(norm)), parts, after)
         self._rewired()
 
@@ -406,6 +405,10 @@ class GpuLayers:
             self.__dict__.pop(name, None)
         if self._cuda:
             import_torch().cuda.empty_cache()
+
+
+def _normalised(norm: GpuNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _normalised_heads(norm: GpuNorm | None, heads: Tensor, width: bool) -> Tensor:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
 
+UNUSED_VRAM = "--vram is not used: there is no GPU to use ({})"
+
+_NAME = re.compile(r"auto|none|cpu|cuda(:\d{1,4})?")
 _DRIVER = Path("/dev/nvidiactl")
 
 
 def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
-    """(name for `choose_device`, or None for no GPU; the reason). Imports nothing if there is no driver."""
+    """(name for `choose_device`, or None for no GPU; the reason). Imports nothing if there is no driver.
+
+    RequestError for a name that no device has, and for VRAM of none.
+    """
+    if not _NAME.fullmatch(engine.gpu):
+        raise RequestError(f"there is no device {engine.gpu!r}: choose auto, none, cuda, cuda:1 or cpu")
+    if engine.gpu == "none" and engine.vram:
+        raise RequestError("--vram is the memory of a GPU, and --gpu none uses none: leave out one of the two")
     if engine.gpu == "none" or engine.vram == 0:
         return None, "asked for" if engine.gpu == "none" else "--vram is 0"
     if engine.gpu != "auto":

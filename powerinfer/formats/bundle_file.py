@@ -1,8 +1,8 @@
 """Bundles on disk: gate, up and down of one neuron side by side; a layer is `layers.N.neurons` U8 [groups, bytes].
 
-A part is the row of one neuron in one of `PART_TYPES`, its bytes in an order private to the native module, padded to
-whole cache lines. 32 bundles form a group, the last one of a layer padded with zeros. Down may also be `ACROSS`: its
-scales follow each group. Biases stay in the model's own files.
+A bundle is rows of gate, up and down, each in one of `ROW_TYPES`, its bytes in an order private to the native module,
+padded to whole cache lines. 32 bundles form a group, the last one of a layer padded with zeros. Down may also be
+`ACROSS`: its scales follow each group. Biases stay in the model's own files.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
-PART_TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
-"""The types of parts."""
+ROW_TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
+"""The types of a bundle's rows."""
 
 ACROSS = "Q4_0X32"
 """Down as in Q4_0 files: each block across the 32 neurons of a group, whose rows share their scales."""
 
-DOWN_TYPES = (*PART_TYPES, ACROSS)
+DOWN_TYPES = (*ROW_TYPES, ACROSS)
 
-PartBytes = Callable[[str, int], tuple[int, int]]
-"""part_bytes(type, k): bytes of a row of k elements, and of a group's shared scales; `kernels.cpu.part_bytes`."""
+RowBytes = Callable[[str, int], tuple[int, int]]
+"""(type, k) -> bytes of a row of k elements, and of a group's shared scales; `kernels.cpu.bundle_row_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ class _Description:
 
 
 def bundle_layouts(
-    config: ModelConfig, gate_type: str, down_type: str, part_bytes: PartBytes
+    config: ModelConfig, gate_type: str, down_type: str, bundle_row_bytes: RowBytes
 ) -> tuple[BundleLayout, ...]:
-    """The layouts of the bundles of each layer, with parts of these types: they differ where only some have gates."""
-    gate_bytes, _ = part_bytes(gate_type, config.d_model)
-    sizes = (gate_bytes, *part_bytes(down_type, config.d_model))
+    """The layouts of the bundles of each layer, with rows of these types: they differ where only some have gates."""
+    gate_bytes, _ = bundle_row_bytes(gate_type, config.d_model)
+    sizes = (gate_bytes, *bundle_row_bytes(down_type, config.d_model))
     return tuple(BundleLayout(config.d_model, layer.ffn.gated, gate_type, down_type, *sizes) for layer in config.layers)
 
 
-def can_hold(config: ModelConfig, part: str, type_name: str) -> bool:
+def can_hold(config: ModelConfig, matrix: str, type_name: str) -> bool:
     """Whether rows of gate, up or down of this type are whole blocks."""
     if type_name == ACROSS:
-        return part == "down" and not any(size % BUNDLE_GROUP for size in (*config.ffn_sizes, config.d_model))
-    return type_name in PART_TYPES and config.d_model % block_type(type_name).block == 0
+        return matrix == "down" and not any(size % BUNDLE_GROUP for size in (*config.ffn_sizes, config.d_model))
+    return type_name in ROW_TYPES and config.d_model % block_type(type_name).block == 0
 
 
 def n_groups(neurons: int) -> int:
@@ -110,7 +110,7 @@ def n_groups(neurons: int) -> int:
     return -(-neurons // BUNDLE_GROUP)
 
 
-def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartBytes) -> BundleFile:
+def open_bundles(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes: RowBytes) -> BundleFile:
     """The bundles of a model, from the folder `prepared` (None: beside the model).
 
     ModelError, with the command that makes them, if there are none or they do not match the model as it is opened.
@@ -127,10 +127,10 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, part_bytes: PartB
     if about.gated != gated:
         raise place.bad("is not of the model's kind of FFN")
     gate_type, down_type = about.gate_type, about.down_type
-    for part, name in (("up", gate_type), ("down", down_type)):
-        if not can_hold(config, part, name):
-            raise place.bad(f"holds parts of type {shown(name)}, which it cannot")
-    layouts = bundle_layouts(config, gate_type, down_type, part_bytes)
+    for matrix, name in (("up", gate_type), ("down", down_type)):
+        if not can_hold(config, matrix, name):
+            raise place.bad(f"holds rows of type {shown(name)}, which it cannot")
+    layouts = bundle_layouts(config, gate_type, down_type, bundle_row_bytes)
     layers = []
     for layer, (size, layout) in enumerate(zip(config.ffn_sizes, layouts, strict=True)):
         tensor = place.holds(tensors, _name(layer), "U8", (n_groups(size), layout.group_bytes))

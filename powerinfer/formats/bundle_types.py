@@ -1,4 +1,4 @@
-"""The types of the parts of a model's bundles, for `pack` and for plans."""
+"""The types of the rows of a model's bundles, for `pack` and for plans."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from powerinfer.config import LayerConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, PART_TYPES, can_hold
+from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, ROW_TYPES, can_hold
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
 
 
 @dataclass(frozen=True)
-class PartTypes:
+class RowTypes:
     """The types that gate and up, and down, will have in a bundle; notes: lines for the user about the choice."""
 
     gate: str
@@ -22,8 +22,8 @@ class PartTypes:
     notes: tuple[str, ...] = ()
 
 
-def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> PartTypes:
-    """The types of a model's parts: those asked for (of `PART_TYPES`), else those that lose least.
+def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> RowTypes:
+    """The types of a model's rows: those asked for (of `ROW_TYPES`), else those that lose least.
 
     F16, BF16, Q8_0 and Q4_0 are kept, F32 becomes F16, any other quantised type Q8_0. Quantised down becomes Q8_0,
     unless the file stores it neuron by neuron already, or it is Q4_0, whose blocks are kept (`ACROSS`); down of floats
@@ -31,16 +31,16 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     whole blocks become F16. RequestError for a type that is not possible.
     """
     d_model = checkpoint.config.d_model
-    for part, name, known in (("up", gate_type, PART_TYPES), ("down", down_type, DOWN_TYPES)):
+    for matrix, name, known in (("up", gate_type, ROW_TYPES), ("down", down_type, DOWN_TYPES)):
         if name is not None and name not in known:
-            raise RequestError(f"bundles have no parts of type {name}; choose one of {', '.join(known)}")
-        if name is not None and not can_hold(checkpoint.config, part, name):
+            raise RequestError(f"bundles have no rows of type {name}; choose one of {', '.join(known)}")
+        if name is not None and not can_hold(checkpoint.config, matrix, name):
             across = name == ACROSS and d_model % 32 == 0
             neurons = " and ".join(map(str, sorted(set(checkpoint.config.ffn_sizes))))
             what = f"{neurons} neurons" if across else f"rows of {d_model} weights"
             raise RequestError(f"{what} are not whole blocks of {name}; choose f16 or bf16")
-    rows = row_parts(checkpoint.config.layers)
-    gates = {checkpoint.taken_type(name) for part in rows for name in tensor_names(checkpoint, part)}
+    rows = gate_and_up(checkpoint.config.layers)
+    gates = {checkpoint.taken_type(name) for matrix in rows for name in tensor_names(checkpoint, matrix)}
     downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}
     gate = gate_type or _nearest(gates, d_model)
     if down_type is not None:
@@ -53,26 +53,26 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
         down = gate if gate in FLOAT_TYPES else "Q8_0"
     else:
         down = _nearest(downs, d_model)
-    changes = ((" and ".join(row_parts(checkpoint.config.layers)), gates, gate), ("down", downs, down))
+    changes = ((" and ".join(gate_and_up(checkpoint.config.layers)), gates, gate), ("down", downs, down))
     kept = {new: {"Q4_0"} if new == ACROSS else {new} for _, _, new in changes}
-    notes = (f"{part}: {', '.join(sorted(old))} becomes {new}" for part, old, new in changes if old != kept[new])
-    return PartTypes(gate, down, tuple(notes))
+    notes = (f"{matrix}: {', '.join(sorted(old))} becomes {new}" for matrix, old, new in changes if old != kept[new])
+    return RowTypes(gate, down, tuple(notes))
 
 
-def row_parts(layers: Sequence[LayerConfig]) -> list[str]:
-    """The parts that some of these layers have and that are rows of their matrices."""
+def gate_and_up(layers: Sequence[LayerConfig]) -> list[str]:
+    """Of gate and up, those that some of these layers have."""
     return ["gate", "up"] if any(layer.ffn.gated for layer in layers) else ["up"]
 
 
-def tensor_name(checkpoint: Checkpoint, part: str, layer: int) -> str:
-    """The tensor of a part; down's is `down_rows` where the file has it neuron by neuron."""
-    name = f"layers.{layer}.{part}"
+def tensor_name(checkpoint: Checkpoint, matrix: str, layer: int) -> str:
+    """The tensor of a matrix; down's is `down_rows` where the file has it neuron by neuron."""
+    name = f"layers.{layer}.{matrix}"
     return f"{name}_rows" if checkpoint.has(f"{name}_rows") else name
 
 
-def tensor_names(checkpoint: Checkpoint, part: str) -> list[str]:
+def tensor_names(checkpoint: Checkpoint, matrix: str) -> list[str]:
     layers = enumerate(checkpoint.config.layers)
-    return [tensor_name(checkpoint, part, number) for number, layer in layers if part in layer.ffn.matrices]
+    return [tensor_name(checkpoint, matrix, number) for number, layer in layers if matrix in layer.ffn.matrices]
 
 
 def by_neuron(name: str) -> bool:
@@ -80,8 +80,8 @@ def by_neuron(name: str) -> bool:
 
 
 def _nearest(types: set[str], d_model: int) -> str:
-    """The type of a part that loses least of weights of these types, and is no larger than it must be."""
-    if len(types) == 1 and types <= set(PART_TYPES):
+    """The type of rows that loses least of weights of these types, and is no larger than it must be."""
+    if len(types) == 1 and types <= set(ROW_TYPES):
         return next(iter(types))
     if types <= FLOAT_TYPES:
         return "F16" if "F16" in types or "BF16" not in types else "BF16"

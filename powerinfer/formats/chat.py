@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 64
 
+NO_TEMPLATE = "this model has no chat template: use a plain prompt (--raw)"
+
+NEXT_TURN = "\nUser:"
+"""What a model writes after its answer, in the format of `plain_template`, before it invents the user's next turn."""
+
+_PLAIN = """{% for message in messages %}\
+{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}\
+{% elif message['role'] == 'user' %}{{ 'User: ' + message['content'] | trim + '\n' }}\
+{% else %}{{ 'Assistant: ' + message['content'] | trim + '\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}Assistant:{% endif %}"""
+
 
 class ChatTemplate:
     """A model's chat template, in Jinja. `bos`, `eos`: its bos_token and eos_token."""
@@ -110,6 +121,15 @@ def _written_out(source: str, messages: list[Any], add_prompt: bool) -> str | No
         turns.insert(0, ("system", system))
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     return text + "<|im_start|>assistant\n" if add_prompt else text
+
+
+def plain_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """A template for models that were trained on none: turns are "User: ..." and "Assistant: ...", one a line.
+
+    An answer should end at `NEXT_TURN`.
+    """
+    bos = tokenizer.token_text(tokenizer.bos_id) if tokenizer.add_bos and tokenizer.bos_id is not None else ""
+    return ChatTemplate("{{ bos_token }}" + _PLAIN if bos else _PLAIN, bos)
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -6,7 +6,7 @@ A `Grammar` is data; `runtime.grammar` compiles it for a model's vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from powerinfer.errors import RequestError
 MAX_SOURCE = 1 << 17  # characters
 MAX_DEPTH = 64  # of a schema
 MAX_RULES = 500  # of a GBNF grammar, which is converted in Python in quadratic time
+
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""Between the tokens of JSON, and optional, as in llama.cpp: unbounded white space is where small models get lost."""
 
 KINDS = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}
 
@@ -85,6 +88,18 @@ class Grammar:
         if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts) or not texts:
             raise RequestError("choice must be one or more texts that are not empty")
         return cls("lark", "start: " + " | ".join(map(literal, texts)))
+
+
+@dataclass(frozen=True)
+class LazyGrammar:
+    """What a part of the answer must match, from where the part begins.
+
+    position: (the answer's text so far, or its end, whether that is all) -> where in it the part goes on after its
+    beginning; None: it has not begun.
+    """
+
+    grammar: Grammar
+    position: Callable[[str, bool], int | None]
 
 
 def literal(text: str) -> str:

@@ -189,7 +189,15 @@ class PreparedFile:
         if it has the same description and tensors: see `resumed`; its space is allocated at the start. PowerInferError,
         without a partial file, if the disk is too small.
         """
-        part = PartFile(self.path, *self._header(description, tensors))
+        whole = {
+            "format": self.kind.format,
+            "kind": self.kind.name,
+            "fingerprint": self._fingerprint,
+            "quantize": self._quantize,
+            "made_with": __version__,
+            **description,
+        }
+        part = PartFile(self.path, *_header(json.dumps(whole, allow_nan=False), tensors))
         try:
             part.open(resume, keep)
             yield part
@@ -211,17 +219,6 @@ class PreparedFile:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise PowerInferError(f"cannot remove {path} ({error.strerror or error})") from None
-
-    def _header(self, description: dict[str, Any], tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
-        whole = {
-            "format": self.kind.format,
-            "kind": self.kind.name,
-            "fingerprint": self._fingerprint,
-            "quantize": self._quantize,
-            "made_with": __version__,
-            **description,
-        }
-        return _header(json.dumps(whole, allow_nan=False), tensors)
 
 
 def opened_with(quantize: object) -> str:

@@ -21,7 +21,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_file import PART_TYPES
+from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.bundle_memory import owned
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
@@ -81,7 +81,7 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent)
         beside.append(sample.beside_s)
     dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
     bundle, row_ns, extra = {}, {}, []
-    for name in PART_TYPES:
+    for name in ROW_TYPES:
         fit = fit_rows(work.sparse_times(name), max(dense.values()))
         bundle[name], row_ns[name] = fit.gb_s, fit.row_ns
         for group, seconds in fit.fixed.items():
@@ -156,7 +156,7 @@ class _CpuSamples(Samples):
     """The samples, one after another; each is freed before the next is made."""
 
     def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress) -> None:
-        total = 4 + len(NATIVE_TYPES) + len(PART_TYPES) + len(effort.warm_mib)
+        total = 4 + len(NATIVE_TYPES) + len(ROW_TYPES) + len(effort.warm_mib)
         super().__init__("measuring the CPU", total, effort.context, progress)
         self._effort = effort
         self._nbytes = nbytes

@@ -17,7 +17,7 @@ from typing import Annotated
 import numpy as np
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.bundle_file import PART_TYPES
+from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
@@ -51,7 +51,7 @@ class Device:
     dense_gb_s: bytes of weights read in dense products, by weight type; `OTHER`: all other types.
     head_gb_s: the same for the output head, whose activations come in two parts where its weights are quantised.
     bundle_gb_s, row_ns: by the type of gate and up, the rate of reading scattered rows of bundles, and
-        the fixed time of a row. A row is one part of one bundle: gate, up or down. Down has
+        the fixed time of a row. A row is that of gate, up or down in a bundle. Down has
         the type that `pack` combines with it. seconds = bytes / rate + rows * row_ns.
     op_us: fixed time of an operator: its barriers and norms, on a GPU its launch. A layer has four, attention's input,
         attention, projection and FFN (and every norm that stands alone); the head is one more.
@@ -211,7 +211,7 @@ def _refuse_absurd(hardware: Hardware, where: str) -> None:
             continue
         if device.reserved_bytes > device.memory_bytes:
             raise ModelError(f"{where}: {name}.reserved_bytes is more than {name}.memory_bytes")
-        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(PART_TYPES)
+        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(ROW_TYPES)
         other = frozenset((OTHER,))
         tables = {"dense_gb_s": (dense, other), "head_gb_s": (dense, other)}
         tables |= {"bundle_gb_s": (parts, parts), "row_ns": (parts, parts)}

@@ -8,7 +8,7 @@ separate file, together with its CPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
-from powerinfer.hardware.description import Device, Hardware, read, save
+from powerinfer.hardware.description import OTHER, Device, Hardware, read, save
 from powerinfer.hardware.disk_rates import disk_rates
 from powerinfer.hub import cache_folder
 from powerinfer.kernels import cpu
@@ -37,13 +37,35 @@ def measured(
     progress: Progress = silent,
     say: Say = silent,
     gpu: str | None = None,
+    check: Callable[[Hardware], object] = silent,
 ) -> Hardware:
     """This machine: the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of engine.
 
-    gpu: its name, None: without. PowerInferError if it cannot be used.
+    gpu: its name, None: without; check: called with `memories` before anything is measured, and may raise.
+    PowerInferError if the GPU cannot be used.
     """
     engine = engine or EngineConfig()
-    return known(engine, gpu) or measure_and_keep(engine, progress, say, gpu=gpu)
+    found = known(engine, gpu)
+    if found is None:
+        check(memories(engine, gpu))
+        found = measure_and_keep(engine, progress, say, gpu=gpu)
+    return found
+
+
+def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
+    """This machine's memories, for what depends on bytes alone; its rates are placeholders.
+
+    What the GPU's driver and libraries take of either memory is not known before it is measured, and counts as nothing.
+    """
+    total, free = total_memory(), available_memory()
+    rates = {OTHER: 1.0}
+    blank = Device("", total, max(0, total - free) if free else 0, 1, rates, rates, rates, {}, 0.0, 0.0, 0.0, 1.0)
+    device = None
+    if gpu is not None:
+        from powerinfer.hardware.gpu_rates import free_memory, gpu_name
+
+        device = replace(blank, name=gpu_name(gpu), memory_bytes=free_memory(gpu) or total, reserved_bytes=0)
+    return Hardware("this machine", SOURCE, blank, device, copy_gb_s=1.0, key=machine_key(engine, gpu))
 
 
 def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
@@ -52,9 +74,11 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
     If a GPU cannot be used: PowerInferError if it was requested, otherwise a message and None.
     """
     from powerinfer.devices.torch_device import choose_device
-    from powerinfer.devices.wanted import wanted_gpu
+    from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
 
-    name, _ = wanted_gpu(engine)
+    name, why = wanted_gpu(engine)
+    if name is None and engine.vram:
+        say(UNUSED_VRAM.format(why))
     if name is not None:
         try:
             choose_device(name)

@@ -74,17 +74,17 @@ class Samples:
         """
         d_model, n = shape
         down_type = _ACROSS.get(kind, kind)
-        gate_bytes, _ = cpu.part_bytes(kind, d_model)
-        layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.part_bytes(down_type, d_model))
+        gate_bytes, _ = cpu.bundle_row_bytes(kind, d_model)
+        layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.bundle_row_bytes(down_type, d_model))
         bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
         gate = self.normal(kind, n, d_model)
         down = self.normal("Q4_0", len(bundles) * d_model, BUNDLE_GROUP) if down_type == ACROSS else gate
-        for use, part_type, part, at in (
+        for use, row_type, rows, at in (
             ("dot", kind, gate, layout.gate_at),
             ("dot", kind, gate, layout.up_at),
             ("add", down_type, down, layout.down_at),
         ):
-            cpu.pack_part(part_type, use, n, d_model, part.data, bundles, layout.pitch, at, threads)
+            cpu.pack_bundle_rows(row_type, use, n, d_model, rows.data, bundles, layout.pitch, at, threads)
         return layout, bundles
 
 

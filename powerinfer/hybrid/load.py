@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
-from powerinfer.hybrid.resolve import Resolved, with_fewer_layers, without_gpu
-from powerinfer.progress import Progress, silent
+from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_layers, without_gpu
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ Sample = Callable[[], Sequence[int]]
 """Returns the token ids of a text for measuring the model's speed."""
 
 
-def load_resolved(resolved: Resolved, sample: Sample, progress: Progress = silent) -> tuple[Executor, Sparsity]:
+def load_resolved(
+    resolved: Resolved, sample: Sample, progress: Progress = silent, say: Say = silent
+) -> tuple[Executor, Sparsity]:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
+
+    say: told if the GPU turns out to have too little memory and is not used.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
     """
@@ -37,6 +41,8 @@ def load_resolved(resolved: Resolved, sample: Sample, progress: Progress = silen
             return _load_beside_gpu(resolved, sample, progress)
         except GpuMemoryError as error:
             resolved = _smaller(resolved, error)
+            if resolved.gpu is None:
+                say(NOT_USED.format(error))
     checkpoint, engine = resolved.checkpoint, resolved.engine
     executor = load(checkpoint, engine, progress, resolved.kv_room)
     executor.choices["gpu"] = f"none ({resolved.why})"

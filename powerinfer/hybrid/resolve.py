@@ -6,23 +6,27 @@ them whole layers are placed on the GPU, as many as fit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from powerinfer.config import EngineConfig, PlanConfig
-from powerinfer.devices.wanted import wanted_gpu
+from powerinfer.config import EngineConfig
+from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
-from powerinfer.progress import Progress, silent
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.budget import Workload
-    from powerinfer.placement.plan import Plan
+    from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.shapes import Model
+
+NOT_USED = "the GPU is not used: {}"
 
 _SHORT = 256  # tokens: a shorter context is not suggested
 
@@ -51,19 +55,20 @@ class Resolved:
     vram: int | None = None
 
 
-def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent) -> Resolved:
+def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
+    say: told where a GPU, or a budget for one, is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
-    resolved = _resolve(checkpoint, engine, progress)
+    resolved = _resolve(checkpoint, engine, progress, say)
     if engine.adjust and resolved.plan is None:
         raise RequestError("--adjust is for models whose neurons are split between a GPU and the CPU")
     return resolved
 
 
-def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) -> Resolved:
+def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
     selection = select(checkpoint, engine)
     name, why = wanted_gpu(engine)
     if name is not None:
@@ -76,6 +81,9 @@ def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) -
         if isinstance(found, Resolved):
             return found
         why = found
+        say(NOT_USED.format(why))
+    elif engine.vram:
+        say(UNUSED_VRAM.format(why))
     return _on_cpu(Resolved(checkpoint, engine, selection, why=why))
 
 
@@ -190,7 +198,7 @@ def _beside_gpu(
     from powerinfer.hardware.measure import measured
     from powerinfer.placement.shapes import checkpoint_model
 
-    stand_in = choose_device(gpu).type == "cpu"
+    choose_device(gpu)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():
         if engine.selector != "auto":
@@ -199,26 +207,33 @@ def _beside_gpu(
             )
         lacking = f"no profile says which neurons are hot; {profile.command} makes it"
         selection = select(checkpoint, engine, lacking)
-    hardware = measured(engine, progress, gpu=gpu)
     model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
     pages = -(-_context(model, engine) // cpu.PAGE)  # one full context, shared by all requests
-    assert hardware.gpu is not None
-    vram = None if engine.vram is None else engine.vram - hardware.gpu.reserved_bytes
-    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages, vram=vram)
+    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages)
+    place: Callable[[Hardware], Resolved | str]
+    check: Callable[[Hardware], object]
     if selection.bundles is None:
-        return _whole_layers(resolved, model, hardware)
-    return _split_neurons(resolved, model, hardware, stand_in)
+        place = check = partial(_whole_layers, resolved, model)
+    else:
+        request = _planned(resolved, model)
+        place, check = partial(_split_neurons, resolved, request), lambda memories: request(memories).claims()
+    hardware = measured(engine, progress, gpu=gpu, check=check)
+    assert hardware.gpu is not None
+    found = place(hardware)
+    if isinstance(found, str) or engine.vram is None:
+        return found
+    return replace(found, vram=engine.vram - hardware.gpu.reserved_bytes)
 
 
-def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | str:
-    """The first layers on the GPU, as many as fit into --vram."""
-    from powerinfer.placement.budget import budgets, layers_that_fit
+def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
+    """The first layers on the GPU, as many as fit into --vram. RequestError if none does."""
+    from powerinfer.placement.budget import budgets, layers_that_fit, no_layer_fits
 
     engine = resolved.engine
-    work, (vram, _) = _workload(model, engine, "all"), budgets(hardware, engine.vram, None)
+    work, (vram, _) = _workload(model, engine, "all"), budgets(hardware, engine.vram, engine.ram)
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
     if not layers:
-        return "the budget does not hold one layer"
+        raise no_layer_fits(model, hardware, work, vram, dense=True)
     _check_ram(engine, model, hardware, layers, head)
     why = f"whole layers ({resolved.selection.why})"
     return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
@@ -236,28 +251,39 @@ def _check_ram(engine: EngineConfig, model: Model, hardware: Hardware, layers: i
         )
 
 
-def _split_neurons(resolved: Resolved, model: Model, hardware: Hardware, stand_in: bool) -> Resolved | str:
-    """A plan that places single neurons. stand_in: torch's CPU emulates the GPU, so time does not matter."""
+def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
+    """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
     from powerinfer.formats.profile_file import open_profile
-    from powerinfer.placement.budget import gib
-    from powerinfer.placement.plan import make_plan
-    from powerinfer.placement.request import Subject
+    from powerinfer.placement.request import Subject, on_named_gpu
     from powerinfer.system import available_memory
 
-    engine = resolved.engine
-    if engine.ram is None:
-        described = hardware.cpu.memory_bytes
-        engine = replace(engine, ram=min(available_memory() or described, described))
-    profile = open_profile(resolved.checkpoint, engine.prepared)
-    planning = PlanConfig(policy="greedy" if stand_in else "time")
+    profile = open_profile(resolved.checkpoint, resolved.engine.prepared)
     subject = Subject(model, profile, resolved.selection.selector)
-    plan = make_plan(subject.request(hardware, engine, planning, insist=stand_in))
+    engine = replace(resolved.engine, gpu=str(resolved.gpu))
+
+    def request(hardware: Hardware) -> PlanRequest:
+        described = hardware.cpu.memory_bytes
+        ram = min(available_memory() or described, described) if engine.ram is None else engine.ram
+        return on_named_gpu(subject.request(hardware, replace(engine, ram=ram)))
+
+    return request
+
+
+def _split_neurons(
+    resolved: Resolved, request: Callable[[Hardware], PlanRequest], hardware: Hardware
+) -> Resolved | str:
+    """A plan that places single neurons; the reason if that is slower than the CPU alone."""
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.plan import make_plan
+
+    plan = make_plan(request(hardware))
+    name = plan.request.model.name
     if not plan.claims.gpu_layers:
         return plan.reasons[0]
     if not plan.fits:
         needed = next(one.bytes for one in plan.helps if one.flag == "--ram")
         raise RequestError(
-            f"the neurons of {model.name} do not fit in --vram and --ram, and none are read from disk while decoding: "
+            f"the neurons of {name} do not fit in --vram and --ram, and none are read from disk while decoding: "
             f"give --ram {gib(needed)}, or more --vram"
         )
     why = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"

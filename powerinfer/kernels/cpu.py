@@ -1,4 +1,4 @@
-"""Access to the native module: supported levels, choices with their reasons, and products with checked shapes."""
+"""Access to the native module: choices with their reasons, and sizes of what it stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.system import usable_cores
+from powerinfer.system import MOST_THREADS, usable_cores
 
 PAGE = _native.PAGE
 """Tokens of a page of the KV cache."""
@@ -22,11 +22,6 @@ NEURON_TOKENS = _native.NEURON_TOKENS
 """Maximum number of tokens of a sparse step."""
 
 ISA_VARIABLE = "POWERINFER_ISA"
-
-
-def levels() -> list[str]:
-    """Instruction-set levels of this build that this CPU supports, best first."""
-    return list(_native.levels())
 
 
 def choose_isa(requested: str | None) -> tuple[str, str]:
@@ -43,8 +38,8 @@ def choose_isa(requested: str | None) -> tuple[str, str]:
 
 def choose_threads(requested: int) -> tuple[int, str]:
     """(threads, reason). RequestError when `requested` is out of range; 0: automatic."""
-    if not 0 <= requested <= 1024:
-        raise RequestError(f"threads must be between 0 (automatic) and 1024, not {requested}")
+    if not 0 <= requested <= MOST_THREADS:
+        raise RequestError(f"threads must be between 0 (automatic) and {MOST_THREADS}, not {requested}")
     return (requested, "asked for") if requested else usable_cores()
 
 
@@ -76,15 +71,15 @@ def kv_page_bytes(kv_type: str, attention: AttentionConfig) -> int:
     return _native.kv_page_bytes(kv_type, attention.n_kv_heads, attention.head_dim)
 
 
-def part_bytes(type_name: str, k: int) -> tuple[int, int]:
-    """Bytes of a part of k elements: (of one neuron's row, of the scales that a group shares), multiples of 64.
+def bundle_row_bytes(type_name: str, k: int) -> tuple[int, int]:
+    """Bytes of a bundle's row of k elements: (of one neuron's row, of the scales that a group shares), multiples of 64.
 
     type_name: F16, BF16, Q8_0, Q4_0 or Q4_0X32; ValueError for others.
     """
-    return _native.part_bytes(type_name, k), _native.shared_bytes(type_name, k)
+    return _native.bundle_row_bytes(type_name, k), _native.shared_bytes(type_name, k)
 
 
-def pack_part(
+def pack_bundle_rows(
     type_name: str,
     kind: str,
     rows: int,
@@ -95,47 +90,23 @@ def pack_part(
     at: int,
     threads: int,
 ) -> None:
-    """Write rows [rows, k] into one part of bundles, at byte `at` of each; bundles are `pitch` bytes apart.
+    """Write rows [rows, k] as gate, up or down rows of bundles, at byte `at` of each; these are `pitch` bytes apart.
 
     data: the rows as a model file stores them, uint8 1-D; for Q4_0X32 group by group k blocks of Q4_0, each across the
     group's neurons. out: the bundles, uint8 [groups, bytes of a group]; kind: "dot" for gate and up, "add" for down.
     """
-    _native.pack_part(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
-
-
-def unpack_part(
-    type_name: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], pitch: int, at: int
-) -> NDArray[np.float32]:
-    """The values of one part of bundles, float32 [rows, k]. data: uint8 [groups, bytes of a group]."""
-    out = np.empty((rows, k), np.float32)
-    _native.unpack_part(type_name, kind, k, data, pitch, at, out)
-    return out
+    _native.pack_bundle_rows(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
 
 
 def code_bytes(type_name: str, k: int) -> int:
-    """Bytes of the codes of a part's row of k elements. Scales of its own (Q8_0, Q4_0: float16 per 32) follow them."""
+    """Bytes of the codes of a bundle's row of k elements. Its own scales (Q8_0, Q4_0: float16 per 32) follow them."""
     return _native.code_bytes(type_name, k)
 
 
-def part_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
-    """The byte of a part's row at which each of its k elements lies, int32 [k]; of F16 and BF16 the first.
+def bundle_row_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
+    """The byte of a bundle's row at which each of its k elements lies, int32 [k]; of F16, BF16 the first.
 
-    kind: as for `pack_part`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j (j < 16).
+    kind: as for `pack_bundle_rows`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j,
+    j < 16.
     """
-    return _native.part_order(type_name, kind, k)
-
-
-def matmul(
-    x: NDArray[np.float32], weights: NDArray[np.uint8], type_name: str, rows: int, *, isa: str = "", threads: int = 1
-) -> NDArray[np.float32]:
-    """x . W^T through the native kernels, float32 [tokens, rows].
-
-    x: float32 [tokens, k]; weights: the blocks of W [rows, k] as a model file stores them, uint8 1-D. Activations take
-    the form that the type requires: 8 bits per 32 for quantised weights, bfloat16 for BF16. ValueError for wrong
-    shapes.
-    """
-    pool = _native.Pool(threads)
-    matrix = _native.pack(pool, _native.Arena(), type_name, rows, x.shape[1], weights)
-    out = np.full((x.shape[0], round_up(rows, LANES)), np.nan, np.float32)
-    _native.matmul(pool, matrix, isa, np.ascontiguousarray(x, np.float32), out)
-    return out[:, :rows]
+    return _native.bundle_row_order(type_name, kind, k)

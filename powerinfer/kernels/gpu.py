@@ -23,7 +23,7 @@ from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
-from powerinfer.kernels.cpu import code_bytes, part_order
+from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
@@ -507,29 +507,29 @@ def unpack(
     the line at which the scales of each group begin. They become the rows of `neurons` from `row` on, and its shared
     scales from `group` on.
     """
-    parts = [(neurons.up, "dot", layout.up_at), (neurons.down, "add", layout.down_at)]
+    matrices = [(neurons.up, "dot", layout.up_at), (neurons.down, "add", layout.down_at)]
     if neurons.gate is not None:
-        parts.append((neurons.gate, "dot", layout.gate_at))
-    for weight, use, part in parts:
+        matrices.append((neurons.gate, "dot", layout.gate_at))
+    for weight, use, offset in matrices:
         data = weight.data[row : row + len(at)]
         order, unit = _order(weight.type, use, weight.k, rows.device)
-        _take(rows, at, part, data, unit, order)
+        _take(rows, at, offset, data, unit, order)
         if weight.scales is not None:
             scales = weight.scales[row : row + len(at)]
-            _take(rows, at, part + code_bytes(weight.type, weight.k), scales, 2)
+            _take(rows, at, offset + code_bytes(weight.type, weight.k), scales, 2)
     if neurons.shared is not None:
         _take(rows, shared, 0, neurons.shared[group : group + len(shared)], 2)
 
 
 @cache
 def _order(kind: str, use: str, k: int, device: Any) -> tuple[Tensor | None, int]:
-    """Where a row of a `Weight` lies in its part of a bundle: (int32 [units], bytes of a unit); None: in order.
+    """Where a row of a `Weight` lies in a bundle's row: (int32 [units], bytes of a unit); None: in order.
 
     A unit is 4, 2 or 1 bytes that are adjacent in both orders.
     """
     import torch
 
-    places = part_order(kind, use, k)  # of elements; those of the bytes of a row of `Weight.data` are:
+    places = bundle_row_order(kind, use, k)  # of elements; those of the bytes of a row of `Weight.data` are:
     if kind in FLOAT_TYPES:
         places = np.add.outer(places, np.arange(2, dtype=np.int32)).reshape(-1)
     elif kind != "Q8_0":
@@ -546,8 +546,8 @@ def _together(places: NDArray[np.int32], unit: int) -> bool:
     return not (first % unit).any() and np.array_equal((first + np.arange(unit)).reshape(-1), places)
 
 
-def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, unit: int, order: Tensor | None = None) -> None:
-    """out[i, j] = unit number order[j], or j, of the part that begins `part` bytes behind line at[i] of `rows`.
+def _take(rows: Tensor, at: Tensor, offset: int, out: Tensor, unit: int, order: Tensor | None = None) -> None:
+    """out[i, j] = unit number order[j], or j, of the row that begins `offset` bytes behind line at[i] of `rows`.
 
     unit: its bytes. Codes of 4 bits become two's complement.
     """
@@ -562,10 +562,10 @@ def _take(rows: Tensor, at: Tensor, part: int, out: Tensor, unit: int, order: Te
     if _triton(rows):
         from powerinfer.kernels import triton_bundles
 
-        triton_bundles.take(rows.view(dtype), at, part // unit, own, order, flip)
+        triton_bundles.take(rows.view(dtype), at, offset // unit, own, order, flip)
         return
     width = own.shape[1]
-    lines = torch.arange(part // LINE, -(-(part + width * unit) // LINE), device=out.device)
+    lines = torch.arange(offset // LINE, -(-(offset + width * unit) // LINE), device=out.device)
     for begin, end in _pieces(len(out), width):
         places = (at[begin:end, None] + lines).view(-1)
         taken = rows.view(-1, LINE).index_select(0, places).view(end - begin, -1).view(dtype)

@@ -185,6 +185,15 @@ def layers_that_fit(
     return layers, layers == every and taken(every, True) <= vram
 
 
+def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> RequestError:
+    """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
+    least = sum(on_gpu(model, hardware, work, 1, False, dense).values())
+    return RequestError(
+        f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(least)} or more, lower --context, "
+        "--prefill-chunk or --max-batch, or use no GPU"
+    )
+
+
 def _groups(model: Model, layers: int) -> int:
     """Groups of bundles of the first layers."""
     return sum(n_groups(layer.ffn.size) for layer in model.config.layers[:layers])

@@ -663,12 +663,23 @@ def read_plan(folder: Path, request: PlanRequest) -> Plan | None:
 
     ModelError for a file that is not a plan within the request's budgets.
     """
+    found = _read(folder, request)
+    return None if found is None else found[0]
+
+
+def kept_document(folder: Path, request: PlanRequest) -> PlanDocument | None:
+    """The document of the same plan."""
+    found = _read(folder, request)
+    return None if found is None else found[1]
+
+
+def _read(folder: Path, request: PlanRequest) -> tuple[Plan, PlanDocument] | None:
     path = plan_path(folder, request)
     if not path.is_file():
         return None
     document = read_plan_document(path)
     try:
-        return _of_document(document, request)
+        return _of_document(document, request), document
     except ValueError as error:
         why = f"not the plan that its name says ({error}); `powerinfer plan` makes it again"
         raise ModelError(f"{path}: {why}") from None

@@ -10,6 +10,7 @@ from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
 from powerinfer.errors import RequestError
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
+from powerinfer.placement.budget import budgets, no_layer_fits
 from powerinfer.placement.plan import PlanRequest
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.shapes import (
@@ -42,14 +43,14 @@ class Subject:
     selector: str
     assumed: tuple[str, ...] = ()
 
-    def request(
-        self, hardware: Hardware, engine: EngineConfig, planning: PlanConfig | None = None, *, insist: bool = False
-    ) -> PlanRequest:
-        """The request for a plan on a machine under the engine's budgets. RequestError for what cannot be.
+    def request(self, hardware: Hardware, engine: EngineConfig, planning: PlanConfig | None = None) -> PlanRequest:
+        """The request for a plan on a machine under the engine's budgets, for a load and for `powerinfer plan` alike.
+        RequestError for what cannot be.
 
-        insist: the GPU is used although it is slower than the CPU.
+        Where torch's CPU emulates the GPU (`--gpu cpu`) times mean nothing: as many neurons as fit are placed there.
         """
         planning = planning or PlanConfig()
+        emulated = engine.gpu == "cpu" and planning.hardware is None and hardware.gpu is not None
         return PlanRequest(
             self.model,
             self.profile,
@@ -60,13 +61,21 @@ class Subject:
             batch=planning.batch,
             kv_type=engine.kv_type,
             selector=self.selector,
-            policy=planning.policy,
+            policy="greedy" if emulated and planning.policy == "time" else planning.policy,
             chunk=engine.prefill_chunk,
             seed=planning.seed,
             time_limit=planning.time_limit,
             requests=engine.max_batch,
-            insist=insist,
+            insist=emulated,
         )
+
+
+def on_named_gpu(request: PlanRequest) -> PlanRequest:
+    """The same request; RequestError, with the smallest budget that does, if no layer fits on its machine's GPU."""
+    vram, _ = budgets(request.hardware, request.vram, request.ram)
+    if vram and not request.claims().gpu_layers:
+        raise no_layer_fits(request.model, request.hardware, request.workload, vram)
+    return request
 
 
 def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
@@ -82,18 +91,23 @@ def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
         raise RequestError(f"--time-limit must be a number of seconds, not {planning.time_limit}")
 
 
-def machine(
-    planning: PlanConfig,
-    engine: EngineConfig,
-    progress: Progress = silent,
-    say: Say = silent,
-) -> Hardware:
-    """The machine that is planned for: a described one, else this one, measured. say: receives notes for the user."""
+def plan_request(
+    subject: Subject, engine: EngineConfig, planning: PlanConfig, progress: Progress = silent, say: Say = silent
+) -> PlanRequest:
+    """The request for a plan on the machine that is planned for: a described one, else this one, measured.
+
+    say: receives notes for the user. RequestError for budgets that are too small, before anything is measured.
+    """
     from powerinfer.hardware.measure import gpu_beside, measured
 
+    def request(hardware: Hardware) -> PlanRequest:
+        made = subject.request(hardware, engine, planning)
+        return made if gpu is None or engine.gpu == "auto" else on_named_gpu(made)
+
     if planning.hardware is not None:
-        return load(planning.hardware)
-    return measured(engine, progress, say, gpu_beside(engine, say))
+        return subject.request(load(planning.hardware), engine, planning)
+    gpu = gpu_beside(engine, say)
+    return request(measured(engine, progress, say, gpu, lambda memories: request(memories).claims()))
 
 
 def shape_subject(

@@ -217,10 +217,10 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
 
     config = checkpoint.config
     if PreparedFile(BUNDLES, checkpoint, prepared).exists() and not fresh:
-        layouts = open_bundles(checkpoint, prepared, cpu.part_bytes).layouts
+        layouts = open_bundles(checkpoint, prepared, cpu.bundle_row_bytes).layouts
     else:
         types = choose_types(checkpoint)
-        layouts = bundle_layouts(config, types.gate, types.down, cpu.part_bytes)
+        layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
@@ -265,7 +265,7 @@ def described_model(
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
-    layouts = bundle_layouts(config, gate, down, cpu.part_bytes)
+    layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
     bare = _model(config, name or config.name, type_of, layouts, (), (SELECTED_PER_FIRING,) * config.n_layers)
     bytes_of_rank = (
         (config.n_layers * config.d_model + config.n_neurons) * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,10 +80,9 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
 
 
 def _has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
-    try:
+    with suppress(ModelError):
         return open_samples(checkpoint, prepared).about.get("key") == task.key
-    except ModelError:
-        return False
+    return False
 
 
 class State:

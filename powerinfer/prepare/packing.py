@@ -1,4 +1,4 @@
-"""Making bundles: the FFN weights of a model, neuron by neuron, in the types of the parts.
+"""Making bundles: the FFN weights of a model, neuron by neuron, in the types of its rows.
 
 Gate and up are stored neuron by neuron in every model file, so their rows keep their codes if the type is kept. Down is
 transposed: floats are copied unchanged, but the blocks of a quantised matrix run across the neurons. Those of Q4_0 are
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layouts, n_groups, open_bundles, write_bundles
-from powerinfer.formats.bundle_types import PartTypes, by_neuron, row_parts, tensor_name
+from powerinfer.formats.bundle_types import RowTypes, by_neuron, gate_and_up, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
 from powerinfer.formats.tensors import FLOAT_TYPES
@@ -31,7 +31,7 @@ from powerinfer.system import usable_cores
 Squares = NDArray[np.float64]
 """[sum of squared errors, sum of squared weights]."""
 
-_SLAB = 1 << 20  # weights of a part that one thread processes at a time
+_SLAB = 1 << 20  # weights of a matrix that one thread processes at a time
 _BLOCK = 256  # slabs are multiples of this many neurons, so that no block of any type is split
 
 
@@ -39,7 +39,7 @@ _BLOCK = 256  # slabs are multiples of this many neurons, so that no block of an
 class Packed:
     """The result of `pack`.
 
-    error: part -> root of the sum of squared errors of its weights, relative to that of the weights as returned by the
+    error: matrix -> root of its weights' summed squared errors, relative to that of the weights as returned by the
     checkpoint; 0 if none changed. seconds: of the whole work.
     """
 
@@ -60,16 +60,16 @@ def describe(bundles: BundleFile, packed: Packed | None) -> dict[str, Any]:
     }
 
 
-def current(checkpoint: Checkpoint, prepared: str | None, types: PartTypes) -> BundleFile | None:
+def current(checkpoint: Checkpoint, prepared: str | None, types: RowTypes) -> BundleFile | None:
     """The existing bundles, if `pack` would make the same."""
     try:
-        bundles = open_bundles(checkpoint, prepared, cpu.part_bytes)
+        bundles = open_bundles(checkpoint, prepared, cpu.bundle_row_bytes)
     except ModelError:
         return None
     return bundles if bundles.types == (types.gate, types.down) else None
 
 
-def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progress: Progress = silent) -> Packed:
+def pack(checkpoint: Checkpoint, prepared: str | None, types: RowTypes, progress: Progress = silent) -> Packed:
     """Write the bundles of a model into the folder `prepared` (None: beside the model).
 
     Memory: about 40 MB for each core while d_model is below 4096, in proportion to it above, and one matrix where the
@@ -79,8 +79,8 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     """
     begin = time.perf_counter()
     config = checkpoint.config
-    layouts = bundle_layouts(config, types.gate, types.down, cpu.part_bytes)
-    squares = {name: np.zeros(2) for name in (*row_parts(config.layers), "down")}
+    layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
+    squares = {name: np.zeros(2) for name in (*gate_and_up(config.layers), "down")}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
     groups = n_groups(min(step, config.widest_ffn))
     spaces = {layout: np.zeros((groups, layout.group_bytes), np.uint8) for layout in set(layouts)}
@@ -88,24 +88,24 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: PartTypes, progres
     done = 0
     with write_bundles(checkpoint, prepared, layouts) as write, ThreadPoolExecutor(cores) as threads:
         for layer, layout in enumerate(layouts):
-            parts = _parts(layout)
-            sources = [_Source(checkpoint, part, layer) for part in parts]
+            every = _all_rows(layout)
+            sources = [_Source(checkpoint, one, layer) for one in every]
             for slab in _slabs(sources, config.ffn_sizes[layer], step, threads, cores):
                 count = len(slab[0][0])
                 rows = spaces[layout][: n_groups(count)]
-                for part, (data, error) in zip(parts, slab, strict=True):
-                    squares[part.name] += error
-                    part.put(data, count, rows, layout, cores)
+                for one, (data, error) in zip(every, slab, strict=True):
+                    squares[one.name] += error
+                    one.put(data, count, rows, layout, cores)
                 write(layer, rows)
                 done += count
                 progress("packing neurons", done, config.n_neurons)
             checkpoint.release()
     errors = {name: float(np.sqrt(wrong / whole)) if wrong else 0.0 for name, (wrong, whole) in squares.items()}
-    return Packed(open_bundles(checkpoint, prepared, cpu.part_bytes), errors, time.perf_counter() - begin)
+    return Packed(open_bundles(checkpoint, prepared, cpu.bundle_row_bytes), errors, time.perf_counter() - begin)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Rows:
     name: str  # gate, up or down
     type: str
     kind: str  # how the kernels use it: "dot" with the activations, "add" to the output
@@ -114,19 +114,19 @@ class _Part:
     def put(self, stored: Bytes, neurons: int, groups: Bytes, layout: BundleLayout, threads: int) -> None:
         """Write the result of `_Source.rows` into the bundles, uint8 [groups, layout.group_bytes]."""
         data, pitch = stored.reshape(-1), layout.pitch
-        cpu.pack_part(self.type, self.kind, neurons, layout.d_model, data, groups, pitch, self.at, threads)
+        cpu.pack_bundle_rows(self.type, self.kind, neurons, layout.d_model, data, groups, pitch, self.at, threads)
 
 
-def _parts(layout: BundleLayout) -> list[_Part]:
+def _all_rows(layout: BundleLayout) -> list[_Rows]:
     rows = [("gate", layout.gate_at)] if layout.gated else []
-    dots = [_Part(name, layout.gate_type, "dot", at) for name, at in (*rows, ("up", layout.up_at))]
-    return [*dots, _Part("down", layout.down_type, "add", layout.down_at)]
+    dots = [_Rows(name, layout.gate_type, "dot", at) for name, at in (*rows, ("up", layout.up_at))]
+    return [*dots, _Rows("down", layout.down_type, "add", layout.down_at)]
 
 
 def _slabs(
     sources: list[_Source], neurons: int, step: int, threads: ThreadPoolExecutor, turn: int
 ) -> Iterator[list[tuple[Bytes, Squares]]]:
-    """`_Source.rows` of every part for each run of `step` neurons, in order, `turn` runs at a time."""
+    """`_Source.rows` of every matrix for each run of `step` neurons, in order, `turn` runs at a time."""
 
     def slab(at: int) -> list[tuple[Bytes, Squares]]:
         return [source.rows(at, min(at + step, neurons)) for source in sources]
@@ -137,17 +137,17 @@ def _slabs(
 
 
 class _Source:
-    """One part of one layer: the tensor it comes from, and its rows in the type of the part."""
+    """One matrix of one layer: the tensor it comes from, and its rows in the type of the bundles'."""
 
-    def __init__(self, checkpoint: Checkpoint, part: _Part, layer: int) -> None:
-        self._name = tensor_name(checkpoint, part.name, layer)
+    def __init__(self, checkpoint: Checkpoint, one: _Rows, layer: int) -> None:
+        self._name = tensor_name(checkpoint, one.name, layer)
         self._where = f"{checkpoint.path}: {self._name}"
-        self._part = part
+        self._into = one
         self._tensor = checkpoint.take(self._name)
         self._type = self._tensor.type
 
     def rows(self, begin: int, end: int) -> tuple[Bytes, Squares]:
-        """The neurons from `begin` to `end` as stored rows of the part's type, uint8 [neurons, row_bytes], contiguous.
+        """The neurons from `begin` to `end` as stored rows of its type, uint8 [neurons, row_bytes], contiguous.
 
         In `ACROSS` they are whole groups, uint8 [groups, d_model * 18]. `begin` is a multiple of every block, and so is
         `end`, unless it is the number of neurons.
@@ -157,22 +157,22 @@ class _Source:
             return self._from_rows(stored[begin:end])
         kind = block_type(self._type)
         columns = stored[:, begin // kind.block * kind.nbytes : end // kind.block * kind.nbytes]
-        if self._type == self._part.type and self._type in FLOAT_TYPES:
+        if self._type == self._into.type and self._type in FLOAT_TYPES:
             return _transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
-        if self._type == "Q4_0" and self._part.type == ACROSS:
+        if self._type == "Q4_0" and self._into.type == ACROSS:
             return _by_group(columns), np.zeros(2)
         return self._encoded(_transposed(dequantize(columns, self._type)))
 
     def _from_rows(self, stored: Bytes) -> tuple[Bytes, Squares]:
-        if self._type == self._part.type:
+        if self._type == self._into.type:
             return stored, np.zeros(2)
-        if self._part.type == "Q8_0" and self._type in ("Q4_0", "Q5_0"):
+        if self._into.type == "Q8_0" and self._type in ("Q4_0", "Q5_0"):
             return as_q8_0(stored, self._type), np.zeros(2)
         return self._encoded(dequantize(stored, self._type))
 
     def _encoded(self, values: Float32) -> tuple[Bytes, Squares]:
-        """Values, float32 [neurons, d_model], in the part's type, and the error; ModelError if it cannot hold one."""
-        target = self._part.type
+        """Values, float32 [neurons, d_model], in the bundles' type, and the error; ModelError if it cannot hold one."""
+        target = self._into.type
         if target == ACROSS:
             values, target = _transposed(values), "Q4_0"
         try:
@@ -181,12 +181,12 @@ class _Source:
             raise ModelError(f"{self._where}: {error}") from None
         back = dequantize(data, target)
         if not np.isfinite(back).all():
-            flag = "--down-type" if self._part.name == "down" else "--type"
+            flag = "--down-type" if self._into.name == "down" else "--type"
             hint = f"; `{flag} bf16` holds larger ones" if target == "F16" else ""
             raise ModelError(f"{self._where} has a weight that {target} cannot hold{hint}")
         wrong = np.square(back - values, dtype=np.float64).sum()
         squares = np.array([wrong, np.square(values, dtype=np.float64).sum()])
-        return (_by_group(data) if self._part.type == ACROSS else data), squares
+        return (_by_group(data) if self._into.type == ACROSS else data), squares
 
 
 def _transposed(matrix: NDArray[Any]) -> NDArray[Any]:

@@ -152,13 +152,16 @@ def steps(work: Work) -> Iterator[tuple[str, Step]]:
 
 def measure(work: Work, progress: Progress) -> Outcome:
     from powerinfer.hardware.description import load
-    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep
+    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep, memories
 
     if work.planning.hardware is not None:
         work.hardware = load(work.planning.hardware)
         return _not_needed(f"--hardware {work.planning.hardware}")
     gpu = gpu_beside(work.engine, work.say)
     found = None if work.force else known(work.engine, gpu)
+    if found is None:
+        work.hardware = memories(work.engine, gpu)
+        check_bytes(work)
     hardware = found or measure_and_keep(work.engine, progress, work.say, gpu=gpu, again=work.force)
     work.hardware, cpu = hardware, hardware.cpu
     fastest = max(cpu.dense_gb_s.values())
@@ -223,14 +226,11 @@ def pack(work: Work, progress: Progress) -> Outcome:
 def _packed_bundles(work: Work) -> BundleFile | None:
     """The existing bundles, of any types; None if they cannot be used, or if every step is repeated."""
     from powerinfer.formats.bundle_file import open_bundles
-    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.kernels.cpu import bundle_row_bytes
 
-    if work.force:
-        return None
-    try:
-        return open_bundles(work.checkpoint, work.engine.prepared, part_bytes)
-    except ModelError:
-        return None
+    with suppress(ModelError):
+        return None if work.force else open_bundles(work.checkpoint, work.engine.prepared, bundle_row_bytes)
+    return None
 
 
 def _why_all(work: Work) -> str:
@@ -244,18 +244,19 @@ def _why_all(work: Work) -> str:
 
 
 def plan(work: Work, progress: Progress) -> Outcome:
-    from powerinfer.placement.plan import make_plan, plan_path, read_plan, save_plan
-    from powerinfer.placement.plan_document import rate, read_plan_document
+    from powerinfer.placement.plan import kept_document, make_plan, plan_path, save_plan
+    from powerinfer.placement.plan_document import rate
 
     request = work.request(work.selector)
     path = plan_path(work.folder, request)
     facts = None
     if not work.force:
         with suppress(ModelError):
-            facts = read_plan_document(path) if read_plan(work.folder, request) is not None else None
+            facts = kept_document(work.folder, request)
     known = facts is not None
     if facts is None:
-        facts = read_plan_document(save_plan(make_plan(request), work.folder))
+        made = make_plan(request)
+        facts = made.document(save_plan(made, work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
     said = f"{rate(facts.predicted.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
@@ -310,10 +311,19 @@ def check_budgets(work: Work) -> None:
     """RequestError if the budgets or the machine do not hold the model, however its neurons fire."""
     from powerinfer.placement.plan import make_plan
 
+    make_plan(_least_request(work))
+
+
+def check_bytes(work: Work) -> None:
+    """RequestError if the budgets do not even hold the dense part, which does not depend on the machine's rates."""
+    _least_request(work).claims()
+
+
+def _least_request(work: Work) -> PlanRequest:
     selector = work.engine.selector
     if selector in ("auto", "predicted"):  # predictors only add to it, and are not there yet
         selector, _ = auto(work.checkpoint.config)
-    make_plan(work.request(selector, assume=True, fresh=True))
+    return work.request(selector, assume=True, fresh=True)
 
 
 def needed_bytes(work: Work) -> int:
@@ -321,7 +331,7 @@ def needed_bytes(work: Work) -> int:
     from powerinfer.formats.bundle_file import bundle_layouts
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.samples_file import row_bytes
-    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.kernels.cpu import bundle_row_bytes
     from powerinfer.prepare.counting import current as current_profile
     from powerinfer.prepare.training import model_bytes
 
@@ -334,7 +344,7 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
-        layouts = bundle_layouts(config, types.gate, types.down, part_bytes)
+        layouts = bundle_layouts(config, types.gate, types.down, bundle_row_bytes)
         total += sum(size * layout.stride for size, layout in zip(config.ffn_sizes, layouts, strict=True))
     return total
 

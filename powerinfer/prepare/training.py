@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,13 +76,11 @@ def mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
 def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -> PredictorFile | None:
     """The existing predictors, if they were made from the same samples with the same options."""
     check(checkpoint, config)
-    try:
-        file = open_predictor(checkpoint, prepared)
-        samples = open_samples(checkpoint, prepared)
-    except ModelError:
-        return None
-    made = (file.training or {}).get("key")
-    return file if made == _key(samples, config, _type(checkpoint, config)) else None
+    with suppress(ModelError):
+        file, samples = open_predictor(checkpoint, prepared), open_samples(checkpoint, prepared)
+        if (file.training or {}).get("key") == _key(samples, config, _type(checkpoint, config)):
+            return file
+    return None
 
 
 def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
@@ -198,9 +197,6 @@ class _Work:
 
     # ------------------------------------------------------------ sizes
 
-    def _bytes(self, layer: int, rank: int) -> int:
-        return _bytes(self._checkpoint.config, self._type, layer, rank)
-
     def _search(self, layer: int) -> int:
         """The smallest rank that meets the target, or the one beyond which growth gains nothing."""
         ladder = self._ladder
@@ -241,18 +237,18 @@ class _Work:
 
     def _lowered(self, ranks: list[int]) -> list[int]:
         """The ranks, lowered until they fit the budget, each time where the expected loss per byte is least."""
-        ranks = list(ranks)
-        total = sum(self._bytes(layer, rank) for layer, rank in enumerate(ranks))
+        ranks, nbytes = list(ranks), partial(_bytes, self._checkpoint.config, self._type)
+        total = sum(nbytes(layer, rank) for layer, rank in enumerate(ranks))
         while total > self._budget:
             steps = []
             for layer, rank in enumerate(ranks):
                 below = self._ladder.index(rank) - 1
                 if below >= 0:
                     lower = self._ladder[below]
-                    saved = self._bytes(layer, rank) - self._bytes(layer, lower)
+                    saved = nbytes(layer, rank) - nbytes(layer, lower)
                     steps.append(((self._expected(layer, lower) - self._expected(layer, rank)) / saved, layer, lower))
             _, layer, lower = min(steps)
-            total -= self._bytes(layer, ranks[layer]) - self._bytes(layer, lower)
+            total -= nbytes(layer, ranks[layer]) - nbytes(layer, lower)
             ranks[layer] = lower
         return ranks
 
@@ -339,7 +335,7 @@ class _Work:
 
     def _write(self, ranks: list[int]) -> PredictorFile:
         points = [known[rank] for known, rank in zip(self._points, ranks, strict=True)]
-        total = sum(self._bytes(layer, rank) for layer, rank in enumerate(ranks))
+        total = sum(_bytes(self._checkpoint.config, self._type, layer, rank) for layer, rank in enumerate(ranks))
         training = {
             "key": self._key,
             "recall_target": self._config.recall,
@@ -368,10 +364,7 @@ class _Work:
 def _told(point: Fitted) -> dict[str, Any]:
     return {
         "rank": point.predictor.rank,
-        "recall": point.figures.recall,
-        "precision": point.figures.precision,
-        "candidate_fraction": point.figures.candidate_fraction,
-        "active_fraction": point.figures.active_fraction,
+        **asdict(point.figures),
         "method": point.method,
         "svd_recall": point.svd.recall,
         "svd_candidate_fraction": point.svd.candidate_fraction,

@@ -70,7 +70,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.profile_file import open_profile
-    from powerinfer.kernels.cpu import part_bytes
+    from powerinfer.kernels.cpu import bundle_row_bytes
 
     config = checkpoint.config
     profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared))
@@ -87,7 +87,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             lambda: open_predictor(checkpoint, prepared),
             config.rectified and checkpoint.predictor_threshold is None,
         ),
-        _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, part_bytes)),
+        _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes)),
     )
 
 
@@ -152,7 +152,7 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
 def _options(plan: PlanDocument) -> str:
     """Options of the command that makes such a plan again."""
     options = {
-        "vram": plan.budgets.vram, "ram": plan.budgets.ram, "context": plan.context, "batch": plan.batch,
+        "vram": f"{plan.budgets.vram}B", "ram": f"{plan.budgets.ram}B", "context": plan.context, "batch": plan.batch,
         "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
     hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}

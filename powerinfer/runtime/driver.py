@@ -122,7 +122,8 @@ class Driver:
 
     def stop(self) -> None:
         """End the thread within a step, and its requests as aborted. May be called anywhere."""
-        self.tell(lambda: self._end(_closed))
+        if not self.ended:  # a command that nobody takes any more would keep this object in a cycle
+            self.tell(lambda: self._end(_closed))
 
     def close(self) -> None:
         """End the requests as aborted and close the executor; wait for it. May be called twice."""
@@ -342,16 +343,15 @@ class Driver:
 
     def _deliver(self) -> None:
         """Tell those who wait for requests what happened."""
-        while self._outbox:
-            outbox, self._outbox = self._outbox, []
-            for request, event in outbox:
-                if request.deliver is None:
-                    continue
-                try:
-                    request.deliver(event)
-                except Exception:  # whoever asked is gone
-                    request.deliver = None
-                    self._abort([request])
+        outbox, self._outbox = self._outbox, []
+        for request, event in outbox:
+            if request.deliver is None:
+                continue
+            try:
+                request.deliver(event)
+            except Exception:  # whoever asked is gone
+                request.deliver = None
+                self.abort([request])  # later: a step may be planned with it
 
     def _work_idly(self) -> bool:
         """Do a piece of idle work, if it is due; whether it was. A PowerInferError ends it for good."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from powerinfer.config import option
 from powerinfer.errors import RequestError
+from powerinfer.formats.grammar import Grammar, LazyGrammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
@@ -16,12 +17,22 @@ MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one."""
+    """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one.
+
+    grammar: what the answer's text must match. It can also be given as json_schema (a document, a JSON text or a
+    pydantic model's class), regex, choice (texts) or, as in llama.cpp, as text in GBNF.
+    """
 
     max_tokens: int | None = option(
-        128, "maximum number of tokens to generate; none: until the context is full", metavar="N"
+        128,
+        "maximum number of tokens to generate; -1 or none: until the context is full",
+        metavar="N",
+        flags=("-n",),
+        unlimited=-1,
     )
-    temperature: float = option(0.8, "0: always the most likely token; higher is more random", metavar="T")
+    temperature: float = option(
+        0.8, "0: always the most likely token; higher is more random", metavar="T", flags=("--temp",)
+    )
     top_k: int = option(40, "sample among the K most likely tokens; 0: all", metavar="K")
     top_p: float = option(0.95, "sample among the most likely tokens that together have this probability", metavar="P")
     min_p: float = option(0.05, "drop tokens less likely than this fraction of the most likely one", metavar="M")
@@ -29,15 +40,20 @@ class SamplingParams:
     presence_penalty: float = option(0.0, "subtract this from the logits of tokens already generated", metavar="X")
     frequency_penalty: float = option(0.0, "subtract this for each occurrence of a generated token", metavar="X")
     logit_bias: Mapping[int, float] = option((), "token id -> number added to its logit")
-    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S")
+    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S", flags=("-s",))
     stop: Sequence[str] = option((), "stop before this text (repeatable)", metavar="TEXT")
     stop_token_ids: Sequence[int] = option((), "stop at this token (repeatable)", metavar="ID")
     ignore_eos: bool = option(False, "do not stop at the model's end-of-text token")
     logprobs: int | None = option(
         None, "return log-probabilities of the chosen token and of the N most likely", metavar="N"
     )
+    skip_special_tokens: bool = option(True, "hide special tokens in the text")
+    grammar: Grammar | LazyGrammar | None = None
+    json_schema: InitVar[Any] = None
+    regex: InitVar[str | None] = None
+    choice: InitVar[Sequence[str] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, json_schema: Any, regex: str | None, choice: Sequence[str] | None) -> None:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
         _check_float("temperature", self.temperature, 0.0, math.inf)
@@ -57,10 +73,30 @@ class SamplingParams:
         stop_token_ids = tuple(self.stop_token_ids or ())
         for token in stop_token_ids:
             _check_int("stop_token_ids", token, 0)
+        object.__setattr__(self, "grammar", _one_grammar(self.grammar, json_schema, regex, choice))
         # frozen copies: changing the caller's list or dict later does not affect a running request
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
+
+
+def _one_grammar(
+    grammar: Any, json_schema: Any, regex: str | None, choice: Sequence[str] | None
+) -> Grammar | LazyGrammar | None:
+    given = [value for value in (grammar, json_schema, regex, choice) if value is not None]
+    if len(given) > 1:
+        raise RequestError("give one of grammar, json_schema, regex and choice")
+    if json_schema is not None:
+        return Grammar.json_schema(json_schema)
+    if regex is not None:
+        return Grammar.regex(regex)
+    if choice is not None:
+        return Grammar.choice(choice)
+    if isinstance(grammar, str):
+        return Grammar.gbnf(grammar)
+    if not isinstance(grammar, Grammar | LazyGrammar | None):
+        raise RequestError(f"grammar must be a Grammar or a text in GBNF, not {type(grammar).__name__}")
+    return grammar
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:

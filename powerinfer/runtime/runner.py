@@ -15,6 +15,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
 from powerinfer.errors import RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
+from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Request
 from powerinfer.runtime.sampling import Sampler, TokenMask
@@ -45,6 +46,7 @@ class Runner:
         self._executor = executor
         self._tokenizer = tokenizer
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
+        self._grammars = Grammars(tokenizer, executor.vocab_size)
         self._scheduler = Scheduler(
             n_pages=executor.n_pages,
             page_size=executor.page_size,
@@ -71,7 +73,10 @@ class Runner:
         queue_timeout: float | None = None,
         mask: TokenMask | None = None,
     ) -> Request:
-        """A checked request, to be submitted. RequestError if it is invalid, or if the model was closed."""
+        """A checked request, to be submitted. RequestError if it is invalid, or if the model was closed.
+
+        A grammar of `params` is compiled meanwhile; it and `mask` exclude each other.
+        """
         self._check_prompt(prompt)
         room = self.context - len(prompt)
         max_new = room if params.max_tokens is None else params.max_tokens
@@ -83,13 +88,17 @@ class Runner:
             )
         if not isinstance(salt, bytes):
             raise RequestError(f"salt must be bytes, not {salt!r}")
+        if params.grammar is not None:
+            if mask is not None:
+                raise RequestError("a mask and a grammar were given: give one")
+            mask = self._grammars.mask(params.grammar)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_ids
         request = Request(
             prompt,
             params,
             max_new=max_new,
             sampler=Sampler(params, self._executor.vocab_size, prompt, self._scratch, mask),
-            text=TextStream(self._tokenizer.stream(), params.stop),
+            text=TextStream(self._tokenizer.stream(params.skip_special_tokens), params.stop),
             stop_ids=eos.union(params.stop_token_ids),
             salt=salt,
             timeout=_seconds("timeout", timeout),

@@ -112,7 +112,7 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     if name == "all":
         return Selection(name, why)
     check_suited(name, checkpoint.config)
-    bundles = open_bundles(checkpoint, engine.prepared, cpu.part_bytes)
+    bundles = open_bundles(checkpoint, engine.prepared, cpu.bundle_row_bytes)
     selection = Selection(name, why, thresholds, bundles, files=(bundles.path,))
     return _with_predictors(selection, checkpoint, engine) if name == "predicted" else selection
 

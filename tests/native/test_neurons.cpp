@@ -11,7 +11,7 @@
 
 namespace {
 
-const int PART_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
+const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
 const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
 
 // Whether an activation is never exactly zero.
@@ -46,12 +46,12 @@ std::vector<List> lists(int32_t n) {
   return {{}, all, {n - 1}, {0, n - 1}, {n - 1, 0, n / 2}, odd, back};
 }
 
-// ---- Parts ----------------------------------------------------------------------------------------------------------
+// ---- Rows --------------------------------------------------------------------------------------------------------------
 
 int64_t groups_of(int64_t neurons) { return (neurons + PI_GROUP - 1) / PI_GROUP; }
 
-// Stored neurons in the form that pack_part takes, and their values.
-std::vector<uint8_t> random_part(Random& r, int type, int64_t rows, int64_t k, std::vector<float>& values) {
+// Stored neurons in the form that pack_bundle_rows takes, and their values.
+std::vector<uint8_t> random_bundle_rows(Random& r, int type, int64_t rows, int64_t k, std::vector<float>& values) {
   values.resize((size_t)(rows * k));
   if (type != PI_Q4_0X32) {
     const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
@@ -70,83 +70,84 @@ std::vector<uint8_t> random_part(Random& r, int type, int64_t rows, int64_t k, s
   return stored;
 }
 
-// Packs all groups of a part; `data` is what its `groups` points to.
-void pack_groups(const PiPart& part, int kind, int64_t rows, const uint8_t* src, uint8_t* data) {
+// Packs all groups of some rows; `data` is what its `groups` points to.
+void pack_groups(const PiRows& packed, int kind, int64_t rows, const uint8_t* src, uint8_t* data) {
   for (int64_t g = 0; g < groups_of(rows); g++) {
-    pack_part(part.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), part.k,
-              src + part_source_bytes(part.type, g * PI_GROUP, part.k), data + g * part.stride, part.pitch, part.at);
+    pack_bundle_rows(packed.type, kind, std::min(rows - g * PI_GROUP, (int64_t)PI_GROUP), packed.k,
+                     src + bundle_rows_source_bytes(packed.type, g * PI_GROUP, packed.k), data + g * packed.stride,
+                     packed.pitch, packed.at);
   }
 }
 
-// A row of a part as table.h describes it, from a stored row; of Q4_0X32 from its codes.
+// A bundle's row as table.h describes it, from a stored row; of Q4_0X32 from its codes.
 std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k) {
   if (!is_quantised(type)) {
-    std::vector<uint8_t> part((size_t)pi_round_up(2 * k, 64));
-    memcpy(part.data(), row, (size_t)(2 * k));
-    return part;
+    std::vector<uint8_t> packed((size_t)pi_round_up(2 * k, 64));
+    memcpy(packed.data(), row, (size_t)(2 * k));
+    return packed;
   }
   const int64_t codes = type == PI_Q8_0 ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2,
                 size = type == PI_Q8_0 ? 34 : 18;
-  std::vector<uint8_t> part((size_t)pi_round_up(codes + 2 * pi_round_up(k / 32, 16), 64));
+  std::vector<uint8_t> packed((size_t)pi_round_up(codes + 2 * pi_round_up(k / 32, 16), 64));
   for (int64_t i = 0; i < k; i++) {
     const uint8_t* block = row + i / 32 * size;
-    memcpy(&part[(size_t)(codes + i / 32 * 2)], block, 2);
+    memcpy(&packed[(size_t)(codes + i / 32 * 2)], block, 2);
     // Sixteen blocks, or those that are left: vector v has four elements of each.
     const int64_t first = i / 512 * 16, word = 4 * std::min(k / 32 - first, (int64_t)16), v = i % 32 / 4;
     const int64_t vectors = first * (size - 2) + 4 * (i / 32 - first) + i % 4;
     if (type == PI_Q8_0) {
-      part[(size_t)(kind == PI_DOT ? vectors + v * word : i)] = block[2 + i % 32];
+      packed[(size_t)(kind == PI_DOT ? vectors + v * word : i)] = block[2 + i % 32];
       continue;
     }
     const int code = i % 32 < 16 ? block[2 + i % 16] & 15 : block[2 + i % 16] >> 4;
     const int64_t base = i / 128 * 64, e = i % 128, s = e / 16, l = e % 16;
     const int64_t at = kind == PI_DOT ? vectors + v % 4 * word : base + 4 * l + s / 2;
     const bool high = kind == PI_DOT ? v >= 4 : s % 2;
-    part[(size_t)at] = (uint8_t)(part[(size_t)at] | (high ? code << 4 : code));
+    packed[(size_t)at] = (uint8_t)(packed[(size_t)at] | (high ? code << 4 : code));
   }
-  return part;
+  return packed;
 }
 
-void test_parts() {
-  for (int type : PART_TYPES) {
+void test_rows() {
+  for (int type : ROW_TYPES) {
     for (int kind : {PI_DOT, PI_ADD}) {
-      Check check(std::string("parts ") + TYPES[type] + " " + KINDS[kind]);
+      Check check(std::string("rows ") + TYPES[type] + " " + KINDS[kind]);
       for (int64_t k : widths(type)) {
         Random r((uint64_t)(type * 1000 + kind * 100000 + k));
-        const int64_t rows = 37, bytes = pi_part_bytes(type, k), at = 64, pitch = at + bytes, stride = PI_GROUP * pitch,
+        const int64_t rows = 37, bytes = pi_row_bytes(type, k), at = 64, pitch = at + bytes, stride = PI_GROUP * pitch,
                       row_bytes = stored_row_bytes(type, k);
         check.yes(bytes % 64 == 0 && pi_shared_bytes(type, k) == 0, k);
         std::vector<float> values;
-        const std::vector<uint8_t> random = random_part(r, type, rows, k, values);
+        const std::vector<uint8_t> random = random_bundle_rows(r, type, rows, k, values);
         const Exact<uint8_t> stored(random.begin(), random.end());
         Exact<uint8_t> data((size_t)(groups_of(rows) * stride), 0xaa);
-        const PiPart whole{data.data(), stride, pitch, at, k, type};
+        const PiRows whole{data.data(), stride, pitch, at, k, type};
         pack_groups(whole, kind, rows, stored.data(), data.data());
         for (int64_t i = 0; i < groups_of(rows) * PI_GROUP; i++) {
           const uint8_t *bundle = data.data() + i * pitch, *row = bundle + at;
-          const std::vector<uint8_t> part =
+          const std::vector<uint8_t> packed =
               i < rows ? described(type, kind, stored.data() + i * row_bytes, k) : std::vector<uint8_t>((size_t)bytes);
-          check.yes((int64_t)part.size() == bytes && memcmp(row, part.data(), (size_t)bytes) == 0, k);
+          check.yes((int64_t)packed.size() == bytes && memcmp(row, packed.data(), (size_t)bytes) == 0, k);
           for (int64_t j = 0; j < at; j++) check.yes(bundle[j] == 0xaa, k);
           if (i >= rows) continue;
           Exact<float> back((size_t)k, NOT);
-          unpack_part(kind, whole, i, back.data());
+          unpack_bundle_row(kind, whole, i, back.data());
           for (int64_t j = 0; j < k; j++) check.same(back[(size_t)j], values[(size_t)(i * k + j)], j);
         }
       }
     }
   }
-  Check check("parts Q4_0X32 add");
+  Check check("rows Q4_0X32 add");
   for (int64_t k : BLOCK_WIDTHS) {
     Random r((uint64_t)k);
-    const int64_t rows = 64, bytes = pi_part_bytes(PI_Q4_0X32, k), scales = pi_round_up(k, 128) * 2,
+    const int64_t rows = 64, bytes = pi_row_bytes(PI_Q4_0X32, k), scales = pi_round_up(k, 128) * 2,
                   stride = PI_GROUP * bytes + scales;
     check.yes(bytes == pi_round_up(k, 128) / 2 && pi_shared_bytes(PI_Q4_0X32, k) == scales, k);
     std::vector<float> values;
-    const std::vector<uint8_t> random = random_part(r, PI_Q4_0X32, rows, k, values);
+    const std::vector<uint8_t> random = random_bundle_rows(r, PI_Q4_0X32, rows, k, values);
     const Exact<uint8_t> stored(random.begin(), random.end());
     Exact<uint8_t> data((size_t)(groups_of(rows) * stride), 0xaa);
-    const PiPart whole{data.data(), stride, bytes, 0, k, PI_Q4_0X32};
+    const PiRows whole{data.data(), stride, bytes, 0, k, PI_Q4_0X32};
     pack_groups(whole, PI_ADD, rows, stored.data(), data.data());
     for (int64_t g = 0; g < groups_of(rows); g++) {
       const uint8_t* group = data.data() + g * stride;
@@ -164,7 +165,7 @@ void test_parts() {
       check.yes(memcmp(group, wanted.data(), (size_t)stride) == 0, k);
       for (int64_t i = 0; i < PI_GROUP; i++) {
         Exact<float> back((size_t)k, NOT);
-        unpack_part(PI_ADD, whole, g * PI_GROUP + i, back.data());
+        unpack_bundle_row(PI_ADD, whole, g * PI_GROUP + i, back.data());
         for (int64_t c = 0; c < k; c++) check.same(back[(size_t)c], values[(size_t)((g * PI_GROUP + i) * k + c)], c);
       }
     }
@@ -173,26 +174,26 @@ void test_parts() {
 
 // ---- Single kernels -------------------------------------------------------------------------------------------------
 
-// One part of some neurons, behind 64 bytes that belong to nobody; the last ends where the memory does.
-struct Part {
+// The rows of some neurons, behind 64 bytes that belong to nobody; the last ends where the memory does.
+struct BundleRows {
   static constexpr int64_t AT = 64;
   int64_t rows, k;
   int type;
   std::vector<float> values;  // [rows][k]
   Exact<uint8_t> data;
-  PiPart part;
+  PiRows packed;
 
-  Part(Random& r, int type, int kind, int64_t rows, int64_t k) : rows(rows), k(k), type(type) {
-    const std::vector<uint8_t> stored = random_part(r, type, rows, k, values);
-    const int64_t pitch = AT + pi_part_bytes(type, k), stride = PI_GROUP * pitch + pi_shared_bytes(type, k);
+  BundleRows(Random& r, int type, int kind, int64_t rows, int64_t k) : rows(rows), k(k), type(type) {
+    const std::vector<uint8_t> stored = random_bundle_rows(r, type, rows, k, values);
+    const int64_t pitch = AT + pi_row_bytes(type, k), stride = PI_GROUP * pitch + pi_shared_bytes(type, k);
     data.assign((size_t)(groups_of(rows) * stride), 0xff);
-    part = {data.data(), stride, pitch, AT, k, type};
-    pack_groups(part, kind, rows, stored.data(), data.data());
+    packed = {data.data(), stride, pitch, AT, k, type};
+    pack_groups(packed, kind, rows, stored.data(), data.data());
   }
   const float* row(int64_t i) const { return &values[(size_t)(i * k)]; }
 };
 
-// Activations with what quantised parts want of them.
+// Activations with the form that quantised rows need.
 struct Lanes {
   Exact<uint8_t> data;
   PiActs acts;
@@ -221,25 +222,25 @@ Exact<PiPair> random_pairs(Random& r, int64_t n, int64_t neurons, int64_t tokens
 }
 
 void test_dots(const PiKernels* kernels) {
-  for (int type : PART_TYPES) {
+  for (int type : ROW_TYPES) {
     for (int64_t k : widths(type)) {
       const std::string name = std::string(kernels->name) + " dots " + TYPES[type] + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k));
       const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
-      const Part part(r, type, PI_DOT, rows, k);
+      const BundleRows packed(r, type, PI_DOT, rows, k);
       const Acts acts(kernels, pi_form(type), most, k, r.normals(most * k));
-      Check values(name), bits(name + " bits for any tokens and rows"), outside(name + " writes its part only");
+      Check values(name), bits(name + " bits for any tokens and rows"), outside(name + " writes its own only");
       std::vector<float> alone((size_t)(most * rows), NOT);
       for (int64_t t = 0; t < most; t++) {
         const Lanes x(acts.from(t), type, 1);
         for (int32_t i = 0; i < rows; i++)
-          kernels->neurons->dots(&part.part, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
+          kernels->neurons->dots(&packed.packed, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
       }
       for (int64_t t = 0; t < most; t++) {
         for (int64_t i = 0; i < rows; i++) {
           double sum = 0, size = 0;
           for (int64_t j = 0; j < k; j++) {
-            const double term = part.row(i)[j] * acts.value(type, t, j);
+            const double term = packed.row(i)[j] * acts.value(type, t, j);
             sum += term;
             size += fabs(term);
           }
@@ -252,7 +253,7 @@ void test_dots(const PiKernels* kernels) {
           const Exact<int32_t> index(list.begin(), list.end());
           const int64_t n = (int64_t)index.size(), ldo = n + tokens % 3;
           Exact<float> out((size_t)((tokens - 1) * ldo + n), NOT);
-          kernels->neurons->dots(&part.part, index.data(), n, &x.acts, tokens, out.data(), ldo);
+          kernels->neurons->dots(&packed.packed, index.data(), n, &x.acts, tokens, out.data(), ldo);
           for (int64_t i = 0; i < (int64_t)out.size(); i++) {
             if (i % ldo < n)
               bits.same(out[(size_t)i], alone[(size_t)((most - tokens + i / ldo) * rows + index[(size_t)(i % ldo)])],
@@ -265,7 +266,7 @@ void test_dots(const PiKernels* kernels) {
       for (int64_t n : {0, 1, 3, 8, 13, 100}) {
         const Exact<PiPair> pairs = random_pairs(r, n, rows, most);
         Exact<float> out((size_t)n, NOT);
-        kernels->neurons->dot_pairs(&part.part, pairs.data(), n, &x.acts, out.data());
+        kernels->neurons->dot_pairs(&packed.packed, pairs.data(), n, &x.acts, out.data());
         for (int64_t i = 0; i < n; i++)
           bits.same(out[(size_t)i], alone[(size_t)(pairs[(size_t)i].token * rows + pairs[(size_t)i].neuron)], i);
       }
@@ -274,15 +275,15 @@ void test_dots(const PiKernels* kernels) {
 }
 
 void test_add(const PiKernels* kernels) {
-  for (int type : PART_TYPES) {
+  for (int type : ROW_TYPES) {
     for (int64_t k : widths(type)) {
       const std::string name = std::string(kernels->name) + " add " + TYPES[type] + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k + 7));
       const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
-      const Part part(r, type, PI_ADD, rows, k);
+      const BundleRows packed(r, type, PI_ADD, rows, k);
       const std::vector<float> before = r.normals(most * k), factors = r.normals(most * rows);
       Check values(name), bits(name + " bits for any tokens, in two parts, without zeros"),
-          outside(name + " writes its part only");
+          outside(name + " writes its own only");
       for (int64_t tokens : STEPS) {
         for (const List& list : lists((int32_t)rows)) {
           const Exact<int32_t> index(list.begin(), list.end());
@@ -297,10 +298,10 @@ void test_add(const PiKernels* kernels) {
             std::copy_n(&before[(size_t)(t * k)], k, &start[(size_t)(t * ldo)]);
           }
           Exact<float> out = start, parts = start, dropped = start;
-          kernels->neurons->add(&part.part, index.data(), n, h.data(), ldh, tokens, out.data(), ldo);
+          kernels->neurons->add(&packed.packed, index.data(), n, h.data(), ldh, tokens, out.data(), ldo);
           const int64_t cut = n / 3;
-          kernels->neurons->add(&part.part, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
-          kernels->neurons->add(&part.part, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(),
+          kernels->neurons->add(&packed.packed, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
+          kernels->neurons->add(&packed.packed, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(),
                                 ldo);
           Exact<int32_t> fewer;
           Exact<float> few_h;
@@ -311,8 +312,8 @@ void test_add(const PiKernels* kernels) {
               if (index[(size_t)j] % 3) few_h.push_back(h[(size_t)(t * ldh + j)]);
           fewer.shrink_to_fit();
           few_h.shrink_to_fit();
-          kernels->neurons->add(&part.part, fewer.data(), (int64_t)fewer.size(), few_h.data(), (int64_t)fewer.size(),
-                                tokens, dropped.data(), ldo);
+          kernels->neurons->add(&packed.packed, fewer.data(), (int64_t)fewer.size(), few_h.data(),
+                                (int64_t)fewer.size(), tokens, dropped.data(), ldo);
           for (int64_t i = 0; i < size; i++) {
             if (i % ldo >= k) {
               outside.yes(isnan(out[(size_t)i]), i);
@@ -323,7 +324,7 @@ void test_add(const PiKernels* kernels) {
           }
           for (int64_t t = 0; t < tokens; t++) {
             Exact<float> alone(before.begin() + t * k, before.begin() + (t + 1) * k);
-            kernels->neurons->add(&part.part, index.data(), n, h.data() + t * ldh, ldh, 1, alone.data(), k);
+            kernels->neurons->add(&packed.packed, index.data(), n, h.data() + t * ldh, ldh, 1, alone.data(), k);
             for (int64_t c = 0; c < k; c++) bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
           }
           if (tokens > 1 && tokens < most) continue;  // their bits are known by now
@@ -333,7 +334,7 @@ void test_add(const PiKernels* kernels) {
             for (int64_t c = 0; c < k; c++) {
               double sum = start[(size_t)(t * ldo + c)], all = fabs(sum);
               for (int64_t j = 0; j < n; j++) {
-                const double term = (double)h[(size_t)(t * ldh + j)] * part.row(index[(size_t)j])[c];
+                const double term = (double)h[(size_t)(t * ldh + j)] * packed.row(index[(size_t)j])[c];
                 sum += term;
                 all += fabs(term);
               }
@@ -351,9 +352,9 @@ void test_add(const PiKernels* kernels) {
         Exact<float> out((size_t)((most - 1) * ldo + k), NOT);
         for (int64_t t = 0; t < most; t++) std::copy_n(&before[(size_t)(t * k)], k, &out[(size_t)(t * ldo)]);
         Exact<float> wanted = out;
-        kernels->neurons->add_pairs(&part.part, pairs.data(), n, h.data(), out.data(), ldo);
+        kernels->neurons->add_pairs(&packed.packed, pairs.data(), n, h.data(), out.data(), ldo);
         for (int64_t i = 0; i < n; i++)
-          kernels->neurons->add(&part.part, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1,
+          kernels->neurons->add(&packed.packed, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1,
                                 &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
         for (int64_t i = 0; i < (int64_t)out.size(); i++)
           if (i % ldo < k) bits.same(out[(size_t)i], wanted[(size_t)i], i);
@@ -369,8 +370,8 @@ void test_add_groups(const PiKernels* kernels) {
     const std::string name = std::string(kernels->name) + " add_groups k=" + std::to_string(k);
     Random r((uint64_t)(k + 99));
     const int64_t rows = 150;
-    const Part part(r, PI_Q4_0X32, PI_ADD, rows, k);
-    Check values(name), bits(name + " bits for any tokens"), outside(name + " writes its part only");
+    const BundleRows packed(r, PI_Q4_0X32, PI_ADD, rows, k);
+    Check values(name), bits(name + " bits for any tokens"), outside(name + " writes its own only");
     for (int64_t tokens : {1, 2, 3, 8}) {
       for (const List& list : lists((int32_t)rows)) {
         const Exact<int32_t> index(list.begin(), list.end());
@@ -393,17 +394,17 @@ void test_add_groups(const PiKernels* kernels) {
         }
         const Exact<float> start = out;
         Exact<int32_t> sums((size_t)pi_round_up(k, 128), -1);
-        kernels->neurons->add_groups(&part.part, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(), ldo,
-                                     sums.data());
+        kernels->neurons->add_groups(&packed.packed, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(),
+                                     ldo, sums.data());
         for (int64_t t = 0; t < tokens; t++) {
           Exact<float> alone(start.begin() + t * ldo, start.begin() + t * ldo + k);
-          kernels->neurons->add_groups(&part.part, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd, ldd, 1,
-                                       alone.data(), k, sums.data());
+          kernels->neurons->add_groups(&packed.packed, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd,
+                                       ldd, 1, alone.data(), k, sums.data());
           for (int64_t c = 0; c < k; c++) {
             double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0;
             for (int64_t j = 0; j < n;
                  j++) {  // a group's sum is exact; the product of its two scales rounds, and each group's step
-              whole += (double)q[(size_t)(t * ldq + j)] * part.row(index[(size_t)j])[c];
+              whole += (double)q[(size_t)(t * ldq + j)] * packed.row(index[(size_t)j])[c];
               if (j + 1 < n && group[(size_t)(j + 1)] == group[(size_t)j]) continue;
               const double term = whole * d[(size_t)(t * ldd + group[(size_t)j])];
               sum += term;
@@ -538,23 +539,23 @@ struct Layer {
         act(act),
         threshold(act == PI_FATRELU ? 0.125f : 0.0f),
         gated(gated) {
-    const int64_t part = pi_part_bytes(type, k), down_at = gated ? 2 * part : part,
-                  pitch = down_at + pi_part_bytes(down_type, k);
+    const int64_t packed = pi_row_bytes(type, k), down_at = gated ? 2 * packed : packed,
+                  pitch = down_at + pi_row_bytes(down_type, k);
     const int64_t stride = PI_GROUP * pitch + pi_shared_bytes(down_type, k);
     data.assign((size_t)(groups_of(neurons) * stride), 0xff);
     const auto make = [&](int t, int kind, std::vector<uint8_t>& rows, std::vector<float>& values, int64_t at) {
-      rows = random_part(r, t, neurons, k, values);
+      rows = random_bundle_rows(r, t, neurons, k, values);
       pack_groups({data.data(), stride, pitch, at, k, t}, kind, neurons, rows.data(), data.data());
     };
     if (gated) make(type, PI_DOT, gate_rows, gate, 0);
-    make(type, PI_DOT, up_rows, up, gated ? part : 0);
+    make(type, PI_DOT, up_rows, up, gated ? packed : 0);
     make(down_type, PI_ADD, down_rows, down, down_at);
     if (biases && gated) gate_bias = r.normals(neurons, 0.1f);
     if (biases) up_bias = r.normals(neurons, 0.1f);
-    const PiPart none{nullptr, 0, 0, 0, k, 0};
-    const auto of = [&](int t, int64_t at) { return PiPart{data.data(), stride, pitch, at, k, t}; };
+    const PiRows none{nullptr, 0, 0, 0, k, 0};
+    const auto of = [&](int t, int64_t at) { return PiRows{data.data(), stride, pitch, at, k, t}; };
     bundles = std::make_shared<Bundles>(Bundles{gated ? of(type, 0) : none,
-                                                of(type, gated ? part : 0),
+                                                of(type, gated ? packed : 0),
                                                 of(down_type, down_at),
                                                 neurons,
                                                 {{act, threshold}, gate_bias, up_bias},
@@ -765,7 +766,7 @@ void test_add_neurons(const PiKernels* kernels) {
 // Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined,
 // nothing else is touched, and a token's results do not depend on what is beside it.
 void test_hostile(const PiKernels* kernels) {
-  for (int type : PART_TYPES) {
+  for (int type : ROW_TYPES) {
     for (int act = 0; act < PI_N_ACTS; act++) {
       Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + ACTIVATIONS[act]);
       Random r((uint64_t)(type * 10 + act));
@@ -1149,7 +1150,7 @@ void test_sparse_ffn(const PiKernels* kernels) {
 
 int main() {
   watch_fences();
-  test_parts();
+  test_rows();
   for (const PiKernels* kernels : supported_levels()) {
     const int before = passed, wrong = failed;
     test_dots(kernels);

@@ -1,0 +1,464 @@
+"""The routes of the API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from powerinfer import __version__
+from powerinfer.errors import ModelError
+from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.serve.answers import Answers, Job, Limits, answers
+from powerinfer.serve.api_error import ApiError, error_document, headers_of
+from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
+from powerinfer.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+    check_depth,
+)
+from powerinfer.serve.scoring import echo_of
+from powerinfer.serve.service import Service
+from powerinfer.serve.shapes import ChatShape, Echo, Logprobs, Shape, TextShape, Usage, add_logprobs
+
+PING_SECONDS = 10.0  # without an event, after which a stream sends a comment, so that no proxy gives it up
+
+_encode = msgspec.json.Encoder().encode
+
+
+def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A document, written without pydantic."""
+    return Response(_encode(document), status, headers, "application/json")
+
+
+class StrictRequest(Request):
+    """A request whose JSON is RFC 8259's: UTF-8, no NaN, and not nested without end. ApiError otherwise."""
+
+    async def json(self) -> Any:
+        try:
+            document = msgspec.json.decode(await self.body())
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        except RecursionError:
+            raise ApiError(400, "the JSON is nested too deep", code="invalid_json") from None
+        check_depth(document)
+        if not isinstance(document, dict):
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        return document
+
+
+class StrictRoute(APIRoute):
+    """Parses bodies as `StrictRequest` does, and takes only application/json: other pages cannot send that unasked."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            if request.method == "POST":
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":
+                    raise ApiError(415, "send the body as Content-Type: application/json")
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+class EventStream(Response):
+    """Server-sent events. close: called however the response ends, even if it never began."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await self._close()
+
+
+def build_app(service: Service) -> FastAPI:
+    """The API over a service, without what `Gate` adds."""
+    app = FastAPI(title="powerinfer", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = StrictRoute
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _internal_error)
+    _add_answers(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        llm = service.engine.llm
+        try:
+            tools = read_chat_tools(llm, body)
+            params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
+            tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
+        except Exception as error:
+            raise service.refusal(error) or error from None
+        shape = ChatShape(*_shape_of(service, request, body), tools.form)
+        return await _answer(service, request, body, shape, [tokens], params)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        llm = service.engine.llm
+        try:
+            params, given = constrained(llm, body, body.to_params(llm.sampling.values)), body.prompts()
+            prompts = await run_in_threadpool(_encode_prompts, llm, given)
+            _check_prompts(llm, prompts, params if body.generates else None)
+            echoes = await _echoes(llm, body, given, prompts)
+        except Exception as error:
+            raise service.refusal(error) or error from None
+        shape = TextShape(*_shape_of(service, request, body), echoes)
+        return await _answer(service, request, body, shape, prompts, params if body.generates else None)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        llm = service.engine.llm
+        text, special = body.text(), body.parse_special is not False
+        tokens = await run_in_threadpool(
+            llm.tokenizer.encode, text, special=special, add_bos=None if body.adds else False
+        )
+        shown: Any = tokens
+        if body.with_pieces:
+            shown = [{"id": token, "piece": llm.tokenizer.token_text(token)} for token in tokens]
+        return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        body.check_extra()
+        llm = service.engine.llm
+        _check_ids(llm, body.tokens, "tokens")
+        text = await run_in_threadpool(llm.tokenizer.decode, body.tokens, skip_special=False)
+        return json_response({"content": text, "prompt": text})
+
+    @app.post("/apply-template")
+    async def apply_template(body: Conversation) -> Response:
+        service.check_model(body.model)
+        body.check_extra()
+        try:
+            return json_response({"prompt": await run_in_threadpool(_render, service.engine.llm, body)})
+        except Exception as error:
+            raise service.refusal(error) or error from None
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        status = 200 if service.status == "ok" else 503
+        return json_response(service.health(), status, headers_of(status))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        service.check_model(model_id)
+        return json_response(_model(service, model_id))
+
+    @app.get("/v1/engine")
+    async def engine() -> Response:
+        return json_response(await run_in_threadpool(_describe, service))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
+    with _template_errors(llm):
+        messages, options = chat_prompt(llm, body, tools)
+        tokens = llm.encode_chat(messages, **options)
+    _check_prompts(llm, [tokens], body.to_params(llm.sampling.values))
+    return tokens
+
+
+def _render(llm: LLM, body: Conversation) -> str:
+    with _template_errors(llm):
+        messages, options = chat_prompt(llm, body)
+        assert llm.template is not None
+        return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
+
+
+@contextmanager
+def _template_errors(llm: LLM) -> Iterator[None]:
+    """A template that fails does so with these messages: it has been read, and others may do."""
+    if llm.template is None:
+        raise ApiError(400, "this model has no chat template: use /v1/completions", code="no_chat_template")
+    try:
+        yield
+    except ModelError as error:
+        reason = str(error).partition("; --raw")[0]  # a flag of the command line
+        raise ApiError(400, f"{reason}: use other messages, or /v1/completions", code="template_failed") from None
+
+
+def _encode_prompts(llm: LLM, prompts: list[str | list[int]]) -> list[list[int]]:
+    return [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _check_ids(llm: LLM, tokens: list[int], param: str) -> None:
+    if tokens and max(tokens) >= llm.config.vocab_size:
+        vocab = llm.config.vocab_size
+        raise ApiError(400, f"{param}: token {max(tokens)} is not one of the model's {vocab} tokens", param=param)
+
+
+def _check_prompts(llm: LLM, prompts: list[list[int]], params: SamplingParams | None) -> None:
+    """params None: nothing is generated."""
+    for tokens in prompts:
+        _check_ids(llm, tokens, "prompt")
+        wanted = 0 if params is None else params.max_tokens or 1
+        if len(tokens) + wanted > llm.context:
+            raise ApiError(
+                400,
+                f"the prompt of {len(tokens)} tokens and {wanted} to generate do not fit the context of {llm.context} "
+                "tokens: shorten the prompt or lower max_tokens",
+                param="prompt" if len(tokens) >= llm.context else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+async def _echoes(
+    llm: LLM, body: CompletionRequest, given: list[str | list[int]], prompts: list[list[int]]
+) -> list[Echo]:
+    """What the answers begin with, for each; none without `echo`."""
+    if not body.echo:
+        return []
+    echoes = [await echo_of(llm, *pair, body.logprobs) for pair in zip(given, prompts, strict=True)]
+    return [echo for echo in echoes for _ in range(body.choices)]
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _shape_of(service: Service, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
+    tokenizer = service.engine.llm.tokenizer
+    return request.state.request_id, body.model or service.names[0], tokenizer, body.include_usage
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: Sampling,
+    shape: Shape,
+    prompts: list[list[int]],
+    params: SamplingParams | None,
+) -> Response:
+    """A stream or a whole answer. params None: the answer is the prompt alone."""
+    usage = Usage(prompts)
+    jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
+    llm = service.engine.llm
+    limits = Limits(service.timeout, service.queue_timeout, request.state.salt, llm.engine.max_batch)
+    events = answers(service.engine, jobs, limits, service.metrics, PING_SECONDS)
+    run = _Run(service, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
+    try:
+        if not body.stream:
+            return json_response(await run.whole())
+        await run.begin()  # a refusal has a status of its own only before the stream begins
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(run.stream(), run.close)
+
+
+def _nth(params: SamplingParams, n: int) -> SamplingParams:
+    """The parameters of the nth answer to a prompt: a seed gives each its own."""
+    return params if n == 0 or params.seed is None else replace(params, seed=params.seed + n)
+
+
+class _Run:
+    """Answers under way: events in, an object or the chunks of a stream out."""
+
+    def __init__(
+        self,
+        service: Service,
+        shape: Shape,
+        events: Answers,
+        usage: Usage,
+        n: int,
+        count: int,
+        facts: dict[str, Any],
+    ) -> None:
+        self._service, self._shape, self._usage, self._n, self._count = service, shape, usage, n, count
+        self._facts = facts
+        self._begin = time.perf_counter()
+        self._events = self._read(events)
+        self._first: Any = None
+
+    async def _read(self, events: Answers) -> Answers:
+        """The events, counted, and with errors as the API tells them."""
+        generated = 0
+        try:
+            async with aclosing(events):
+                async for item in events:
+                    if item is not None:
+                        generated += item[1].token_id is not None
+                        if item[1].completion is not None:
+                            self._usage.add(item[1].completion, first=item[0] % self._n == 0)
+                    yield item
+        except Exception as error:
+            raise self._service.refusal(error, time.perf_counter() - self._begin) or error from None
+        finally:
+            self._facts |= {"prompt_tokens": self._usage.prompt, "completion_tokens": generated}
+
+    async def whole(self) -> dict[str, Any]:
+        """The object of a request without `stream`."""
+        texts: list[list[str]] = [[] for _ in range(self._count)]
+        logprobs: list[Logprobs | None] = [None] * self._count
+        reasons = ["length"] * self._count
+        for index in range(self._count):
+            opening = self._shape.opening(index)
+            texts[index].append((opening or {}).get("text", ""))
+            logprobs[index] = (opening or {}).get("logprobs")
+        async with aclosing(self._events) as events:
+            async for item in events:
+                if item is None:
+                    continue
+                index, event = item
+                delta = self._shape.delta(index, event)
+                texts[index].append(delta.text)
+                logprobs[index] = add_logprobs(logprobs[index], delta.logprobs)
+                reasons[index] = delta.finish_reason or reasons[index]
+        parts = zip(texts, logprobs, reasons, strict=True)
+        choices = [
+            self._shape.choice(index, "".join(text), scores, reason)
+            for index, (text, scores, reason) in enumerate(parts)
+        ]
+        return self._shape.whole(choices, self._usage)
+
+    async def close(self) -> None:
+        """End what is still computed."""
+        await self._events.aclose()
+
+    async def begin(self) -> None:
+        """Wait for the first event, or for as long as a client is left without any. ApiError if there will be none."""
+        self._first = await anext(self._events, None)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The chunks, after `begin`."""
+        for index in range(self._count):
+            opening = self._shape.opening(index)
+            if opening is not None:
+                yield _event(self._shape.chunk(opening))
+        item = self._first
+        try:
+            while True:
+                for choice in self._choices(item):
+                    yield _event(self._shape.chunk(choice))
+                if item is None:
+                    yield b": ping\n\n"
+                item = await anext(self._events)
+        except StopAsyncIteration:
+            last = self._shape.last_chunk(self._usage)
+            if last is not None:
+                yield _event(last)
+        except ApiError as error:
+            yield _event(error.document())
+        yield b"data: [DONE]\n\n"
+
+    def _choices(self, item: Any) -> list[dict[str, Any]]:
+        if item is None:
+            return []
+        index, event = item
+        return self._shape.chunk_choices(index, self._shape.delta(index, event))
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(document) + b"\n\n"
+
+
+# ---------------------------------------------------------------- the server itself
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "powerinfer",
+        "max_model_len": service.engine.llm.context,
+    }
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    """/v1/engine: what runs, where it is placed and why, and what its sparse layers do."""
+    llm = service.engine.llm
+    config = llm.config
+    return {
+        "version": __version__,
+        "model": {
+            "names": service.names,
+            "name": config.name,
+            "architecture": config.architecture,
+            "layers": config.n_layers,
+            "neurons": config.n_neurons,
+            "vocabulary": config.vocab_size,
+            "context": llm.context,
+            "bytes": llm.checkpoint.file_bytes if llm.checkpoint else None,
+        },
+        "options": asdict(llm.engine),
+        "choices": llm.choices,
+        "load_s": llm.load_s,
+        "bytes_per_token": llm.bytes_per_token,
+        "sparsity": llm.sparsity,
+        "stats": asdict(llm.stats()),
+    }
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):
+        headers = dict(error.headers or {})
+        what = {404: f"no route {request.url.path[:128]}", 405: f"{request.method} is not allowed here"}
+        message = what.get(error.status_code, str(error.detail))
+        return json_response(error_document(error.status_code, message), error.status_code, headers)
+    return json_response(error.document(), error.status_code, dict(error.headers or {}))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    """The first thing that is wrong, without the value, which may be long."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part)[:64] for part in first["loc"] if part not in ("body", "query"))[:256]
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return json_response(error_document(400, message, where or None, "invalid_value"), 400)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """For the client; the error itself goes on to the gate, which logs it."""
+    return json_response(error_document(500, "internal error: the log has the cause"), 500)

@@ -1,0 +1,125 @@
+"""What answers must match, and which functions a model may call: fields of OpenAI, llama-server and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import RequestError
+from powerinfer.formats.grammar import Grammar, LazyGrammar, response_format
+from powerinfer.formats.tool_calls import Tool, ToolChoice, ToolFormat, read_tool_choice, read_tools
+from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.schema import ChatRequest, Conversation, Sampling, conversation, template_options
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions of a request; form: how the model writes calls, None: it is to call nothing."""
+
+    tools: list[Tool]
+    choice: ToolChoice
+    form: ToolFormat | None
+
+
+def read_grammar(body: Sampling) -> Grammar | None:
+    """What an answer's text must match; None: anything. ApiError for more than one such field."""
+    found = {name: grammar for name, grammar in _grammars(body).items() if grammar is not None}
+    if len(found) > 1:
+        names = ", ".join(found)
+        raise ApiError(400, f"{names} exclude each other: give one", param=next(iter(found)))
+    return next(iter(found.values()), None)
+
+
+def _grammars(body: Sampling) -> dict[str, Grammar | None]:
+    given: dict[str, Any] = {name: getattr(body, name) for name in _FIELDS}
+    found: dict[str, Grammar | None] = {}
+    for name, value in given.items():
+        try:
+            found[name] = None if value in (None, "") else _FIELDS[name](value)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=name) from None
+    return found
+
+
+def _structured(given: Mapping[str, Any]) -> Grammar | None:
+    """vLLM's structured_outputs."""
+    made = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.gbnf}
+    named = {name: value for name, value in given.items() if value not in (None, False)}
+    if not named:
+        return None
+    (name, value), *more = named.items()
+    if more or name not in (*made, "json_object"):
+        raise RequestError("structured_outputs takes one of json, regex, choice, grammar and json_object")
+    return Grammar.json_object() if name == "json_object" else made[name](value)
+
+
+_FIELDS: dict[str, Callable[[Any], Grammar | None]] = {
+    "response_format": response_format,
+    "json_schema": Grammar.json_schema,
+    "grammar": Grammar.gbnf,
+    "guided_json": Grammar.json_schema,
+    "guided_regex": Grammar.regex,
+    "guided_choice": Grammar.choice,
+    "guided_grammar": Grammar.gbnf,
+    "structured_outputs": _structured,
+}
+
+
+def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
+    """The functions of a chat. ApiError or RequestError if they are malformed or this model cannot have any."""
+    try:
+        tools = read_tools(body.tools)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="tools") from None
+    try:
+        choice = read_tool_choice(body.tool_choice, tools)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="tool_choice") from None
+    return Tools(tools, choice, None if choice.kind == "none" else _format(llm))
+
+
+def chat_prompt(
+    llm: LLM, body: Conversation, tools: Tools | None = None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables for the chat template."""
+    messages, options = conversation(body.messages), template_options(body.chat_template_kwargs)
+    shown = tools.tools if tools is not None and tools.form is not None else []
+    if shown or any("tool_calls" in message or message["role"] == "tool" for message in messages):
+        messages, more = _format(llm).conversation(messages, shown)
+        options |= more
+    return messages, options
+
+
+def constrained(llm: LLM, body: Sampling, params: SamplingParams, tools: Tools | None = None) -> SamplingParams:
+    """The parameters, with what an answer must match."""
+    wanted = read_grammar(body)
+    if tools is None or tools.form is None:
+        return params if wanted is None else replace(params, grammar=wanted)
+    form, special = tools.form, _special_marks(llm, tools.form)
+    parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
+    grammar: Grammar | LazyGrammar | None
+    if tools.choice.kind != "auto":
+        if wanted is not None:
+            raise ApiError(400, "an answer that must be a call has no other format", param="tool_choice")
+        grammar = form.grammar(tools.tools, tools.choice, parallel, special)
+    elif wanted is not None:
+        grammar = form.grammar(tools.tools, ToolChoice("required"), parallel, special, instead=wanted)
+    else:
+        grammar = LazyGrammar(form.call_grammar(tools.tools, special), form.call_position)
+    return replace(params, grammar=grammar, skip_special_tokens=not special)
+
+
+def _format(llm: LLM) -> ToolFormat:
+    return ToolFormat.of(llm.template.source if llm.template is not None else None)
+
+
+def _special_marks(llm: LLM, form: ToolFormat) -> dict[str, int]:
+    """Ids of those texts of a format that are special tokens of this model."""
+    marks = {text for text in (*form.begins, form.end, form.argument_mark) if text}
+    texts = {llm.tokenizer.token_text(token): token for token in llm.tokenizer.special_ids}
+    return {text: texts[text] for text in marks if text in texts}

@@ -1,0 +1,47 @@
+"""The log of the server: one JSON object a line, on stderr. Prompts and answers are not in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from typing import Any
+
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_logger = logging.getLogger("powerinfer.serve")
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON: time (UTC), level, event, and what else is known of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            line["error"] = f"{type(error).__name__}: {error}"[:1000]
+            line["traceback"] = "".join(traceback.format_exception(error))[-8000:]
+        return json.dumps(line, default=str)
+
+
+def set_up() -> None:
+    """Send the server's log, and the warnings of the libraries, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.getLogger().handlers = [handler]
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every piece that a client who left does not get
+    logging.captureWarnings(True)
+    _logger.setLevel(logging.INFO)
+
+
+def log(level: str, event: str, error: BaseException | None = None, **facts: Any) -> None:
+    """Log an event with what is known of it; an error with its traceback."""
+    _logger.log(_LEVELS[level], event, extra={"facts": facts}, exc_info=error)

@@ -1,0 +1,356 @@
+"""The bodies of requests, by OpenAI's names, and what of them is refused.
+
+Types are strict, every integer and every list is bounded, and checking a list ends with its first error. A field that
+is not listed here is refused, unless it cannot change the answer (`IGNORED`) or asks for nothing (`NEUTRAL`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from powerinfer.formats.grammar import MAX_SOURCE
+from powerinfer.formats.tool_calls import MAX_TOOLS
+from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
+from powerinfer.serve.api_error import ApiError, not_supported
+
+MAX_INT = 2**31 - 1
+MAX_SEED = 2**63 - 1
+MAX_CHOICES = 128  # n
+MAX_PROMPTS = 1024  # of one request; also limits prompts times n
+MAX_PROMPT_TOKENS = 1 << 21
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of a message
+MAX_STOPS = 32
+MAX_STOP_CHARS = 1024
+MAX_BIASES = 4096
+MAX_DEPTH = 64  # of JSON
+MAX_OPTIONS = 1024  # of guided_choice
+MAX_CALLS = 128  # of a message
+MAX_TEMPLATE_OPTIONS = 32
+
+IGNORED = frozenset((
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "priority", "cache_prompt", "store",
+))  # fmt: skip
+"""Fields that do not change the answer."""
+
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "min_tokens": (0,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "repeat_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "tfs_z": (1.0,),
+    "mirostat": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "n_probs": (0,),
+    "n_keep": (0,),
+}
+"""Fields of OpenAI, vLLM and llama-server that this server does not have, with the values that ask for nothing."""
+
+RESERVED_OPTIONS = frozenset((
+    "self", "messages", "special_tokens", "tools", "documents", "bos_token", "eos_token", "add_generation_prompt",
+    "tokenizer", "template", "tokenize",
+))  # fmt: skip
+"""Variables of a chat template that a request may not set."""
+
+Int = Annotated[int, Field(ge=0, le=MAX_INT)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Source = Annotated[str, Field(max_length=MAX_SOURCE)]
+TokenIds = Annotated[list[Int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
+
+
+class Body(BaseModel):
+    """What all bodies share."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+
+    def check_extra(self, ignored: frozenset[str] = IGNORED) -> None:
+        """ApiError for a field that this server does not have."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in ignored or _is_neutral(name, value):
+                continue
+            if name in NEUTRAL:
+                raise not_supported(name)
+            shown = name if len(name) <= 64 else f"{name[:64]}..."
+            raise ApiError(400, f"unknown field {shown!r}", param=shown, code="unknown_parameter")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    # True == 1 in Python, but not in JSON
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL.get(name, ()))
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk with the numbers of tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class Sampling(Body):
+    """What /v1/chat/completions and /v1/completions share; fields that are missing have the model's defaults."""
+
+    max_tokens: Int | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: Source | None = None
+    guided_json: dict[str, Any] | Source | None = None
+    guided_regex: Source | None = None
+    guided_choice: Annotated[list[Source], Field(fail_fast=True, max_length=MAX_OPTIONS)] | None = None
+    guided_grammar: Source | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """ApiError for what fields cannot be together."""
+        self.check_extra()
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is only for stream: true", param="stream_options")
+
+    def params(self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """defaults: for fields that are missing. RequestError for a value that `SamplingParams` refuses."""
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**defaults, **given})
+
+
+class Part(BaseModel):
+    """A part of a message's content; only text is supported."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, Field(max_length=64)]
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+
+
+class Conversation(Body):
+    """What a chat template takes. chat_template_kwargs: variables of the template, such as enable_thinking."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None = None
+
+
+class ChatRequest(Conversation, Sampling):
+    """The body of /v1/chat/completions."""
+
+    max_completion_tokens: Int | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
+        self.check()
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.params(defaults, limits.pop() if limits else None, logprobs)
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions. prompt: a text, several texts, token ids, or several lists of token ids."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are generated: with echo and max_tokens 0 the answer is the prompt alone."""
+        return self.max_tokens != 0
+
+    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
+        self.check()
+        if not self.generates and not self.echo:
+            raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.params(defaults, max(1, max_tokens), self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt. ApiError for none, an empty one, or too many."""
+        given: Any = self.prompt
+        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        prompts: list[str | list[int]] = [given] if single else given
+        if not prompts or not all(prompts):
+            raise ApiError(400, "a prompt is empty: it needs at least one token", param="prompt")
+        if len(prompts) * self.choices > MAX_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} prompts times n {self.choices} exceed {MAX_PROMPTS}", param="prompt")
+        return prompts
+
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
+
+
+class TokenizeRequest(Body):
+    """The body of /tokenize. content (llama-server) or prompt (vLLM): the text; one of them."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+    def text(self) -> str:
+        """The text to encode."""
+        self.check_extra()
+        given = [text for text in (self.content, self.prompt) if text is not None]
+        if len(given) != 1:
+            raise ApiError(400, "give the text as content or as prompt", param="content")
+        return given[0]
+
+    @property
+    def adds(self) -> bool:
+        """Whether the beginning and the end of the text are marked as the model wants: vLLM's default, if `prompt`."""
+        if self.add_special_tokens is not None:
+            return self.add_special_tokens
+        return self.prompt is not None if self.add_special is None else self.add_special
+
+
+class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
+    tokens: TokenIds
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""The roles of a request, and what the template gets."""
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them: texts in parts are joined by line breaks. ApiError for other contents."""
+    return [_plain_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _plain_message(message: Message, where: str) -> dict[str, Any]:
+    if message.role == "function":
+        raise not_supported(f"{where}.role 'function'", ": use tool")
+    if message.role not in ROLES:
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    for name, value in (message.model_extra or {}).items():
+        if value not in (None, [], ""):
+            raise not_supported(f"{where}.{name[:64]}")
+    content = message.content if message.content is not None or not message.tool_calls else ""
+    if content is None:
+        raise ApiError(400, f"{where}.content is missing", param=f"{where}.content")
+    if not isinstance(content, str):
+        content = "\n".join(_text_of(part, f"{where}.content[{n}]") for n, part in enumerate(content))
+    plain = {"role": ROLES[message.role], "content": content}
+    extra = {
+        "name": message.name,
+        "reasoning_content": message.reasoning_content,
+        "tool_calls": message.tool_calls or None,
+        "tool_call_id": message.tool_call_id,
+    }
+    return plain | {name: value for name, value in extra.items() if value is not None}
+
+
+def _text_of(part: Part, where: str) -> str:
+    if part.type != "text":
+        raise not_supported(f"{where}.type {part.type!r}", ": this model takes text")
+    if part.text is None:
+        raise ApiError(400, f"{where}.text is missing", param=f"{where}.text")
+    return part.text
+
+
+def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The variables of a chat template that a request sets. ApiError for one that it may not."""
+    for name in given or {}:
+        if name in RESERVED_OPTIONS or not name.isidentifier():
+            raise ApiError(400, f"chat_template_kwargs may not set {name[:64]!r}", param="chat_template_kwargs")
+    return dict(given or {})
+
+
+def check_depth(document: Any) -> None:
+    """ApiError for JSON nested deeper than `MAX_DEPTH`."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += [one for one in value.values() if isinstance(one, dict | list)]
+            elif isinstance(value, list):
+                inner += [one for one in value if isinstance(one, dict | list)]
+        if not inner:
+            return
+        level = inner
+    raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} deep")

@@ -1,0 +1,290 @@
+"""The server's life: listen, load the model in a thread, answer, drain.
+
+It listens before the model is loaded, so that /health says how far that is. SIGTERM or Ctrl-C ends it: no request is
+accepted any more, running ones have `drain` seconds to finish, and a second signal ends them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import math
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import h11
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from powerinfer.config import ServeConfig
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.runtime.async_llm import AsyncLLM
+from powerinfer.serve.api_error import error_document
+from powerinfer.serve.app import build_app
+from powerinfer.serve.gate import App, Gate, GateLimits
+from powerinfer.serve.keys import ENVIRONMENT, Keys, read_keys
+from powerinfer.serve.logs import log
+from powerinfer.serve.service import Service
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+
+Load = Callable[[Callable[[str, int, int], None]], "LLM"]
+"""load(progress): the model."""
+
+MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
+BACKLOG = 512  # connections that wait to be accepted
+KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
+IN_PROGRESS = 64  # requests beyond those that run and wait: being read, checked, or finished
+LOCAL_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
+STOP_SECONDS = 5.0  # that loading gets to notice that it is in vain
+
+
+class _Stopped(BaseException):
+    """The server ends while the model is being loaded."""
+
+
+def check(config: ServeConfig) -> None:
+    """RequestError for an option that cannot be."""
+    if not 0 <= config.port <= 65535:
+        raise RequestError(f"port must be from 0 to 65535, not {config.port}")
+    for name in ("timeout", "queue_timeout", "drain", "receive_timeout"):
+        if not (math.isfinite(getattr(config, name)) and getattr(config, name) >= 0):
+            raise RequestError(f"{name} must be a number of seconds, not {getattr(config, name)}")
+    if config.receive_timeout == 0 or config.max_body < 1:
+        raise RequestError("receive_timeout and max_body must be above 0")
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise RequestError("TLS needs both --tls-cert and --tls-key")
+    for origin in config.cors:
+        if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.endswith("/")):
+            raise RequestError(f"--cors takes an origin, such as https://example.org, or *, not {origin}")
+
+
+def is_local(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """The socket. PowerInferError if the address is in use; RequestError for one that this machine does not have."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)  # not create_server: asyncio sets NODELAY only if it sees TCP
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except (socket.gaierror, UnicodeError):
+        raise RequestError(f"{config.host} is no address to listen on") from None
+    except OSError as error:
+        raise PowerInferError(
+            f"cannot listen on {config.host}, port {config.port}: {error.strerror or error}"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -> App:
+    """All layers around the routes. requests: that the engine takes, those that wait included."""
+    app = build_app(service)
+    endpoints = frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path)
+    limits = GateLimits(config.max_body, config.receive_timeout, requests + IN_PROGRESS, config.log_prompts)
+    # with a key, what another host name leads to is not answered anyway
+    hosts = LOCAL_HOSTS | {config.host.lower()} if is_local(config.host) and not keys else None
+    gate: App = Gate(app, keys, hosts, limits, service.metrics, endpoints)
+    if config.cors:  # outermost: a browser's question before a request has no key, and must see refusals
+        gate = CORSMiddleware(
+            gate,
+            allow_origins=list(config.cors),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id"],
+        )
+    return gate
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP, with a limit on the time to send a request's headers, and with errors in JSON.
+
+    A request's state has `abort`, which ends its connection without waiting for what the client has not read.
+    """
+
+    header_seconds = 30.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._watch_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch_header()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._unwatch_header()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._watch_header()
+
+    def _watch_header(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_seconds, self._too_slow)
+
+    def _unwatch_header(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        if self.conn.their_state is h11.IDLE:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(error_document(400, msg, code="invalid_http")).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which a second signal of any kind ends at once, and a broken engine too."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, load: Load) -> None:
+        super().__init__(config)
+        self.service = service
+        self._listening, self._load = listening, load
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if config.is_ssl else 'http'}://{shown}:{port}"
+
+    def live(self) -> None:
+        """Listen, load and answer until a signal or `should_exit`. PowerInferError: why the engine is no more."""
+        loader = threading.Thread(target=self._load_model, name="loading", daemon=True)
+
+        async def main() -> None:
+            loader.start()
+            await self.serve([self._listening])
+            await self.service.close()
+
+        with contextlib.closing(self._listening):
+            asyncio.run(main())
+        loader.join(STOP_SECONDS)
+        if self.service.failure is not None:
+            raise self.service.failure
+
+    def _load_model(self) -> None:
+        service = self.service
+        try:
+            llm = self._load(self._progress)
+            service.loaded(AsyncLLM.from_llm(llm))
+            log("info", "loaded", seconds=round(llm.load_s, 3), choices=llm.choices)
+        except _Stopped:
+            pass
+        except PowerInferError as error:
+            service.failure = error
+        except MemoryError:
+            service.failure = PowerInferError("out of memory; a smaller --context or model needs less")
+        except BaseException as error:  # a thread's error would be lost
+            log("error", "the model cannot be loaded", error=error)
+            service.failure = PowerInferError(f"internal error, {type(error).__name__}: {error}")
+
+    def _progress(self, label: str, done: int, total: int) -> None:
+        self.service.progress = (label, done, total)
+        if self.should_exit:
+            raise _Stopped
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # not kept for uvicorn to raise again: a drained server has done its work
+        self.force_exit = self.force_exit or self.should_exit
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        return self.service.failure is not None or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        log("info", "draining", connections=len(self.server_state.connections))
+        watch = asyncio.create_task(self._end_if_forced())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            watch.cancel()
+        if self.server_state.tasks:  # they have been cancelled
+            await asyncio.wait(self.server_state.tasks, timeout=STOP_SECONDS)
+
+    async def _end_if_forced(self) -> None:
+        while not self.force_exit:
+            await asyncio.sleep(0.05)
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def make_server(load: Load, names: list[str], config: ServeConfig, requests: int) -> Server:
+    """A server that listens already. requests: that the engine takes, those that wait included.
+
+    RequestError for an option that cannot be; PowerInferError if the port is taken.
+    """
+    check(config)
+    keys = Keys(read_keys(config.api_key_file))
+    if not keys and not config.insecure and not is_local(config.host):
+        raise RequestError(
+            f"{config.host} can be reached from other machines: set an API key ({ENVIRONMENT} or --api-key-file), "
+            "or say --insecure"
+        )
+    service = Service(names, timeout=config.timeout or None, queue_timeout=config.queue_timeout or None)
+    made = _uvicorn_config(assemble(service, config, keys, requests), config)
+    server = Server(made, service, listen(config), load)
+    log("info", "listening", url=server.url, models=names, keys=bool(keys))
+    return server
+
+
+def _uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
+    try:
+        made = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=type("Protocol", (Protocol,), {"header_seconds": config.receive_timeout}),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=math.ceil(config.drain),
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
+        )
+        made.load()
+    except (OSError, ssl.SSLError) as error:
+        raise RequestError(f"the TLS certificate and key cannot be used: {error.strerror or error}") from None
+    return made

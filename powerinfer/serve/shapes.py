@@ -1,0 +1,249 @@
+"""Events of the engine as the objects of OpenAI's API: chat completions and text completions.
+
+A shape turns each event into a `Delta`. A stream sends one chunk for each; a plain answer adds them up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from powerinfer import __version__
+from powerinfer.formats.tool_calls import ToolDelta, ToolFormat, ToolParser
+
+if TYPE_CHECKING:
+    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.request import Completion, StreamEvent
+    from powerinfer.runtime.sampling import TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # what OpenAI gives for minus infinity, which JSON does not have
+FINGERPRINT = f"powerinfer-{__version__}"
+
+Logprobs = dict[str, list[Any]]
+
+
+class Delta(NamedTuple):
+    """What an event adds to an answer."""
+
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: str | None = None
+    calls: tuple[ToolDelta, ...] = ()
+
+
+class Usage:
+    """Numbers of tokens. The prompt of `n` answers counts once, as in OpenAI's API."""
+
+    def __init__(self, prompts: Sequence[list[int]]) -> None:
+        self.prompt = sum(map(len, prompts))
+        self._generated = self._cached = 0
+
+    def add(self, completion: Completion, first: bool) -> None:
+        """first: it is the first answer to its prompt."""
+        self._generated += completion.completion_tokens
+        self._cached += completion.cached_tokens if first else 0
+
+    def document(self) -> dict[str, Any]:
+        """The API's usage object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self._generated,
+            "total_tokens": self.prompt + self._generated,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+
+
+class Shape:
+    """One kind of answer. name: of the whole object; chunk_name: of a chunk of a stream."""
+
+    name = chunk_name = prefix = ""
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
+        self._id = f"{self.prefix}-{request_id}"
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._include_usage = include_usage
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of the first chunk of an answer; None: there is none."""
+        raise NotImplementedError
+
+    def delta(self, index: int, event: StreamEvent) -> Delta:
+        """What an event adds to answer `index`."""
+        raise NotImplementedError
+
+    def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks for a delta, one chunk each."""
+        raise NotImplementedError
+
+    def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
+        """A whole answer."""
+        raise NotImplementedError
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        return self._envelope(self.name, choices) | {"usage": usage.document()}
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of a stream."""
+        document = self._envelope(self.chunk_name, [choice])
+        return document | {"usage": None} if self._include_usage else document
+
+    def last_chunk(self, usage: Usage) -> dict[str, Any] | None:
+        """The chunk with the numbers of tokens, if it was asked for."""
+        return self._envelope(self.chunk_name, []) | {"usage": usage.document()} if self._include_usage else None
+
+    def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": name,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+class ChatShape(Shape):
+    """/v1/chat/completions. form: how the model writes calls of functions; None: it has none to call."""
+
+    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: ToolFormat | None = None
+    ) -> None:
+        super().__init__(request_id, model, tokenizer, include_usage)
+        self._form = form
+        self._parsers: dict[int, ToolParser] = {}  # by answer
+        self._calls: dict[int, list[dict[str, Any]]] = {}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._part(index, {"role": "assistant", "content": ""})
+
+    def delta(self, index: int, event: StreamEvent) -> Delta:
+        delta = Delta(event.text, None, event.finish_reason)
+        if event.logprobs is not None and event.token_id is not None:
+            one = self._token(event.token_id, event.logprobs.logprob)
+            one["top_logprobs"] = [self._token(token, logprob) for token, logprob in event.logprobs.top]
+            delta = delta._replace(logprobs={"content": [one]})
+        return delta if self._form is None else self._parsed(index, delta, self._form)
+
+    def _parsed(self, index: int, delta: Delta, form: ToolFormat) -> Delta:
+        """The delta with calls taken out of its text."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = form.parser()
+        found = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            found += parser.finish()
+        calls = tuple(one for one in found if isinstance(one, ToolDelta))
+        self._keep(index, calls)
+        called = delta.finish_reason == "stop" and parser.calls
+        return delta._replace(
+            text="".join(one for one in found if isinstance(one, str)),
+            finish_reason="tool_calls" if called else delta.finish_reason,
+            calls=calls,
+        )
+
+    def _keep(self, index: int, calls: Sequence[ToolDelta]) -> None:
+        whole = self._calls.setdefault(index, [])
+        for call in calls:
+            if call.name is not None:
+                function = {"name": call.name, "arguments": ""}
+                whole.append({"id": call.id, "type": "function", "function": function})
+            whole[-1]["function"]["arguments"] += call.arguments
+
+    def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        choices = []
+        if delta.text or delta.logprobs:
+            choices.append(self._part(index, {"content": delta.text}, delta.logprobs))
+        choices += [self._part(index, {"tool_calls": [_call_chunk(call)]}) for call in delta.calls]
+        if delta.finish_reason is not None:
+            choices.append({**self._part(index, {}), "finish_reason": delta.finish_reason})
+        return choices
+
+    def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls := self._calls.get(index):
+            message |= {"content": text or None, "tool_calls": calls}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    @staticmethod
+    def _part(index: int, delta: dict[str, Any], logprobs: Logprobs | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self._tokenizer.token_bytes(token)
+        text = spelled.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+
+
+def _call_chunk(call: ToolDelta) -> dict[str, Any]:
+    """A piece of a call in a chunk of a stream."""
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
+
+
+class Echo(NamedTuple):
+    """A prompt that the answer begins with."""
+
+    text: str
+    logprobs: Logprobs | None
+
+
+class TextShape(Shape):
+    """/v1/completions. echoes: by answer, the prompts that the answers begin with."""
+
+    name = chunk_name = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, echoes: Sequence[Echo] = ()
+    ) -> None:
+        super().__init__(request_id, model, tokenizer, include_usage)
+        self._echoes = echoes
+        self._lengths = {index: len(echo.text) for index, echo in enumerate(echoes)}  # of the text so far, by answer
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return self.choice(index, *self._echoes[index], None) if self._echoes else None
+
+    def delta(self, index: int, event: StreamEvent) -> Delta:
+        at = self._lengths.get(index, 0)
+        self._lengths[index] = at + len(event.text)
+        if event.logprobs is None or event.token_id is None:
+            return Delta(event.text, None, event.finish_reason)
+        return Delta(
+            event.text, text_logprobs(self._tokenizer, event.token_id, event.logprobs, at), event.finish_reason
+        )
+
+    def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        return [self.choice(index, *delta[:3])] if delta.text or delta.logprobs or delta.finish_reason else []
+
+    def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def text_logprobs(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs | None, offset: int) -> Logprobs:
+    """A token's entry in the logprobs of a text completion; logprobs None: the first token of a prompt has none."""
+    text = tokenizer.token_text(token)
+    if logprobs is None:
+        return {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [offset]}
+    top: dict[str, float] = {}
+    for one, logprob in logprobs.top:  # of tokens with the same text, the likeliest
+        top.setdefault(tokenizer.token_text(one), max(logprob, LOWEST_LOGPROB))
+    own = max(logprobs.logprob, LOWEST_LOGPROB)
+    top.setdefault(text, own)
+    return {"tokens": [text], "token_logprobs": [own], "top_logprobs": [top], "text_offset": [offset]}
+
+
+def add_logprobs(total: Logprobs | None, more: Logprobs | None) -> Logprobs | None:
+    """Both, in order; `total` is changed."""
+    if total is None or more is None:
+        return total or more
+    for name, entries in more.items():
+        total[name] += entries
+    return total

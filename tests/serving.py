@@ -1,0 +1,99 @@
+"""A server in a thread, over the toy model, for the tests of `powerinfer serve`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import numpy as np
+from toy_model import BOS, EOS, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm
+
+from powerinfer.config import ServeConfig
+from powerinfer.devices import Batch
+from powerinfer.formats.chat import ChatTemplate
+from powerinfer.runtime.engine import LLM
+from powerinfer.serve.server import Server, make_server
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('never') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood or '' }}{% if fail %}{{ 1 // 0 }}{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class ByteTokenizer(ToyTokenizer):
+    special_tokens = ()
+    special_ids = frozenset({BOS, EOS})
+    strips_space = False
+
+    def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
+        return self.encode(text, add_bos=add_bos)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def stream(self, skip_special: bool = True) -> ToyDecoder:
+        return ToyDecoder()
+
+
+class SlowExecutor(ToyExecutor):
+    """Takes `delay` seconds a step."""
+
+    def __init__(self, delay: float, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.delay = delay
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        time.sleep(self.delay)
+        return super().forward(batch)
+
+
+def served_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: Any) -> LLM:
+    toy = toy_llm(executor, context, **engine)
+    llm = LLM.from_parts(toy._runner._executor, ByteTokenizer(), toy.config, toy.engine)  # type: ignore[arg-type]
+    llm.template = ChatTemplate(TEMPLATE)
+    return llm
+
+
+@contextmanager
+def serving(llm: LLM, **config: Any) -> Iterator[Server]:
+    """A server that answers, at `server.url`."""
+    options = ServeConfig(**{"port": 0, "drain": 2.0, **config})
+    requests = llm.engine.max_batch + llm.engine.max_queue
+    server = make_server(lambda progress: llm, ["toy"], options, requests)
+    failures = server.failures = []  # type: ignore[attr-defined]
+
+    def live() -> None:
+        try:
+            server.live()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        until(lambda: server.started and server.service.status != "loading")
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def until(condition: Any, seconds: float = 30.0) -> None:
+    """Wait until `condition()`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.005)
+
+
+def client(server: Server, **options: Any) -> httpx2.Client:
+    return httpx2.Client(base_url=server.url, timeout=60, **{"verify": False, **options})  # certificates take long

