@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from model_files import tiny_gguf
+from model_files import tiny_folder, tiny_gguf
 from sparse_models import tiny_llama
 
 from powerinfer import hub
+from powerinfer.cli import bench, inspect
 from powerinfer.cli.main import main
 from powerinfer.errors import PowerInferError
 from powerinfer.hybrid import load
+from powerinfer.report.findings import _exact
 
 COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
 
@@ -105,3 +107,43 @@ def test_inspect_says_what_run_would_do(tmp_path: Path, capsys: pytest.CaptureFi
     refused = json.loads(capsys.readouterr().out)["choices"]["refused"]
     assert main(["run", "--raw", "abc", "-m", str(path), "--gpu", "none", "--ram", "1MiB"]) == 2
     assert refused in capsys.readouterr().err
+
+
+def test_bench_fits_the_context(tmp_path: Path, unloaded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tiny_gguf("llama").write(tmp_path / "bare.gguf")
+    for flags, status, says in (
+        (["--gen-tokens", "4"], 1, "the weights are read"),
+        (["--gen-tokens", "4", "--prompt-tokens", "15"], 1, "the weights are read"),
+        (["--gen-tokens", "4", "--prompt-tokens", "16"], 2, "lower --prompt-tokens or raise --context"),
+        (["--gen-tokens", "16"], 2, "lower --gen-tokens or raise --context"),
+    ):
+        assert main(["bench", "-m", str(bare), "--context", "16", *flags]) == status
+        assert says in capsys.readouterr().err
+    assert [bench._prompt_tokens(None, 4, context) for context in (16, 513, 2048)] == [15, 512, 512]
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, unloaded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_folder(tmp_path / "m")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    assert main(["inspect", "-m", str(folder), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tokenizer"] is None and document["chat_template"] is False
+    assert main(["inspect", "-m", str(folder)]) == 0
+    assert "no tokenizer among the model's files" in capsys.readouterr().out
+    for verb in (["run", "abc", "--raw"], ["bench", "--gen-tokens", "4"], ["profile"]):
+        assert main([*verb, "-m", str(folder)]) in (1, 2)
+        assert "has no tokenizer.json: copy it from the model's repository" in capsys.readouterr().err
+    assert main(["pack", "-m", str(folder)]) == 0
+    shown = capsys.readouterr()
+    assert "packed in" in shown.out and "not compared with the dense weights" in shown.err
+
+
+def test_an_answer_without_an_end_token() -> None:
+    assert inspect._ends({"end_ids": [1, 2]}) == "answers end at 1, 2"
+    assert inspect._ends({"end_ids": []}).startswith("no end token")
+
+
+def test_budgets_of_a_suggested_command() -> None:
+    assert [_exact(n) for n in (0, 1023, 3 << 20, 16 << 30, (16 << 30) + 1)] == [
+        "0B", "1023B", "3MiB", "16GiB", "17179869185B",
+    ]  # fmt: skip

@@ -91,6 +91,7 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["run", "hi", "-m", "owner/name"], "powerinfer pull owner/name"),
         (["inspect", "-m", "smollm3"], "did you mean smollm2-135m-instruct?"),
         (["bench", "--repeat", "0"], "--repeat"),
+        (["eval"], "perplexity|agreement, --file"),
         (["eval", "perplexity"], "--file"),
         (["eval", "perplexity", "--file", "/nowhere.txt"], "/nowhere.txt"),
         (["eval", "likeness", "--file", "x"], "invalid choice"),

@@ -28,15 +28,18 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.system import peak_memory
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
 
 
+PROMPT = 512  # tokens, if the context holds them
+PROMPT_HELP = f"prompt length (default {PROMPT}, or what the context holds)"
 TRACED = 8  # steps of a trace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="prompt length (default 512)")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help=PROMPT_HELP)
     parser.add_argument("--gen-tokens", type=int, default=128, metavar="N", help="tokens to decode (default 128)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measured rounds (default 5)")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of steps on the GPU and the CPU")
@@ -44,10 +47,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
-    if min(args.prompt_tokens, args.repeat) < 1 or args.gen_tokens < 2:
+    asked = 1 if args.prompt_tokens is None else args.prompt_tokens
+    if min(asked, args.repeat) < 1 or args.gen_tokens < 2:
         raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
     engine = replace(config_from(args, EngineConfig), prefix_cache=False)  # every round computes its whole prompt
-    with open_llm(args.model, engine, out) as llm:
+
+    def fit(checkpoint: Checkpoint) -> None:
+        context = engine.context or checkpoint.config.context_length
+        args.prompt_tokens = _prompt_tokens(args.prompt_tokens, args.gen_tokens, context)
+
+    with open_llm(args.model, engine, out, fit) as llm:
         if args.trace:
             with llm.traced():  # an error now, not after all rounds
                 pass
@@ -69,6 +78,22 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(document, out)
     out.document(document)
     return 0
+
+
+def _prompt_tokens(asked: int | None, gen_tokens: int, context: int) -> int:
+    """Tokens of the prompt, None asks for the default. RequestError if the context does not hold the measurement."""
+    room = context - 1  # each round generates one token after the prompt, or --gen-tokens after one token
+    if gen_tokens > room:
+        raise RequestError(
+            f"--gen-tokens {gen_tokens} after a prompt of one token do not fit the context of {context} tokens: lower "
+            "--gen-tokens or raise --context"
+        )
+    if asked is not None and asked > room:
+        raise RequestError(
+            f"--prompt-tokens {asked} and the token after them do not fit the context of {context} tokens: lower "
+            "--prompt-tokens or raise --context"
+        )
+    return min(PROMPT, room) if asked is None else asked
 
 
 def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float]]:

@@ -43,7 +43,8 @@ DENSE = ("auto", "all")  # auto is dense or exact, which give the same answer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("measure", choices=("perplexity", "agreement"), help="what to measure")
+    measures = ("perplexity", "agreement")
+    parser.add_argument("measure", choices=measures, metavar="perplexity|agreement", help="what to measure")
     parser.add_argument("--file", required=True, metavar="TEXT", help="a UTF-8 text file")
     model_flag(parser)
     parser.add_argument("--against", choices=SELECTORS, help="agreement: the selector to compare with (default all)")

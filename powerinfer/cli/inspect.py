@@ -2,11 +2,12 @@
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
 are lists, of every layer), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
-quantisation (main type, bytes by type), tokenizer, chat_template, notes, fingerprint, choices (chosen and why),
-prepared (folder; profile, predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null, or
-why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 % of
-activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles, selector, policy,
-hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report: path of its page).
+quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, fingerprint, choices (chosen and
+why), prepared (folder; profile, predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null,
+or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 %
+of activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles, selector,
+policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report: path of its
+page).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """The model as its files describe it."""
     config = checkpoint.config
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = checkpoint.tokenizer() if checkpoint.has_tokenizer else None
     return {
         "name": config.name,
         "architecture": config.architecture,
@@ -74,8 +75,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "norm_eps": config.norm_eps,
         "layers": _kinds(config),
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
-        "tokenizer": {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
-        "chat_template": checkpoint.chat_template() is not None,
+        "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
+        "chat_template": tokenizer is not None and checkpoint.chat_template() is not None,
         "notes": checkpoint.notes,
         "fingerprint": checkpoint.fingerprint,
     }
@@ -175,7 +176,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
         **_layer_lines(document["layers"]),
         "attention": _attention(sizes),
         "context": f"{sizes['context_length']} tokens",
-        "vocabulary": f"{sizes['vocab_size']} tokens, answers end at {document['tokenizer']['end_ids']}",
+        "vocabulary": f"{sizes['vocab_size']} tokens, {_ends(document['tokenizer'])}",
         "head": "the embedding" if document["tied_embeddings"] else "a matrix of its own",
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
         "chat": "has a chat template" if document["chat_template"] else NO_TEMPLATE,
@@ -187,6 +188,13 @@ def _show(document: dict[str, Any], out: Output) -> None:
     _show_training(document["prepared"]["predictor"], out)
     for note in document["notes"]:
         out.note(note)
+
+
+def _ends(tokenizer: dict[str, Any] | None) -> str:
+    if tokenizer is None:
+        return "no tokenizer among the model's files: it can be packed, but not run"
+    ids = ", ".join(map(str, tokenizer["end_ids"]))
+    return f"answers end at {ids}" if ids else "no end token: answers end at --max-tokens or a stop string"
 
 
 def _attention(sizes: dict[str, Any]) -> str:

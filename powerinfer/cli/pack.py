@@ -3,11 +3,12 @@
 The file is written into the folder MODEL.powerinfer beside the model, or into --prepared; the model is not changed. It
 is valid for one model, opened with one --quantize; if it is up to date nothing is done. The error of a part is the root
 mean square of the change of its weights, relative to that of the weights: 0 if none changed. Then the model is loaded
-and its logits from the bundles are compared with the dense ones on a short text, unless --no-check is given.
+and its logits from the bundles are compared with the dense ones on a short text, unless --no-check is given or the
+model has no tokenizer.
 
 JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part), seconds, agreement
 (top1_agreement, mean_kl, max_abs_logit_diff, tokens, active_fraction: bundles against dense weights). error and
-agreement are null if nothing was done, agreement also with --no-check.
+agreement are null if nothing was done, agreement also without the comparison.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             out.note(note)
         bundles = packed.bundles
     document = describe(bundles, packed)
-    document["agreement"] = _agreement(checkpoint.config, args.model, engine, out) if packed and args.check else None
+    document["agreement"] = None
+    if packed and args.check:
+        if checkpoint.has_tokenizer:
+            document["agreement"] = _agreement(checkpoint.config, args.model, engine, out)
+        else:
+            out.note("not compared with the dense weights: the model's files have no tokenizer")
     _show(document, out)
     out.document(document)
     return 0

@@ -232,6 +232,13 @@ class Checkpoint:
         """The model's tokenizer, made on the first call. ModelError if the model has none that can be used."""
         return self._tokenizer
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's files have a tokenizer, be it one that can be used or not."""
+        if self.source == "gguf":
+            return "tokenizer.ggml.model" in self.metadata
+        return (self.path / "tokenizer.json").is_file()
+
     def sampling_defaults(self) -> SamplingDefaults:
         """How the model's publisher wants it sampled, as its files say."""
         from powerinfer.formats.sampling_defaults import folder_defaults, gguf_defaults

@@ -24,7 +24,10 @@ def tokenizer_from_folder(path: str | PathLike[str]) -> Tokenizer:
     """
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; transformers writes it: tokenizer.save_pretrained(folder)")
+        raise ModelError(
+            f"{folder} has no tokenizer.json: copy it from the model's repository, or from that of its base model; "
+            "transformers writes it for any tokenizer: tokenizer.save_pretrained(folder)"
+        )
     data = _read(folder / "tokenizer.json", MAX_FILE_BYTES)
     import tokenizers
 

@@ -245,8 +245,9 @@ def _check_ram(engine: EngineConfig, model: Model, hardware: Hardware, layers: i
 
     needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
     if engine.ram is not None and needed > engine.ram:
+        held = "layer" if layers == 1 else f"{layers} layers"
         raise RequestError(
-            f"{model.name} needs {gib(needed)} of RAM beside the {layers} layers that --vram holds: give --ram "
+            f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
             f"{gib(needed)}, or more --vram"
         )
 

@@ -152,8 +152,16 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
 def _options(plan: PlanDocument) -> str:
     """Options of the command that makes such a plan again."""
     options = {
-        "vram": f"{plan.budgets.vram}B", "ram": f"{plan.budgets.ram}B", "context": plan.context, "batch": plan.batch,
-        "selector": plan.selector, "policy": plan.policy,
+        "vram": _exact(plan.budgets.vram), "ram": _exact(plan.budgets.ram), "context": plan.context,
+        "batch": plan.batch, "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
     hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())
+
+
+def _exact(nbytes: int) -> str:
+    """Bytes as text, in the largest unit that leaves no fraction: the plan's key depends on every byte."""
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+    return next(
+        (f"{nbytes // unit}{name}" for name, unit in units.items() if nbytes and not nbytes % unit), f"{nbytes}B"
+    )
