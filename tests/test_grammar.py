@@ -288,8 +288,14 @@ def test_a_vocabulary_that_cannot_spell_every_text_is_refused() -> None:
 
 def test_a_vocabulary_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are not looked at again for every request."""
-    grammars, prepared, prepare = Grammars(tokenizer_from_gguf(sentencepiece_metadata("unigram"))), [], module._Vocabulary
-    monkeypatch.setattr(module, "_Vocabulary", lambda *args: prepared.append(args) or prepare(*args))
+    grammars, prepare = Grammars(tokenizer_from_gguf(sentencepiece_metadata("unigram"))), module._Vocabulary
+    prepared: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        prepared.append(args)
+        return prepare(*args)
+
+    monkeypatch.setattr(module, "_Vocabulary", counted)
     for text in "abc":
         with pytest.raises(RequestError, match="cannot spell every text"):
             grammars.compile(Grammar.regex(text))
