@@ -215,9 +215,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
     with _template_errors(llm):
         messages, options = chat_prompt(llm, body, tools)
-        tokens = llm.encode_chat(messages, **options)
-    _check_prompts(llm, [tokens], body.to_params())
-    return tokens
+        return llm.encode_chat(messages, **options)
 
 
 def _render(llm: LLM, body: Conversation) -> str:
@@ -290,6 +288,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
         tools = read_chat_tools(llm, body)
         params = constrained(llm, body, body.to_params(), tools)
         tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
+        _check_prompts(llm, [tokens], params)
     except Exception as error:
         raise service.refusal(error) or error from None
     made = shape(*_shape_of(service, request, body), tools.form)

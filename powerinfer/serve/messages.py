@@ -21,7 +21,7 @@ from powerinfer.serve.dialect import (
     function_tool,
     needed,
     text_of,
-)  # fmt: skip
+)
 from powerinfer.serve.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, ChatRequest, Int, Stop
 from powerinfer.serve.shapes import Usage
 

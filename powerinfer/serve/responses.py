@@ -21,7 +21,7 @@ from powerinfer.serve.dialect import (
     function_tool,
     needed,
     text_of,
-)  # fmt: skip
+)
 from powerinfer.serve.schema import IGNORED, MAX_MESSAGES, ChatRequest, Int
 from powerinfer.serve.shapes import Usage
 
