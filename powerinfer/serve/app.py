@@ -116,7 +116,7 @@ def build_app(service: Service) -> FastAPI:
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _chat(service, request, body, ChatShape)
+        return await _chat(service, request, body, lambda params, *chat: ChatShape(*chat))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -124,14 +124,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        return await _chat(service, request, body.to_chat(), partial(MessagesShape, body))
+        return await _chat(service, request, body.to_chat(), MessagesShape)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = constrained(llm, body, body.to_params()), body.prompts()
+            params, given = constrained(llm, body, body.to_params(llm.sampling.values)), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
@@ -281,17 +281,17 @@ def _shape_of(service: Service, request: Request, body: Sampling) -> tuple[str, 
 
 
 async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., Shape]) -> Response:
-    """The answer to a conversation. shape: a `ChatShape`, from its arguments."""
+    """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
     service.check_model(body.model)
     llm = service.engine.llm
     try:
         tools = read_chat_tools(llm, body)
-        params = constrained(llm, body, body.to_params(), tools)
+        params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
         tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         _check_prompts(llm, [tokens], params)
     except Exception as error:
         raise service.refusal(error) or error from None
-    made = shape(*_shape_of(service, request, body), tools.form)
+    made = shape(params, *_shape_of(service, request, body), tools.form)
     return await _answer(service, request, body, made, [tokens], params)
 
 

@@ -26,6 +26,7 @@ from powerinfer.serve.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, ChatRequ
 from powerinfer.serve.shapes import Usage
 
 if TYPE_CHECKING:
+    from powerinfer.runtime.params import SamplingParams
     from powerinfer.runtime.request import StreamEvent
 
 MESSAGES_IGNORED = frozenset(("metadata", "service_tier", "cache_control", "inference_geo"))
@@ -197,9 +198,9 @@ class MessagesShape(BlockShape):
     prefix = "msg"
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, asked: MessagesRequest, *chat: Any) -> None:
+    def __init__(self, params: SamplingParams, *chat: Any) -> None:
         super().__init__(*chat)
-        self._stops = asked.stop_sequences or []
+        self._stops = params.stop
         self._stop: str | None = None  # the one that ended the answer
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.dialect import (
     Asked,
@@ -24,6 +23,9 @@ from powerinfer.serve.dialect import (
 )
 from powerinfer.serve.schema import IGNORED, MAX_MESSAGES, ChatRequest, Int
 from powerinfer.serve.shapes import Usage
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.params import SamplingParams
 
 RESPONSES_IGNORED = (IGNORED - {"store"}) | {"prompt_cache_options"}
 
@@ -160,9 +162,9 @@ class ResponsesShape(BlockShape):
 
     prefix = "resp"
 
-    def __init__(self, asked: ResponsesRequest, *chat: Any) -> None:
+    def __init__(self, asked: ResponsesRequest, params: SamplingParams, *chat: Any) -> None:
         super().__init__(*chat)
-        self._asked = asked
+        self._asked, self._params = asked, params
         self._sent = 0
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -173,8 +175,7 @@ class ResponsesShape(BlockShape):
         return "incomplete" if self._reason == "length" else "completed"
 
     def _response(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        asked, default = self._asked, SamplingParams()
-        extra = asked.model_extra or {}
+        asked = self._asked
         return {
             "id": self._id,
             "object": "response",
@@ -185,17 +186,17 @@ class ResponsesShape(BlockShape):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": extra.get("metadata") or {},
+            "metadata": (asked.model_extra or {}).get("metadata") or {},
             "model": self._model,
             "output": [self._item(block) for block in self._blocks],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": default.temperature if asked.temperature is None else asked.temperature,
+            "temperature": self._params.temperature,
             "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
             "tools": asked.tools or [],
-            "top_p": default.top_p if asked.top_p is None else asked.top_p,
+            "top_p": self._params.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }
