@@ -470,6 +470,8 @@ def test_the_key_in_anthropics_header(monkeypatch: pytest.MonkeyPatch) -> None:
             ({"x-api-key": ""}, 401), ({"x-api-key": "Bearer right"}, 401),
         ):  # fmt: skip
             assert post(server, "/v1/messages", body, headers=headers)[0] == status, headers
+        for path in ("/v1/chat/completions", "/v1/messagesx"):  # it is of Anthropic's routes only
+            assert post(server, path, body, headers={"x-api-key": "right"})[0] == 401
         with anthropic.Anthropic(base_url=server.url, api_key="right", max_retries=0) as claude:
             assert claude.messages.create(model="toy", **body).usage.output_tokens == 1  # type: ignore[call-overload]
         wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)

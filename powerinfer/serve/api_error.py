@@ -54,11 +54,16 @@ def error_document(
     status: int, message: str, param: str | None = None, code: str | None = None, path: str = ""
 ) -> dict[str, Any]:
     """OpenAI's error object; on Anthropic's routes theirs, which has neither param nor code."""
-    if path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/"):
+    if is_anthropic(path):
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     kind = TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route is of Anthropic's API."""
+    return path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
 
 
 def headers_of(status: int) -> dict[str, str]:

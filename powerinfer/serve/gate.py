@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 
-from powerinfer.serve.api_error import ApiError, headers_of
+from powerinfer.serve.api_error import ApiError, headers_of, is_anthropic
 from powerinfer.serve.keys import Keys
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
@@ -104,8 +104,8 @@ class Gate:
         """The body of a request that may go on; ApiError for any other."""
         self._check_host(headers.get(b"host", b""))
         if scope["path"] not in OPEN and self._keys:
-            key = b"Bearer " + headers.get(b"x-api-key", b"")  # Anthropic's header
-            salt = self._keys.salt(headers.get(b"authorization", key))
+            other = b"Bearer " + headers.get(b"x-api-key", b"") if is_anthropic(scope["path"]) else b""
+            salt = self._keys.salt(headers.get(b"authorization", other))
             if salt is None:
                 raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             scope["state"]["salt"] = salt
