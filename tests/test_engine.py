@@ -379,7 +379,7 @@ def test_a_load_that_fails_closes_the_executor(where: str, tmp_path: Path, monke
     def fails(*args: object, **more: object) -> None:
         raise PowerInferError("it failed")
 
-    monkeypatch.setattr(CpuExecutor, "close", closed.append)
+    monkeypatch.setattr(CpuExecutor, "close", lambda executor: closed.append(executor))
     monkeypatch.setattr(where, fails)
     with pytest.raises(PowerInferError, match="it failed"):
         LLM(tiny_llama(tmp_path / "m.gguf"), context=64)
