@@ -35,7 +35,7 @@ from powerinfer.hybrid.parts import Biases, CpuPart, GpuPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import Indices, Placement, Predictor, Tier
+from powerinfer.neurons import Counts, Indices, Placement, Predictor, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -250,8 +250,10 @@ class HybridFfn:
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent = np.zeros(self._config.size)
         self.recent_tokens = 0.0
+        self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
         self._take_counts()
         self.recent[:] = 0
+        self._fired[:] = 0
 
     def predict(self, on: bool) -> None:
         """Whether to use the predictor from now on."""
@@ -272,10 +274,18 @@ class HybridFfn:
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent_tokens += tokens
+        self._fired_tokens += tokens
         self._sums.update(tokens=tokens, steps=steps, jobs=self._jobs)
         self._jobs = 0
         self._sums.update(self._take_counts())
         return self._sums
+
+    def take_fired(self) -> tuple[int, Counts]:
+        """(tokens, int64 [neurons] those that each fired for) since the last call; not while a step runs."""
+        self.collect()
+        taken = self._fired_tokens, self._fired
+        self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
+        return taken
 
     def _take_counts(self) -> dict[str, int]:
         """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""
@@ -284,6 +294,7 @@ class HybridFfn:
             if part is not None and len(index):
                 counts = part.take_counts()
                 self.recent[index] += counts
+                self._fired[index] += counts
                 sums[name] = int(counts.sum())
         return sums
 
