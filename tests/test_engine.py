@@ -504,6 +504,9 @@ class Alphabet:
         self.last = last
         self.seen: list[int] = []
 
+    def allows(self, token: int) -> bool:
+        return bool(self.words[token // 32] >> np.uint32(token % 32) & 1)
+
     def allowed(self) -> np.ndarray:
         return self.words
 

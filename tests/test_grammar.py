@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from jsonschema import Draft202012Validator
+from test_cli import error_line, powerinfer
 from test_tokenizer import byte_level_metadata, oracle, sentencepiece_metadata
 from toy_model import EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
 
@@ -154,6 +155,18 @@ def test_answers_of_an_engine_are_valid() -> None:
     for schema, text in ended:
         Draft202012Validator(schema).validate(json.loads(text))
     assert len(ended) > 20
+
+
+def test_what_a_mask_has_is_allowed_token_by_token(grammars: Grammars) -> None:
+    """And more only where the mask has nothing but the tokens that the model expects."""
+    rng = np.random.default_rng(2)
+    for schema in TYPICAL:
+        mask = grammars.compile(Grammar.json_schema(schema)).mask()
+        for _ in range(12):
+            allowed = bits(mask.allowed(), VOCAB)
+            assert [mask.allows(token) for token in range(VOCAB)] == allowed.tolist()
+            if mask.accept(int(rng.choice(np.flatnonzero(allowed)))):
+                break
 
 
 def test_what_is_valid_is_allowed(grammars: Grammars) -> None:
@@ -505,6 +518,24 @@ def test_parameters() -> None:
             SamplingParams(**wrong)  # type: ignore[arg-type]
     with toy_llm() as llm, pytest.raises(RequestError, match="give one"):
         next(llm.stream("x", given, mask=llm._runner._grammars.mask(given.grammar)))  # type: ignore[arg-type]
+
+
+@pytest.mark.model
+def test_run_with_a_schema(smollm2: Path, tmp_path: Path) -> None:
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2, "maxItems": 3}
+    schema = {"type": "object", "properties": {"hues": schema}, "required": ["hues"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "bad.gbnf").write_text("root ::= (")
+    for given in (str(tmp_path / "schema.json"), json.dumps(schema)):
+        done = powerinfer("run", "Colours?", "-m", str(smollm2), "--json", "--json-schema", given, "--seed", "1")
+        assert done.returncode == 0, done.stderr
+        Draft202012Validator(schema).validate(json.loads(json.loads(done.stdout)["text"]))
+    done = powerinfer("run", "x", "-m", str(smollm2), "--raw", "--regex", "[a-c]{5}")
+    assert re.fullmatch("[a-c]{5}\n", done.stdout), done
+    bad = powerinfer("run", "x", "-m", str(smollm2), "--grammar", str(tmp_path / "bad.gbnf"))
+    assert "the GBNF grammar is not supported" in error_line(bad)
+    assert "cannot read" in error_line(powerinfer("run", "x", "--grammar", str(tmp_path / "none")))
+    assert "give one of" in error_line(powerinfer("run", "x", "--regex", "a", "--json-schema", "{}"))
 
 
 # ----------------------------------------------------------------------------------------------------- response_format

@@ -320,6 +320,9 @@ class Fixed:
         self.last = last
         self.seen: list[int] = []
 
+    def allows(self, token: int) -> bool:
+        return self.words is None or bool(self.words[token // 32] >> np.uint32(token % 32) & 1)
+
     def allowed(self) -> np.ndarray | None:
         return self.words
 
@@ -383,6 +386,9 @@ def test_a_mask_of_everything_changes_nothing() -> None:
 
 def test_a_mask_that_fails_is_an_error_of_its_request() -> None:
     class Broken:
+        def allows(self, token: int) -> bool:
+            return False
+
         def allowed(self) -> np.ndarray:
             return np.zeros(3, np.int64)
 

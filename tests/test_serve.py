@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import openai
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from pydantic import BaseModel
 from schemathesis import GenerationMode
 from serving import SlowExecutor, client, served_llm, serving, until
 from toy_model import ToyTokenizer, idle, reference_greedy, reference_logits
@@ -174,6 +176,28 @@ def test_stops_and_penalties_reach_the_engine(server: Server, llm: LLM) -> None:
         assert answer["choices"][0]["finish_reason"] == whole.finish_reason
 
 
+class Report(BaseModel):
+    done: bool
+    mood: Literal["calm", "bored"]
+
+
+def test_answers_that_match_a_schema(api: openai.OpenAI, server: Server) -> None:
+    """The toy model writes random bytes where it is let."""
+    answer = api.chat.completions.parse(model="toy", messages=CHAT, response_format=Report, max_tokens=300, n=3, seed=1)  # type: ignore[arg-type]
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Report)
+    grammar = 'root ::= "yes" | "no, " [a-c]{3}'
+    for stream in (False, True):
+        body = {"prompt": ["one", "two"], "grammar": grammar, "temperature": 3.0, "max_tokens": 20, "n": 4, "seed": 1}
+        with client(server) as http:
+            sent = http.post("/v1/completions", json=body | {"stream": stream}).text
+        texts = [""] * 8
+        documents = [sent] if not stream else [event[6:] for event in sent.split("\n\n")[:-2]]
+        for choice in (choice for document in documents for choice in json.loads(document)["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert all(re.fullmatch("yes|no, [abc]{3}", text) for text in texts) and len(set(texts)) > 2
+
+
 # ---------------------------------------------------------------- logprobs
 
 
@@ -297,6 +321,8 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "says"),
     [
+        ({"grammar": "root ::= missing"}, None, "GBNF grammar"),
+        ({"chat_template_kwargs": {"fail": 1}}, None, "chat template fails"),
         ({"best_of": 2}, "best_of", "best_of is not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"temperatur": 0.5}, "temperatur", "unknown field"),

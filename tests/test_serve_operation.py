@@ -168,6 +168,12 @@ def test_pages_of_other_origins(monkeypatch: pytest.MonkeyPatch, server: Server)
 
 # ---------------------------------------------------------------- hostile input
 
+
+def schema(document: Any) -> bytes:
+    wanted = {"type": "json_schema", "json_schema": {"schema": document}}
+    return json.dumps({"prompt": "x", "response_format": wanted}).encode()
+
+
 HOSTILE = {
     "deep lists": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep objects": b'{"prompt": "x", "metadata": ' + b'{"a":' * 1000 + b"1" + b"}" * 1001,
@@ -201,6 +207,10 @@ HOSTILE = {
     "a long prompt": json.dumps({"prompt": "\n" * 400_000}).encode(),
     "n_discard": b'{"prompt": "x", "n_discard": -1}',
     "a schema": json.dumps({"prompt": "x", "response_format": {"type": "json_schema", "pattern": "(a+)+$"}}).encode(),
+    "a schema of itself": schema({"$ref": "#"}),
+    "a deep schema": schema(json.loads('{"items":' * 60 + "{}" + "}" * 60) | {"format": "x" * 100_000}),
+    "a regular expression": schema({"type": "string", "pattern": "(" * 2000}),
+    "a huge grammar": json.dumps({"prompt": "x", "grammar": "a" * 200_000}).encode(),
     "a template": b'{"prompt": "x", "chat_template": "{{ 1 }}"}',
     "embeddings": b'{"prompt": "x", "prompt_embeds": "gASVAAAAAAAAAA=="}',
     "many fields": json.dumps({"prompt": "x", **{f"f{n}": 1 for n in range(20_000)}}).encode(),
@@ -363,7 +373,7 @@ def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         raw.sendall(REQUEST + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
         until(lambda: server.server_state.tasks)
-        until(lambda: not server.server_state.tasks, 60)
+        until(lambda: not server.server_state.tasks and not server.server_state.connections, 60)
         until(lambda: idle(llm))
         well(server)
 
@@ -689,7 +699,8 @@ def test_the_command_drains_on_sigterm(tmp_path: Path) -> None:
         finished = [line for line in rest if '"finish_reason":"length"' in line]
         assert len(finished) == 128
         assert process.wait(30) == 0
-    assert next(one for one in log if one["event"] == "draining")["connections"] >= 1
+    events = ["listening", "loaded", "request", "request", "draining", "request"]
+    assert [one["event"] for one in log] == events and log[4]["connections"] >= 1
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
@@ -707,7 +718,8 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
                 list(lines)
         assert process.wait(30) == 130
     request = next(one for one in log if one["event"] == "request")
-    assert request["completion_tokens"] < 12_800
+    assert 0 < request["completion_tokens"] < 12_800
+    assert [one["event"] for one in log] == ["listening", "loaded", "draining", "request"]
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

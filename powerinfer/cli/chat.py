@@ -22,6 +22,7 @@ from powerinfer.cli.common import (
     model_flag,
     open_llm,
     sparsity_summary,
+    with_model_defaults,
 )
 from powerinfer.cli.run import answer, ended_by
 from powerinfer.config import EngineConfig
@@ -36,20 +37,19 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 HELP = "/reset clears the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
-DEFAULT_MAX_TOKENS = 1024  # the rest of the context is a limit too
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    config_flags(parser, SamplingParams, "sampling", {"max_tokens": DEFAULT_MAX_TOKENS})
+    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
-        conversation = Conversation(llm, params, out, args.system)
+        conversation = Conversation(llm, with_model_defaults(params, llm, args), out, args.system)
         if conversation.interactive:
             out.note(HELP)
         while (line := conversation.read()) is not None:

@@ -10,6 +10,7 @@ JSON: nothing but {} when the server has ended.
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
 
 MAX_QUEUE = 32
+UNLIMITED = 1 << 30  # requests, where --max-queue is 0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +53,11 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     logs.set_up()
     names = list(config.alias) or [_name(args.model, path)]
-    made = server.make_server(load, names, config, engine.max_batch + engine.max_queue)
-    made.live()
+    made = server.make_server(load, names, config, engine.max_batch + (engine.max_queue or UNLIMITED))
+    try:
+        made.live()
+    finally:
+        gc.unfreeze()  # the server's cycles refer to the model, which is native: collected at the end, it is no leak
     out.document({})
     return INTERRUPTED if made.force_exit else 0
 

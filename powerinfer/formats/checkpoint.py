@@ -31,6 +31,7 @@ from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.chat import ChatTemplate
+    from powerinfer.formats.sampling_defaults import SamplingDefaults
     from powerinfer.formats.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
@@ -230,6 +231,12 @@ class Checkpoint:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, made on the first call. ModelError if the model has none that can be used."""
         return self._tokenizer
+
+    def sampling_defaults(self) -> SamplingDefaults:
+        """How the model's publisher wants it sampled, as its files say."""
+        from powerinfer.formats.sampling_defaults import folder_defaults, gguf_defaults
+
+        return gguf_defaults(self.metadata) if self.source == "gguf" else folder_defaults(self.path)
 
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, None if it has none."""

@@ -119,7 +119,7 @@ class AsyncLLM:
         await self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, limits: dict[str, Any]) -> Request:
-        return self.llm._runner.request(self.llm.encode(prompt), params or SamplingParams(), **limits)
+        return self.llm._runner.request(self.llm.encode(prompt), params or self.llm.default_params(), **limits)
 
     def _chat_request(
         self,

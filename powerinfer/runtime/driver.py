@@ -122,7 +122,8 @@ class Driver:
 
     def stop(self) -> None:
         """End the thread within a step, and its requests as aborted. May be called anywhere."""
-        self.tell(lambda: self._end(_closed))
+        if not self.ended:  # a command that nobody takes any more would keep this object in a cycle
+            self.tell(lambda: self._end(_closed))
 
     def close(self) -> None:
         """End the requests as aborted and close the executor; wait for it. May be called twice."""

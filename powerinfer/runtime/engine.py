@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
 from powerinfer.formats.chat import NO_TEMPLATE, encode_chat
+from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.params import SamplingParams
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from powerinfer.runtime.sampling import TokenMask
 
 Prompt = str | Sequence[int]
+
+POLL = 0.1  # seconds between two calls of a stream's `progress`
 
 SAMPLE = (
     "The sea was calm that morning, and the boats went out one after another. Nobody spoke of the storm; there were "
@@ -63,6 +66,7 @@ class LLM:
     config: ModelConfig
     engine: EngineConfig
     template: ChatTemplate | None
+    sampling: SamplingDefaults  # the model's own, for `default_params`
     load_s: float  # seconds
     checkpoint: Checkpoint | None  # the model's files
     notes: list[str]  # lines for the user about how the model was loaded
@@ -78,7 +82,7 @@ class LLM:
         begin = time.perf_counter()
         engine = _engine_config(options)
         from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.hub import resolve_model
+        from powerinfer.hub import recommended_sampling, resolve_model
         from powerinfer.hybrid.load import load_resolved
         from powerinfer.hybrid.resolve import resolve
 
@@ -86,14 +90,17 @@ class LLM:
         _check_context(engine, checkpoint.config)
         check(checkpoint)
         tokenizer = checkpoint.tokenizer()
+        sampling = checkpoint.sampling_defaults()
         threads, line = limited_threads(engine.threads)
         engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
+        notes.extend(sampling.notes)
         resolved = resolve(checkpoint, engine, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         template = checkpoint.chat_template()
         self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
         self.checkpoint = checkpoint
         self.template = template
+        self.sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
         self.notes = notes
         if engine.adjust:
             self._runner.when_idle(sparsity.adjust)
@@ -128,6 +135,7 @@ class LLM:
         self.config = config
         self.engine = engine
         self.template = None
+        self.sampling = SamplingDefaults()
         self.load_s = load_s
         self.checkpoint = None
         self.notes = []
@@ -158,6 +166,13 @@ class LLM:
     def clear_sparsity(self) -> None:
         """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
         self._runner.call(self._sparsity.clear)
+
+    def default_params(self, **given: Any) -> SamplingParams:
+        """`SamplingParams` with the model's own defaults (`sampling`) for what is not given.
+
+        They apply wherever params are None; a SamplingParams is used exactly as it is.
+        """
+        return SamplingParams(**{**self.sampling.values, **given})
 
     def stats(self) -> EngineStats:
         """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
@@ -199,35 +214,47 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Answer one prompt, or several together, in their order.
 
-        A prompt is text, in which special tokens are recognised, or token ids. `params` is one for all or one for each.
+        A prompt is text, in which special tokens are recognised, or token ids. `params` is one for all or one for each;
+        None: `default_params`.
         `progress("answers", done, total)` is called as answers complete.
         """
         if isinstance(prompts, str):
             if params is not None and not isinstance(params, SamplingParams):
                 raise RequestError("one prompt takes one SamplingParams")
-            return self._complete([prompts], [params or SamplingParams()], progress)[0]
+            return self._complete([prompts], [params or self.default_params()], progress)[0]
         if prompts and isinstance(prompts[0], int):
             raise RequestError("prompts must be a text or a list: wrap the token ids of one prompt in a list")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(params)} SamplingParams: give one, or one for each"
             )
         return self._complete(prompts, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, mask: TokenMask | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        mask: TokenMask | None = None,
+        progress: Progress = silent,
+    ) -> Stream:
         """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request.
 
-        mask: which tokens may follow; used by this answer alone.
+        mask: which tokens may follow; used by this answer alone. `progress("reading the prompt", done, total)` is
+        called, in tokens, until the first event and before it.
         """
-        return self._follow(self._runner.request(self.encode(prompt), params or SamplingParams(), mask=mask))
+        request = self._runner.request(self.encode(prompt), params or self.default_params(), mask=mask)
+        return self._follow(request, progress)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
     ) -> Completion:
         """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
-        return self._complete([self.encode_chat(messages, **template_options)], [params or SamplingParams()], None)[0]
+        return self._complete(
+            [self.encode_chat(messages, **template_options)], [params or self.default_params()], None
+        )[0]
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
@@ -286,19 +313,32 @@ class LLM:
                 raise request.error
         return [request.completion for request in requests if request.completion is not None]
 
-    def _follow(self, request: Request) -> Stream:
+    def _follow(self, request: Request, progress: Progress) -> Stream:
         events: SimpleQueue[StreamEvent | None] = SimpleQueue()
         request.deliver, request.every = events.put, True
         try:
             self._runner.submit([request])
-            while (event := events.get()) is not None:
+            event = _first(events, request, progress)
+            while event is not None:
                 yield event
                 if event.finish_reason is not None:
                     return
+                event = events.get()
             assert request.error is not None
             raise request.error
         finally:
             self._runner.abort([request])
+
+
+def _first(events: SimpleQueue[StreamEvent | None], request: Request, progress: Progress) -> StreamEvent | None:
+    """The first event of a request; meanwhile the progress of its prompt."""
+    while progress is not silent:
+        with suppress(Empty):
+            event = events.get(timeout=POLL)
+            progress("reading the prompt", request.n_prompt, request.n_prompt)
+            return event
+        progress("reading the prompt", min(request.computed, request.n_prompt - 1), request.n_prompt)
+    return events.get()
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:

@@ -23,7 +23,7 @@ from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar, LazyGrammar
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits
     from numpy.typing import NDArray
 
     from powerinfer.formats.tokenizer import Tokenizer
@@ -172,6 +172,13 @@ class CompiledGrammar:
                 raise RequestError(f"the {self._what} matches no text")
             raise RequestError(f"the {self._what} became too complex: {message}")
 
+    def fits(self, matcher: LLMatcher, token: int) -> bool:
+        """Whether a token may follow."""
+        begin = time.perf_counter()
+        fits = matcher.validate_tokens([token]) == 1
+        self._seconds += time.perf_counter() - begin
+        return fits
+
     def _refused(self, message: str) -> RequestError:
         keys = re.match(r"Unimplemented keys: (\[.*\])", message)
         if keys:
@@ -192,6 +199,15 @@ class GrammarMask:
         self._matcher = grammar.matcher()
         self._begun = False
         self._words = np.zeros(self._vocabulary.mask_words, np.uint32)
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow: without the whole mask, which takes ten times as long.
+
+        Where only one text may follow, the mask has only the tokens that the model expects for it; here any will do.
+        """
+        if self._begun:
+            return self._grammar.fits(self._matcher, token)
+        return bool(self._grammar.first[token >> 5] >> np.uint32(token & 31) & 1)
 
     def allowed(self) -> NDArray[np.uint32]:
         """The tokens that may follow. RequestError if a limit is reached."""
@@ -233,6 +249,10 @@ class LazyMask:
         self._whole = True
         self._mask: GrammarMask | None = None
 
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow."""
+        return self._mask is None or self._mask.allows(token)
+
     def allowed(self) -> NDArray[np.uint32] | None:
         """The tokens that may follow, None for all. RequestError if a limit is reached."""
         return None if self._mask is None else self._mask.allowed()
@@ -268,17 +288,53 @@ _BYTES = {
 _BEFORE = "\n"  # a text that merges with nothing after it, so that what follows is within the text
 
 
+class _Words:
+    """A tokenizer as llguidance takes it; it has no way to free what refers to it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], special: Sequence[int], end: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
+        self._ids = {token: at for at, token in enumerate(tokens) if token}
+        for at in special:
+            self._ids.pop(tokens[at], None)
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that the model expects for a piece of text within an answer.
+
+        llguidance asks for them where only one text may follow. They must spell it to the byte, which a tokenizer that
+        adds a space or normalises does not promise.
+        """
+        before = self._tokenizer.encode(_BEFORE, special=False, add_bos=False)
+        tokens = self._tokenizer.encode(_BEFORE + text, special=False, add_bos=False)[len(before) :]
+        data = text.encode()
+        return tokens if b"".join(map(self._tokenizer.token_bytes, tokens)) == data else self._spelled(data)
+
+    def _spelled(self, data: bytes) -> list[int]:
+        """The longest tokens, from the left."""
+        tokens, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                return []
+            tokens.append(self._ids[data[at:end]])
+            at = end
+        return tokens
+
+
 class _Vocabulary:
-    """A tokenizer's tokens as llguidance takes them: their bytes, which of them are special, which end an answer.
+    """A tokenizer's tokens for llguidance: their bytes, which of them are special, which end an answer.
 
     without_space: if decoding drops the space that an answer begins with, what tokens with that space mean in its
     beginning: the tokens of the rest.
     """
 
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """RequestError if answers cannot be constrained in this vocabulary."""
         from llguidance import LLTokenizer
 
         self._tokenizer = tokenizer
@@ -291,30 +347,17 @@ class _Vocabulary:
         if not ends:  # llguidance needs one: beyond the vocabulary it is never sampled
             ends = [len(tokens)]
             tokens.append(b"")
-        self.special_token_ids = sorted({*tokenizer.special_ids, *ends})
-        self.tokens: Sequence[bytes] = tokens
-        self.eos_token_id = ends[0]
+        words: Any = _Words(tokenizer, tokens, sorted({*tokenizer.special_ids, *ends}), ends[0])
         try:
-            self.words: LLTokenizer = LLTokenizer(self, n_vocab=len(tokens), eos_token=ends)  # type: ignore[arg-type]
+            self.words = LLTokenizer(words, n_vocab=len(tokens), eos_token=ends)
         except ValueError as error:
             raise ModelError(f"answers of this model cannot be constrained: {_line(str(error))}") from error
-        self.tokens = ()  # it has its own copy
+        words.tokens = ()  # it has its own copy
         self.without_space: dict[int, list[int]] = {}
         if tokenizer.strips_space:
             spaced = {at: token[1:] for at, token in enumerate(tokens) if token[:1] == b" "}
             rests = {at: self.tokens_of(rest) for at, rest in spaced.items() if at not in tokenizer.special_ids}
             self.without_space = {at: rest for at, rest in rests.items() if rest is not None}
-
-    def __call__(self, text: str) -> list[int]:
-        """The tokens that the model expects for a piece of text within an answer.
-
-        llguidance asks for them where only one text may follow. They must spell it to the byte, which a tokenizer that
-        adds a space or normalises does not promise.
-        """
-        before = self._tokenizer.encode(_BEFORE, special=False, add_bos=False)
-        tokens = self._tokenizer.encode(_BEFORE + text, special=False, add_bos=False)[len(before) :]
-        exact = b"".join(map(self._tokenizer.token_bytes, tokens)) == text.encode()
-        return tokens if exact else self.tokens_of(text.encode()) or []
 
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of a token."""

@@ -13,7 +13,8 @@ temperature last:
 5. `top_p` keeps the fewest of these, largest first, that hold at least this share of their probability,
 6. `min_p` drops those less likely than `min_p` times the most likely,
 
-and one of the rest is drawn. Between 2 and 3 a `TokenMask` may forbid tokens. Each request has its own random
+and one of the rest is drawn. If a `TokenMask` forbids it, the tokens that the mask forbids are removed between 2 and 3,
+and another one is drawn: without 4 to 6, with the probabilities of the allowed tokens. Each request has its own random
 generator, so its tokens do not depend on other requests. The whole vocabulary is never sorted.
 """
 
@@ -50,6 +51,10 @@ class TokenLogprobs(NamedTuple):
 
 class TokenMask(Protocol):
     """Which tokens may follow in one answer, as a grammar says. Called on the driver's thread: it must be fast."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow: asked first, because nearly all tokens that models want are allowed."""
+        ...
 
     def allowed(self) -> NDArray[np.uint32] | None:
         """uint32 [ceil(vocab / 32)]: token t may follow if bit t % 32 of word t // 32 is set; None: all may."""
@@ -100,20 +105,23 @@ class Sampler:
         edits = self._edits
         if edits is not None:
             logits = edits.apply(logits)
-        ids = None
-        if self._mask is not None:
+        token = self._choose(logits)
+        if self._mask is not None and not self._allows(token, self._mask):
             logits, ids = self._masked(logits, self._mask)
-        if self._greedy:
-            token = int(logits.argmax())
-            value = logits[token]
-            if not -np.inf < value < np.inf:
-                _refuse(float(value))
-        else:
-            token = self._draw(logits)
-        if ids is not None:
-            token = int(ids[token])
+            token = self._choose(logits)
+            if ids is not None:
+                token = int(ids[token])
         if edits is not None:
             edits.count(token)
+        return token
+
+    def _choose(self, logits: Float32) -> int:
+        if not self._greedy:
+            return self._draw(logits)
+        token = int(logits.argmax())
+        value = logits[token]
+        if not -np.inf < value < np.inf:
+            _refuse(float(value))
         return token
 
     def ends_with(self, token: int) -> bool:
@@ -122,6 +130,10 @@ class Sampler:
             return False
         with _blaming_the_mask():
             return bool(self._mask.accept(token))
+
+    def _allows(self, token: int, mask: TokenMask) -> bool:
+        with _blaming_the_mask():
+            return mask.allows(token)
 
     def _masked(self, logits: Float32, mask: TokenMask) -> tuple[Float32, Ids | None]:
         """The logits of the allowed tokens, and their ids, if they are few; else all logits, -inf if not allowed."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from powerinfer import __version__
+from powerinfer.errors import ModelError
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
@@ -118,7 +119,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         llm = service.engine.llm
         try:
             tools = read_chat_tools(llm, body)
-            params = constrained(llm, body, body.to_params(), tools)
+            params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
             tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         except Exception as error:
             raise service.refusal(error) or error from None
@@ -130,7 +131,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = constrained(llm, body, body.to_params()), body.prompts()
+            params, given = constrained(llm, body, body.to_params(llm.sampling.values)), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
@@ -201,17 +202,30 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
-    messages, options = chat_prompt(llm, body, tools)
-    tokens = llm.encode_chat(messages, **options)
-    _check_prompts(llm, [tokens], body.to_params())
+    with _template_errors(llm):
+        messages, options = chat_prompt(llm, body, tools)
+        tokens = llm.encode_chat(messages, **options)
+    _check_prompts(llm, [tokens], body.to_params(llm.sampling.values))
     return tokens
 
 
 def _render(llm: LLM, body: Conversation) -> str:
+    with _template_errors(llm):
+        messages, options = chat_prompt(llm, body)
+        assert llm.template is not None
+        return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
+
+
+@contextmanager
+def _template_errors(llm: LLM) -> Iterator[None]:
+    """A template that fails does so with these messages: it has been read, and others may do."""
     if llm.template is None:
-        raise ApiError(400, "this model has no chat template", code="no_chat_template")
-    messages, options = chat_prompt(llm, body)
-    return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
+        raise ApiError(400, "this model has no chat template: use /v1/completions", code="no_chat_template")
+    try:
+        yield
+    except ModelError as error:
+        reason = str(error).partition("; --raw")[0]  # a flag of the command line
+        raise ApiError(400, f"{reason}: use other messages, or /v1/completions", code="template_failed") from None
 
 
 def _encode_prompts(llm: LLM, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -308,17 +322,19 @@ class _Run:
 
     async def _read(self, events: Answers) -> Answers:
         """The events, counted, and with errors as the API tells them."""
+        generated = 0
         try:
             async with aclosing(events):
                 async for item in events:
-                    if item is not None and item[1].completion is not None:
-                        self._usage.add(item[1].completion, first=item[0] % self._n == 0)
+                    if item is not None:
+                        generated += item[1].token_id is not None
+                        if item[1].completion is not None:
+                            self._usage.add(item[1].completion, first=item[0] % self._n == 0)
                     yield item
         except Exception as error:
             raise self._service.refusal(error, time.perf_counter() - self._begin) or error from None
         finally:
-            usage = self._usage.document()
-            self._facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+            self._facts |= {"prompt_tokens": self._usage.prompt, "completion_tokens": generated}
 
     async def whole(self) -> dict[str, Any]:
         """The object of a request without `stream`."""

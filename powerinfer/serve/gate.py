@@ -84,9 +84,10 @@ class Gate:
             await answer.refuse(error)
         except _Left:
             answer.status = CLIENT_LEFT
-        except asyncio.CancelledError:
+            if "abort" in scope["state"]:
+                scope["state"]["abort"]()
+        except asyncio.CancelledError:  # by the server's end, which waits for nothing but the end of this
             await answer.refuse(ApiError(503, "the server is shutting down", code="aborted"))
-            raise
         finally:
             self._report(scope, answer.status, time.perf_counter() - begin, request_id, facts)
 
@@ -148,7 +149,7 @@ class Gate:
         """The application, until it ends or the client leaves."""
         self._running += 1
         app = asyncio.ensure_future(self._app(scope, _replay(body), answer.send))
-        gone = asyncio.ensure_future(receive())
+        gone = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait((app, gone), return_when=asyncio.FIRST_COMPLETED)
             if not app.done():
@@ -165,6 +166,12 @@ class Gate:
                 task.cancel()
             await asyncio.gather(app, gone, return_exceptions=True)
             self._running -= 1
+
+
+async def _left(receive: Receive) -> None:
+    """Until the connection has ended."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _replay(body: bytes) -> Receive:

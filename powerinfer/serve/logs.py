@@ -32,13 +32,14 @@ class JsonLines(logging.Formatter):
 
 
 def set_up() -> None:
-    """Send the server's log, and uvicorn's warnings, to stderr."""
+    """Send the server's log, and the warnings of the libraries, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for logger, level in ((_logger, logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING)):
-        logger.handlers = [handler]
-        logger.setLevel(level)
-        logger.propagate = False
+    logging.getLogger().handlers = [handler]
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every piece that a client who left does not get
+    logging.captureWarnings(True)
+    _logger.setLevel(logging.INFO)
 
 
 def log(level: str, event: str, error: BaseException | None = None, **facts: Any) -> None:

@@ -115,7 +115,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(Body):
-    """What /v1/chat/completions and /v1/completions share; fields that are missing have `SamplingParams`' defaults."""
+    """What /v1/chat/completions and /v1/completions share; fields that are missing have the model's defaults."""
 
     max_tokens: Int | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
@@ -158,15 +158,15 @@ class Sampling(Body):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream: true", param="stream_options")
 
-    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """RequestError for a value that `SamplingParams` refuses."""
+    def params(self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """defaults: for fields that are missing. RequestError for a value that `SamplingParams` refuses."""
         names = (
             "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
             "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**defaults, **given})
 
 
 class Part(BaseModel):
@@ -208,15 +208,16 @@ class ChatRequest(Conversation, Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    def to_params(self) -> SamplingParams:
-        """ApiError or RequestError for what is wrong beyond types."""
+    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        return self.params(limits.pop() if limits else None, (self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.params(defaults, limits.pop() if limits else None, logprobs)
 
 
 class CompletionRequest(Sampling):
@@ -236,13 +237,13 @@ class CompletionRequest(Sampling):
         """Whether tokens are generated: with echo and max_tokens 0 the answer is the prompt alone."""
         return self.max_tokens != 0
 
-    def to_params(self) -> SamplingParams:
-        """ApiError or RequestError for what is wrong beyond types."""
+    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
         if not self.generates and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.params(max(1, max_tokens), self.logprobs)
+        return self.params(defaults, max(1, max_tokens), self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt. ApiError for none, an empty one, or too many."""

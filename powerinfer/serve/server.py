@@ -120,12 +120,16 @@ def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP, with a limit on the time to send a request's headers, and with errors in JSON."""
+    """uvicorn's HTTP, with a limit on the time to send a request's headers, and with errors in JSON.
+
+    A request's state has `abort`, which ends its connection without waiting for what the client has not read.
+    """
 
     header_seconds = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
         self._header_timer: asyncio.TimerHandle | None = None
         self._watch_header()
 
@@ -184,8 +188,7 @@ class Server(uvicorn.Server):
         async def main() -> None:
             loader.start()
             await self.serve([self._listening])
-            if self.service.status == "ok":
-                await self.service.engine.close()
+            await self.service.close()
 
         with contextlib.closing(self._listening):
             asyncio.run(main())
@@ -223,6 +226,8 @@ class Server(uvicorn.Server):
         return self.service.failure is not None or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
         log("info", "draining", connections=len(self.server_state.connections))
         watch = asyncio.create_task(self._end_if_forced())
         try:

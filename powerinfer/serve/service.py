@@ -33,6 +33,12 @@ class Service:
         """From now on requests are answered."""
         self._engine = engine
 
+    async def close(self) -> None:
+        """End what runs, and free the model. This object may outlive it: what the server refers to is in cycles."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
     @property
     def status(self) -> str:
         """ "loading", "ok" or "failed"."""

@@ -36,7 +36,7 @@ class Usage:
     """Numbers of tokens. The prompt of `n` answers counts once, as in OpenAI's API."""
 
     def __init__(self, prompts: Sequence[list[int]]) -> None:
-        self._prompt = sum(map(len, prompts))
+        self.prompt = sum(map(len, prompts))
         self._generated = self._cached = 0
 
     def add(self, completion: Completion, first: bool) -> None:
@@ -47,9 +47,9 @@ class Usage:
     def document(self) -> dict[str, Any]:
         """The API's usage object."""
         return {
-            "prompt_tokens": self._prompt,
+            "prompt_tokens": self.prompt,
             "completion_tokens": self._generated,
-            "total_tokens": self._prompt + self._generated,
+            "total_tokens": self.prompt + self._generated,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
