@@ -1,4 +1,4 @@
-"""GET /v1/engine/live: the neurons as they fire, counted only while somebody looks."""
+"""The route `LIVE`: the neurons as they fire, counted only while somebody looks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.driver import EngineStats
     from powerinfer.runtime.engine import LLM
 
+LIVE = "/v1/engine/live"
 BINS = 128  # of a layer's neurons
 FRAME_SECONDS = 0.4  # between two frames at least; who asks earlier gets the last one
 LEAVE_SECONDS = 5.0  # without a question, after which counting ends
@@ -73,9 +74,20 @@ class LiveView:
             left = self._asked + LEAVE_SECONDS - time.monotonic()
             if left > 0:
                 self._watch(left)
-            elif self._live is not None:
-                live, self._live = self._live, None
-                live.close()
+            else:
+                self._end()
+
+    def close(self) -> None:
+        """Count no more, until the next frame."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        timer, live, self._timer, self._live = self._timer, self._live, None, None
+        if timer is not None:
+            timer.cancel()
+        if live is not None:
+            live.close()
 
 
 def _layer(one: LiveLayer) -> dict[str, Any]:
