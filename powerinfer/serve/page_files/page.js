@@ -4,11 +4,16 @@ import { Live } from "./live.js";
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 const STORE = "powerinfer.chat", KEY = "powerinfer.key";
-let messages = [], running = null;
+let messages = [], running = null, chats = true;
 
 // ---- The server
 
-class Refused extends Error {}
+class Refused extends Error {
+  constructor(message, code) {
+    super(message);
+    this.code = code;
+  }
+}
 
 async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
@@ -17,7 +22,7 @@ async function ask(path, options = {}) {
   if (answer.status === 401) $("key-form").hidden = false;
   if (!answer.ok) {
     const told = await answer.json().catch(() => null);
-    throw new Refused(told?.error?.message ?? `status ${answer.status}`);
+    throw new Refused(told?.error?.message ?? `status ${answer.status}`, told?.error?.code);
   }
   return answer;
 }
@@ -99,18 +104,33 @@ function stop() {
   running?.abort();
 }
 
+// A model without a chat template continues the text.
 function body() {
   const system = $("system").value.trim();
   const said = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
-  const wanted = { messages: system ? [{ role: "system", content: system }, ...said] : said, stream: true,
-                   stream_options: { include_usage: true } };
+  const all = system ? [{ role: "system", content: system }, ...said] : said;
+  const wanted = { stream: true, stream_options: { include_usage: true } };
+  if (chats) wanted.messages = all;
+  else Object.assign(wanted, { prompt: all.map(({ content }) => content).join(""), max_tokens: 256 });
   for (const name of NUMBERS) if ($(name).value !== "") wanted[name] = Number($(name).value);
   return JSON.stringify(wanted);
 }
 
+async function generate(signal) {
+  const options = { method: "POST", body: body(), signal };
+  try {
+    return await ask(chats ? "v1/chat/completions" : "v1/completions", options);
+  } catch (error) {
+    if (error.code !== "no_chat_template") throw error;
+    chats = false;
+    $("status").textContent = "This model has no chat template: it continues your text.";
+    return generate(signal);
+  }
+}
+
 async function answer() {
-  const control = (running = new AbortController()), asked = body(), log = $("log");
-  const message = { role: "assistant", content: "" };
+  const control = (running = new AbortController()), log = $("log");
+  const message = { role: "assistant", content: "" }; // empty: not sent
   messages.push(message);
   show();
   const view = shown(message, messages.length - 1);
@@ -126,11 +146,11 @@ async function answer() {
     if (tokens > 1) $("speed").textContent = `${((tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} tokens/s`;
   };
   try {
-    const reply = await ask("v1/chat/completions", { method: "POST", body: asked, signal: control.signal });
+    const reply = await generate(control.signal);
     for await (const event of events(reply)) {
       if (event.error) throw new Refused(event.error.message);
       usage = event.usage ?? usage;
-      const delta = event.choices?.[0]?.delta, text = delta?.content ?? delta?.reasoning_content;
+      const delta = event.choices?.[0]?.delta, text = delta?.content ?? delta?.reasoning_content ?? event.choices?.[0]?.text;
       if (!text) continue;
       tokens++;
       first ||= performance.now();
