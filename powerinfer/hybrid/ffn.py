@@ -16,6 +16,7 @@ An FFN is a sum over its neurons, so where they are placed changes only how the 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -225,11 +226,14 @@ class HybridFfn:
             with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
                 self._stream_cold(step)
             return
+        begin = time.perf_counter()
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
+        waited = time.perf_counter()
         with span(self._layers.trace, "cpu", "cold neurons", self.layer):
             job = self._cpu_part.sum(*self._link.views(tokens, self._sent_columns(tokens)))
         self._jobs += job and tokens <= NEURON_TOKENS
+        self._seconds += waited - begin, time.perf_counter() - waited
 
     def _stream_cold(self, step: Step) -> None:
         assert self.stage is not None and self._cpu_part.bundles is not None and step.read is not None
@@ -250,6 +254,7 @@ class HybridFfn:
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent = np.zeros(self._config.size)
         self.recent_tokens = 0.0
+        self._seconds = np.zeros(2)
         self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
         self._take_counts()
         self.recent[:] = 0
@@ -286,6 +291,12 @@ class HybridFfn:
         taken = self._fired_tokens, self._fired
         self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
         return taken
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""
+        wait, work = self._seconds
+        self._seconds = np.zeros(2)
+        return float(wait), float(work)
 
     def _take_counts(self) -> dict[str, int]:
         """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""

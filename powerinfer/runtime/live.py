@@ -26,7 +26,8 @@ class LiveLayer:
     way: of one token; gpu: number of its neurons on the GPU. tokens: counted, of steps of up to `NEURON_TOKENS`.
     fired: float64 [bins], of the neurons of a bin times the tokens, the share that fired; None: no token was counted,
     or why_not says why none is. placed: float64 [bins], the share of a bin's neurons on the GPU. ffn_bytes: of
-    weights, read per token; None where that is unknown.
+    weights, read per token; None where that is unknown. seconds: that the CPU waited for the GPU, and summed cold
+    neurons beside it; zeros where neurons are on one device.
     """
 
     layer: int
@@ -38,6 +39,7 @@ class LiveLayer:
     placed: Shares
     ffn_bytes: float | None
     why_not: str | None
+    seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
     def device(self) -> str:
@@ -91,6 +93,7 @@ class Live:
             self._own[layer].count_fired(True)
         for ffn in self._sparsity.split().values():
             ffn.take_fired()
+            ffn.take_seconds()
 
     def _why_not(self, layer: int) -> str | None:
         """Why firings of a layer are not counted; None if they are."""
@@ -107,10 +110,11 @@ class Live:
         neurons = self._config.layers[layer].ffn.size
         edges = bin_edges(neurons, min(bins, neurons))
         split, own, why_not = self._sparsity.split().get(layer), self._own.get(layer), self._why_not(layer)
-        tokens, fired, on_gpu = 0, None, np.zeros(neurons)
+        tokens, fired, on_gpu, seconds = 0, None, np.zeros(neurons), (0.0, 0.0)
         if split is not None:
             on_gpu[split.hot] = 1
             tokens, counts = split.take_fired()
+            seconds = split.take_seconds()
         elif why_not is None and own is not None:
             tokens, counts = own.take_fired()
         elif own is None and layer < self._first:
@@ -120,7 +124,7 @@ class Live:
         placed = np.add.reduceat(on_gpu, edges[:-1]) / np.diff(edges)
         way, gpu = self._sparsity.way(layer), int(on_gpu.sum())
         nbytes = None if own is None else self._bytes(layer, own, way)
-        return LiveLayer(layer, neurons, way, gpu, tokens, fired, placed, nbytes, why_not)
+        return LiveLayer(layer, neurons, way, gpu, tokens, fired, placed, nbytes, why_not, seconds)
 
     def _bytes(self, layer: int, ffn: CpuFfn, way: str) -> float | None:
         """Bytes of weights that the FFN read per token since the last look."""

@@ -46,7 +46,9 @@ class LiveView:
         seconds = now - self._at if self._frame and before else 0.0
         self._stats, self._at = stats, now
         self._number += 1
-        layers = [_layer(one) for one in live.look(BINS)]
+        look = live.look(BINS)
+        layers = [_layer(one) for one in look]
+        step_s = stats.step_s - before.step_s if before and seconds else 0.0
         known = [one["ffn_bytes_per_token"] for one in layers if one["ffn_bytes_per_token"] is not None]
         tokens = stats.answer_tokens - before.answer_tokens if before and seconds else 0
         return {
@@ -55,7 +57,8 @@ class LiveView:
             "seconds": seconds,
             "tokens": tokens,
             "tokens_per_second": tokens / seconds if seconds else None,
-            "busy": min(1.0, (stats.step_s - before.step_s) / seconds) if before and seconds else None,
+            "busy": min(1.0, step_s / seconds) if seconds else None,
+            "overlap": _overlap(look, step_s),
             "running": stats.running,
             "waiting": stats.waiting,
             "bytes_per_token": llm.bytes_per_token,
@@ -88,6 +91,15 @@ class LiveView:
             timer.cancel()
         if live is not None:
             live.close()
+
+
+def _overlap(layers: list[LiveLayer], step_s: float) -> dict[str, float] | None:
+    """Shares of the time in steps: that the CPU sums cold neurons beside the GPU, and waits for it. None: nothing is
+    split, or no step ran."""
+    if not step_s or all(one.device != "both" for one in layers):
+        return None
+    wait, cpu = (sum(one.seconds[part] for one in layers) / step_s for part in (0, 1))
+    return {"cpu": min(1.0, cpu), "wait": min(1.0, wait)}
 
 
 def _layer(one: LiveLayer) -> dict[str, Any]:

@@ -21,6 +21,10 @@ class SplitFfn(Protocol):
         """(tokens, int64 [neurons] those that each fired for) since the last call; not while a step runs."""
         ...
 
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""
+        ...
+
 
 class Sparsity:
     """How the layers of a model decode, and statistics of it. This base class: all layers are dense.
