@@ -88,9 +88,9 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["bench", "--repeat", "0"], "--repeat"),
         (["eval", "perplexity"], "--file"),
         (["eval", "perplexity", "--file", "/nowhere.txt"], "/nowhere.txt"),
-        (["eval", "likeness", "--file", "x"], "invalid choice"),
+        (["eval", "likeness", "--file", "x"], "measure must be one of"),
         (["pull", "a b c"], "no model a b c"),
-        (["completion", "tcsh"], "invalid choice"),
+        (["completion", "tcsh"], "the shells are bash, zsh, fish"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

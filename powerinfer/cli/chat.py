@@ -19,6 +19,7 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
+    demonstration_note,
     model_flag,
     open_llm,
     sparsity_summary,
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
+    demonstration_note(args.model, out)
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
         conversation = Conversation(llm, with_model_defaults(params, llm, args), out, args.system)
         if conversation.interactive:

@@ -22,6 +22,7 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
+    demonstration_note,
     model_flag,
     open_llm,
     sparsity_summary,
@@ -68,6 +69,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
     prompt = _prompt(args.prompt)
+    demonstration_note(args.model, out)
     with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
         params = with_model_defaults(params, llm, args)
         status, document = answer(_events(llm, prompt, args, params), out)
@@ -172,7 +174,8 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:
     """How an answer was sampled; defaults: where values come from that no flag gave."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     values = {name: getattr(params, name) for name in names}
-    return {**values, "defaults": llm.sampling.source or "powerinfer"}
+    own = any(values[name] == value for name, value in llm.sampling.values.items())
+    return {**values, "defaults": llm.sampling.source if own else "powerinfer"}
 
 
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:

@@ -119,7 +119,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         llm = service.engine.llm
         try:
             tools = read_chat_tools(llm, body)
-            params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
+            params = constrained(llm, body, body.to_params(llm.sampling), tools)
             tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         except Exception as error:
             raise service.refusal(error) or error from None
@@ -131,7 +131,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = constrained(llm, body, body.to_params(llm.sampling.values)), body.prompts()
+            params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
@@ -205,7 +205,7 @@ def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
     with _template_errors(llm):
         messages, options = chat_prompt(llm, body, tools)
         tokens = llm.encode_chat(messages, **options)
-    _check_prompts(llm, [tokens], body.to_params(llm.sampling.values))
+    _check_prompts(llm, [tokens], body.to_params(llm.sampling))
     return tokens
 
 
