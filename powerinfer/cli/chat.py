@@ -50,8 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
-    demonstration_note(args.model, out)
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
+        demonstration_note(args.model, out)
         conversation = Conversation(llm, with_model_defaults(params, llm, args), out, args.system)
         if conversation.interactive:
             out.note(HELP)

@@ -69,7 +69,7 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--model",
         metavar="MODEL",
-        help="GGUF file, model folder or name of a local model; default: the default model",
+        help="GGUF file, model folder or name of a model; default: the default model",
     )
 
 

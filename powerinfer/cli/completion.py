@@ -69,11 +69,11 @@ def words(verb: str, previous: str) -> list[str]:
         return list(VERBS)
     if previous in ("-m", "--model"):
         return _models()
-    named = {"pull": _models, "rm": _local_models}
+    named = {"pull": _known_models, "rm": _local_models}
     return [*(named[verb]() if verb == previous and verb in named else ()), *_flags(verb, previous)]
 
 
-def _models() -> list[str]:
+def _known_models() -> list[str]:
     from powerinfer.hub import known_names
 
     return known_names()
@@ -83,6 +83,13 @@ def _local_models() -> list[str]:
     from powerinfer.hub import list_stored
 
     return [model.name for model in list_stored()]
+
+
+def _models() -> list[str]:
+    """Those that open at once, and the default one."""
+    from powerinfer.hub import DEFAULT_MODEL
+
+    return sorted({DEFAULT_MODEL, *_local_models()})
 
 
 def _described(flag: str) -> list[str] | None:

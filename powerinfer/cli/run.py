@@ -69,12 +69,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
     prompt = _prompt(args.prompt)
-    demonstration_note(args.model, out)
     with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
         params = with_model_defaults(params, llm, args)
         status, document = answer(_events(llm, prompt, args, params), out)
         document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
+        demonstration_note(args.model, out)
         if args.verbose:
             _explain(llm, document, out)
         if document["finish_reason"] == "length":
