@@ -13,6 +13,7 @@ from typing import Any
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
 
+    flags: other names of its flag. unlimited: a number that the command line reads as None.
     least: the smallest integer allowed; default: 0 if the field's default is 0, else 1. size: the field is a number of
     bytes, which the command line also accepts as 8GiB or 500MB.
     """
@@ -272,8 +273,8 @@ class ProfileConfig:
 class EngineConfig:
     """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
 
-    threads: int = option(0, "CPU threads; 0: every core this process may use", metavar="N")
-    context: int = option(0, "context length in tokens; 0: the model's own", metavar="N")
+    threads: int = option(0, "CPU threads; 0: every core this process may use", metavar="N", flags=("-t",))
+    context: int = option(0, "context length in tokens; 0: the model's own", metavar="N", flags=("-c",))
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
     prefill_chunk: int = option(512, "prompt tokens computed per step", metavar="N")
     mixed_chunk: int = option(
@@ -331,7 +332,7 @@ class PlanConfig:
         "GPU; greedy: by firing frequency; random",
         choices=("time", "ilp", "greedy", "random"),
     )
-    seed: int = option(0, "random seed of the policy random", metavar="N")
+    seed: int = option(0, "random seed of the policy random", metavar="N", flags=("-s",))
     time_limit: float = option(10.0, "time limit of the solver in seconds", metavar="X")
 
 
@@ -347,7 +348,7 @@ class TrainConfig:
     steps: int = option(3000, "maximum training steps per layer and size; 0: low rank only", metavar="N", least=0)
     batch: int = option(256, "tokens per training step", metavar="N")
     lr: float = option(0.02, "learning rate, relative to the magnitude of the weights", metavar="X")
-    seed: int = option(0, "random seed", metavar="N", least=0)
+    seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,14 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["frobnicate"], "no verb frobnicate"),
+        (["frobnicate"], "no verb frobnicate; the verbs are run, chat"),
+        (["rnu"], "no verb rnu; did you mean run?"),
+        (["inspect", "--contxt=5"], "--contxt=5; did you mean --context?; see"),
+        (["run"], "no prompt"),
+        (["run", "hi", "-p", "hi"], "give the prompt once"),
         (["run", "--no-such-flag"], "--no-such-flag; see `powerinfer run --help`"),
-        (["run", "hi", "--temp", "1"], "--temp"),  # a prefix is not guessed: a new flag must not change old commands
+        # a prefix is not guessed: a new flag must not change old commands
+        (["run", "hi", "--tempera", "1"], "--tempera 1; did you mean --temperature?"),
         (["run", "hi", "--temperature", "warm"], "invalid number value: 'warm'"),
         (["run", "hi", "--temperature", "-1"], "temperature must be"),
         (["run", "hi", "--top-p", "1.5"], "top_p must be"),
@@ -154,7 +159,8 @@ def test_every_option_has_a_flag() -> None:
     for config in (EngineConfig, SamplingParams):
         parser = common.Parser(prog="test")
         common.config_flags(parser, config, "group")
-        assert {field.name for field in dataclasses.fields(config)} <= {action.dest for action in parser._actions}
+        options = {field.name for field in dataclasses.fields(config) if "help" in field.metadata}
+        assert len(options) > 10 and options <= {action.dest for action in parser._actions}
 
 
 def test_a_verbs_own_default_is_used_and_shown() -> None:

@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 HELP = "/reset clears the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
-DEFAULT_MAX_TOKENS = 1024  # the rest of the context is a limit too
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    config_flags(parser, SamplingParams, "sampling", {"max_tokens": DEFAULT_MAX_TOKENS})
+    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 

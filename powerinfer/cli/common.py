@@ -37,12 +37,29 @@ class Parser(argparse.ArgumentParser):
         self.usage = " ".join(["%(prog)s", *shown, "[flags]"])
         return super().format_help()
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; a flag that is not known is answered with the nearest one that is."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, flags)}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         choice = re.fullmatch(r"argument (.+): invalid choice: (.+) \(choose from (.+)\)", message)
         if choice is not None:
             message = f"{choice[1]} must be one of {choice[3]}, not {choice[2]}"
         message = message.replace("the following arguments are required:", "missing:")
         raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one; "" if none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, known, n=1, cutoff=0.65)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _plain_formatter(prog: str) -> argparse.HelpFormatter:
@@ -54,7 +71,22 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
     from shutil import get_terminal_size
 
     width = min(get_terminal_size().columns, 120)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
+    return _HelpFormatter(prog, max_help_position=30, width=width)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps each paragraph of a description on its own."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrapped(text, width)
+
+
+def wrapped(text: str, width: int) -> str:
+    """The paragraphs of a text, wrapped; one with two spaces inside is a table, whose lines stay."""
+    from textwrap import fill
+
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(part if "  " in part else fill(part, width, break_on_hyphens=False) for part in paragraphs)
 
 
 def common_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +108,15 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------- flags from dataclasses
 
 
-def _or_none(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    """A converter that also takes "none". argparse shows its name in messages: "invalid whole number value: 'x'"."""
+def _or_none(read: Callable[[str], Any], name: str, unlimited: int | None = None) -> Callable[[str], Any]:
+    """A converter that also takes "none", and `unlimited` for it.
+
+    argparse shows its name in messages: "invalid whole number value: 'x'".
+    """
 
     def convert(text: str) -> Any:
-        return None if text.lower() == "none" else read(text)
+        value = None if text.lower() == "none" else read(text)
+        return None if value == unlimited else value
 
     convert.__name__ = name
     return convert
@@ -161,11 +197,13 @@ def config_flags(
                 group.add_argument(flag, action="store_true", help=help_text, **details)
             continue
         details.update(_READERS["size" if field.metadata.get("size") else str(field.type)])
+        if "unlimited" in field.metadata:
+            details["type"] = _or_none(int, "whole number", field.metadata["unlimited"])
         details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}
         default = field.default if own is argparse.SUPPRESS else own
-        if default not in (None, ()) and "default" not in help_text:
-            help_text += f" (default {default})"
-        group.add_argument(flag, help=help_text, **details)
+        if (default not in (None, ()) or own is None) and "default" not in help_text:
+            help_text += f" (default {'none' if default is None else default})"
+        group.add_argument(*field.metadata.get("flags", ()), flag, help=help_text, **details)
 
 
 def config_from(args: argparse.Namespace, config: Callable[..., Any], **overrides: Any) -> Any:

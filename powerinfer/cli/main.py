@@ -43,46 +43,70 @@ TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
+_USAGE = (
+    "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used, downloaded once. "
+    "Every verb takes --json (the last line of stdout is one JSON document, of an error too) and --debug (tracebacks)."
+)
+
+
 def usage() -> str:
+    from shutil import get_terminal_size
+    from textwrap import fill
+
     verbs = "\n".join(f"  {verb:<12}{text}" for verb, text in VERBS.items())
     return (
         "usage: powerinfer VERB ...\n\n"
         "Runs large language models on ordinary machines.\n\n"
-        f"verbs:\n{verbs}\n\n"
-        "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used, downloaded\n"
-        "once. Every verb takes --json (the last line of stdout is one JSON document) and --debug (tracebacks).\n\n"
+        f"verbs:\n{verbs}\n\n{fill(_USAGE, min(get_terminal_size().columns, 120))}\n\n"
         'examples:\n  powerinfer run "Why is the sky blue?"\n  powerinfer chat -m model.gguf\n  powerinfer pull\n'
     )
 
 
 def main(argv: list[str]) -> int:
-    """Run one command line; the exit status. Never raises, except with --debug."""
-    if "--debug" in argv:
-        return _dispatch(argv)
+    """Run one command line; the exit status. No error is raised."""
+    json_mode = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     try:
         return _dispatch(argv)
-    except PowerInferError as error:
-        return _fail(str(error), error.exit_status)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
-    except MemoryError:
-        return _fail("out of memory; a smaller --context or model needs less", 1)
-    except OSError as error:
+    except (Exception, KeyboardInterrupt) as error:
+        message, status = _explained(error)
+        if "--debug" in argv:
+            import traceback
+
+            traceback.print_exc()
+        _report(type(error).__name__, message, status, json_mode)
+        return status
+
+
+def _explained(error: BaseException) -> tuple[str, int]:
+    """(what to tell the user, exit status)"""
+    if isinstance(error, PowerInferError):
+        return str(error), error.exit_status
+    if isinstance(error, KeyboardInterrupt):
+        return "", INTERRUPTED
+    if isinstance(error, MemoryError):
+        return "out of memory; a smaller --context or model needs less", 1
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}", 1)
-    except Exception as error:
-        return _fail(f"internal error, {type(error).__name__}: {error} (--debug shows where; please report it)", 1)
+        return f"{where}{error.strerror or error}", 1
+    return f"internal error, {type(error).__name__}: {error} (--debug shows where; please report it)", 1
 
 
-def _fail(message: str, status: int) -> int:
-    line = " ".join(message.split())
+def _report(kind: str, message: str, status: int, json_mode: bool) -> None:
+    """A line on stderr, and with --json a document on stdout."""
     from contextlib import suppress
 
+    line = " ".join(message.split())
     with suppress(OSError, ValueError):  # stderr may be closed; the exit status still reports it
-        print(f"powerinfer: {line}", file=sys.stderr)
-    return status
+        if line:
+            print(f"powerinfer: {line}", file=sys.stderr)
+    if json_mode:
+        import json
+
+        document = {"error": {"type": kind, "message": line or "stopped by Ctrl-C"}, "status": status}
+        with suppress(OSError, ValueError):
+            print(json.dumps(document), flush=True)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -96,7 +120,9 @@ def _dispatch(argv: list[str]) -> int:
         print(f"powerinfer {__version__}")
         return 0
     if verb not in VERBS:
-        raise RequestError(f"no verb {verb}; the verbs are {', '.join(VERBS)}")
+        from powerinfer.cli.common import did_you_mean
+
+        raise RequestError(f"no verb {verb}{did_you_mean(verb, VERBS) or '; the verbs are ' + ', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import gc

@@ -1,7 +1,8 @@
 """Answer one prompt; the text streams to stdout as it is generated.
 
-The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue. Without
-PROMPT, or with -, it is read from standard input. Ctrl-C ends the answer and keeps what was generated.
+The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue. Text that is
+piped in follows PROMPT after a blank line; without PROMPT, or with -, it is the prompt. The answer ends where the model
+ends it, or with the context. Ctrl-C ends it and keeps what was generated.
 
 JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
 prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where those come from that no flag gave:
@@ -12,7 +13,11 @@ generation_config.json, GGUF metadata, model card or powerinfer), logprobs if re
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +38,7 @@ from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.chat import NO_TEMPLATE
-from powerinfer.progress import silent
+from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
 
@@ -41,9 +46,13 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM, Stream
 
+LARGEST = 16 << 20  # bytes of a prompt on stdin: more tokens than any context
+PATIENCE = 2.0  # seconds before it is said that the rest of the prompt is awaited on stdin
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="the prompt; -: read it from stdin")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; -: read it from stdin")
+    parser.add_argument("-p", "--prompt", dest="flagged", metavar="PROMPT", help="the prompt, as a flag")
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="no chat template: the model continues the prompt")
@@ -60,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--grammar", dest="gbnf", metavar="FILE", help="the answer matches this grammar, in llama.cpp's GBNF"
     )
     parser.add_argument("--regex", dest="pattern", metavar="PATTERN", help="the answer matches this regular expression")
-    config_flags(parser, SamplingParams, "sampling")
+    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 
@@ -68,10 +77,13 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams, **_constraint(args))
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
-    prompt = _prompt(args.prompt)
+    if args.prompt is not None and args.flagged is not None:
+        raise RequestError("give the prompt once: as PROMPT or with --prompt")
+    prompt = _prompt(args.flagged if args.prompt is None else args.prompt, out)
     with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
         params = with_model_defaults(params, llm, args)
-        status, document = answer(_events(llm, prompt, args, params), out)
+        with reading() as progress:
+            status, document = answer(_events(llm, prompt, args, params, progress), out)
         document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
         demonstration_note(args.model, out)
@@ -109,19 +121,70 @@ def _check_template(checkpoint: Checkpoint) -> None:
         raise RequestError(NO_TEMPLATE)
 
 
-def _prompt(given: str) -> str:
-    if given != "-":
-        return checked_text(given, "the prompt")
-    if sys.stdin is None or sys.stdin.isatty():
-        raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
-    return checked_text(sys.stdin.buffer.read(), "the prompt on stdin")
+def _prompt(given: str | None, out: Output) -> str:
+    """PROMPT and what is piped in, or one of them."""
+    if given in (None, "-"):
+        piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped()
+        if not piped.strip():
+            raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
+        return piped
+    prompt = checked_text(given or "", "the prompt")
+    piped = _piped().strip("\n") if _is_piped(out) else ""
+    return f"{prompt}\n\n{piped}" if piped else prompt
 
 
-def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams) -> Stream:
+def _is_piped(out: Output) -> bool:
+    """Whether stdin is a file or a pipe, not a terminal or nothing. Says what it waits for if nothing arrives."""
+    try:
+        fd = sys.stdin.fileno()
+        mode = os.fstat(fd).st_mode
+    except (AttributeError, OSError, ValueError):  # it is closed, or no file of this process
+        return False
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        from select import select
+
+        if not select([fd], [], [], PATIENCE)[0]:
+            out.note("reading the rest of the prompt from stdin; without one: < /dev/null")
+        return True
+    return stat.S_ISREG(mode)
+
+
+def _piped() -> str:
+    """The text on stdin; RequestError if it is binary or too large."""
+    raw = sys.stdin.buffer.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise RequestError(f"the prompt on stdin is larger than {LARGEST >> 20} MiB")
+    text = checked_text(raw, "the prompt on stdin")
+    if "\0" in text:
+        raise RequestError("the prompt on stdin is binary data, not text")
+    return text
+
+
+def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams, progress: Progress) -> Stream:
     if args.raw:
-        return llm.stream(prompt, params)
+        return llm.stream(prompt, params, progress=progress)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return llm.chat_stream([*system, {"role": "user", "content": prompt}], params)
+    tokens = llm.encode_chat([*system, {"role": "user", "content": prompt}])
+    return llm.stream(tokens, params, progress=progress)
+
+
+@contextmanager
+def reading() -> Iterator[Progress]:
+    """What shows how much of a prompt is computed, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield silent
+        return
+    from powerinfer.cli.progress import Bar
+
+    with Bar() as bar:
+
+        def progress(label: str, done: int, total: int) -> None:
+            if done < total:
+                bar(label, done, total)
+            else:
+                bar.close()
+
+        yield progress
 
 
 def ended_by(max_tokens: int | None) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, overload
 
 from powerinfer.config import EngineConfig, ModelConfig
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from powerinfer.runtime.sampling import TokenMask
 
 Prompt = str | Sequence[int]
+
+POLL = 0.1  # seconds between two calls of a stream's `progress`
 
 SAMPLE = (
     "The sea was calm that morning, and the boats went out one after another. Nobody spoke of the storm; there were "
@@ -225,12 +227,21 @@ class LLM:
             )
         return self._complete(prompts, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, mask: TokenMask | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        mask: TokenMask | None = None,
+        progress: Progress = silent,
+    ) -> Stream:
         """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request.
 
-        mask: which tokens may follow; used by this answer alone.
+        mask: which tokens may follow; used by this answer alone. `progress("reading the prompt", done, total)` is
+        called, in tokens, until the first event and before it.
         """
-        return self._follow(self._runner.request(self.encode(prompt), params or self.default_params(), mask=mask))
+        request = self._runner.request(self.encode(prompt), params or self.default_params(), mask=mask)
+        return self._follow(request, progress)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
@@ -297,19 +308,32 @@ class LLM:
                 raise request.error
         return [request.completion for request in requests if request.completion is not None]
 
-    def _follow(self, request: Request) -> Stream:
+    def _follow(self, request: Request, progress: Progress) -> Stream:
         events: SimpleQueue[StreamEvent | None] = SimpleQueue()
         request.deliver, request.every = events.put, True
         try:
             self._runner.submit([request])
-            while (event := events.get()) is not None:
+            event = _first(events, request, progress)
+            while event is not None:
                 yield event
                 if event.finish_reason is not None:
                     return
+                event = events.get()
             assert request.error is not None
             raise request.error
         finally:
             self._runner.abort([request])
+
+
+def _first(events: SimpleQueue[StreamEvent | None], request: Request, progress: Progress) -> StreamEvent | None:
+    """The first event of a request; meanwhile the progress of its prompt."""
+    while progress is not silent:
+        with suppress(Empty):
+            event = events.get(timeout=POLL)
+            progress("reading the prompt", request.n_prompt, request.n_prompt)
+            return event
+        progress("reading the prompt", min(request.computed, request.n_prompt - 1), request.n_prompt)
+    return events.get()
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:

@@ -24,9 +24,15 @@ class SamplingParams:
     """
 
     max_tokens: int | None = option(
-        128, "maximum number of tokens to generate; none: until the context is full", metavar="N"
+        128,
+        "maximum number of tokens to generate; -1 or none: until the context is full",
+        metavar="N",
+        flags=("-n",),
+        unlimited=-1,
     )
-    temperature: float = option(0.8, "0: always the most likely token; higher is more random", metavar="T")
+    temperature: float = option(
+        0.8, "0: always the most likely token; higher is more random", metavar="T", flags=("--temp",)
+    )
     top_k: int = option(40, "sample among the K most likely tokens; 0: all", metavar="K")
     top_p: float = option(0.95, "sample among the most likely tokens that together have this probability", metavar="P")
     min_p: float = option(0.05, "drop tokens less likely than this fraction of the most likely one", metavar="M")
@@ -34,7 +40,7 @@ class SamplingParams:
     presence_penalty: float = option(0.0, "subtract this from the logits of tokens already generated", metavar="X")
     frequency_penalty: float = option(0.0, "subtract this for each occurrence of a generated token", metavar="X")
     logit_bias: Mapping[int, float] = option((), "token id -> number added to its logit")
-    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S")
+    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S", flags=("-s",))
     stop: Sequence[str] = option((), "stop before this text (repeatable)", metavar="TEXT")
     stop_token_ids: Sequence[int] = option((), "stop at this token (repeatable)", metavar="ID")
     ignore_eos: bool = option(False, "do not stop at the model's end-of-text token")
