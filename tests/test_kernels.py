@@ -230,7 +230,7 @@ def test_packed_rows_follow_their_map(type_name: str) -> None:
     rng = np.random.default_rng(6)
     data, x = stored(type_name, 20, 256, rng), rng.standard_normal((3, 256)).astype(np.float32)
     rows = np.array([19, -1, 0, 0, *range(15), -1, 7], np.int32)
-    whole = _native.pack(_native.Pool(1), _native.Arena(), type_name, 20, 256, data)
+    whole = _native.pack_matrix(_native.Pool(1), _native.Arena(), type_name, 20, 256, data)
     plain = np.full((3, cpu.round_up(20, cpu.LANES)), np.nan, np.float32)
     _native.matmul(_native.Pool(1), whole, "", x, plain)
     for threads, pool in POOLS.items():

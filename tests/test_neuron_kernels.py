@@ -326,7 +326,7 @@ def test_invalid_requests_are_refused() -> None:
         (wide, 128, 64), (wide, 128, 1), (wide, 128, -64), ((1, 32 * 128 + 2), 128, 0), ((2, 32 * 128), 128, 0),
         (wide, 192, 0), (wide, 64, 0), (wide, 0, 0), (wide, -128, 0), (wide, 1 << 62, 0),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"part|rows"):
+        with pytest.raises(ValueError, match=r"row"):
             _native.pack_bundle_rows(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), pitch, at)
     with pytest.raises(ValueError, match="for 'add' alone"):
         rows = np.zeros(32 * 18, np.uint8)

@@ -28,6 +28,7 @@ from powerinfer.models import load
 from powerinfer.prepare import counting, profiling
 from powerinfer.prepare.calibrate import HALVINGS, MAX_SHARE, calibrate, held_out, thresholds_at
 from powerinfer.prepare.corpus import open_corpora, read_windows
+from powerinfer.progress import silent
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WINDOW = 48
@@ -50,7 +51,7 @@ def corpora(tmp_path: Path) -> list[str]:
 
 def made(path: Path, corpora: list[str], force: bool = False, **options: Any) -> profiling.Profiled:
     """What the verb makes. progress: of `make`; threads and prepared: of the engine."""
-    progress = options.pop("progress", None)
+    progress = options.pop("progress", silent)
     notes = options.pop("notes", [])
     engine = EngineConfig(**{name: options.pop(name) for name in ("threads", "prepared") if name in options})
     settings = {"corpus": corpora, "window": WINDOW, "samples": 1 << 20} | options

@@ -246,7 +246,7 @@ def test_whole_layers_on_a_gpu(tmp_path: Path, tokens: Any, truth: Any, allowed:
 @pytest.mark.parametrize("share", SPLITS)
 def test_neurons_split_between_gpu_and_cpu(packed: Path, tokens: Any, truth: Any, allowed: float, share: float) -> None:
     own = checkpoint(packed)
-    bundles = open_bundles(own, None, cpu.part_bytes)
+    bundles = open_bundles(own, None, cpu.bundle_row_bytes)
     selection = Selection("exact", "a test", (), bundles)
     for layers in (2, 4):
         parts = NeuronSplit(bundles, placed(CONFIG, share))
@@ -261,7 +261,7 @@ def test_neurons_split_between_gpu_and_cpu(packed: Path, tokens: Any, truth: Any
 
 def test_a_layout_for_each_layer(packed: Path) -> None:
     own = checkpoint(packed)
-    bundles = open_bundles(own, None, cpu.part_bytes)
+    bundles = open_bundles(own, None, cpu.bundle_row_bytes)
     assert [layout.gated for layout in bundles.layouts] == [True, False, True, False]
     assert [rows.shape[0] for rows in bundles.layers] == [3, 2, 5, 2]
     wide, narrow = bundles.layouts[0].stride, bundles.layouts[1].stride
