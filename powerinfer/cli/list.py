@@ -21,11 +21,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return show(out)
 
 
+def document(model: StoredModel) -> dict[str, object]:
+    """A local model in JSON."""
+    return {"name": model.name, "path": str(model.path), "source": model.source, "bytes": model.nbytes}
+
+
 def show(out: Output) -> int:
     """Print the list."""
     from datetime import datetime
-
-    from powerinfer.cli.pull import document
 
     rows = []
     for model in list_stored():

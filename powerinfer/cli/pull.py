@@ -14,7 +14,8 @@ import argparse
 from dataclasses import asdict
 
 from powerinfer.cli.common import Output
-from powerinfer.hub import DEFAULT_MODEL, StoredModel, pull
+from powerinfer.cli.list import document, show
+from powerinfer.hub import DEFAULT_MODEL, pull
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     if args.list:
-        from powerinfer.cli.list import show
-
         return show(out)
     if args.names:
         return _names(out)
@@ -44,8 +43,3 @@ def _names(out: Output) -> int:
         out.line(f"{name:<24} {size:>8}  {model.full_name()}")
     out.document({"names": [{"name": name, **asdict(model)} for name, model in catalogue().items()]})
     return 0
-
-
-def document(model: StoredModel) -> dict[str, object]:
-    """A local model in JSON."""
-    return {"name": model.name, "path": str(model.path), "source": model.source, "bytes": model.nbytes}

@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from powerinfer.cli.common import Output, agreed
+from powerinfer.cli.list import document
 from powerinfer.errors import RequestError
 from powerinfer.hub import local_model, remove
 
@@ -21,8 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
-    from powerinfer.cli.pull import document
-
     model = local_model(args.model)
     what = "the name only, its files stay" if model.source == "local" else f"{model.nbytes / 1e6:,.0f} MB"
     if not args.yes:
