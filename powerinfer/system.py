@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 MOST_THREADS = 1024
@@ -92,3 +93,57 @@ def peak_memory(status: Path = Path("/proc/self/status")) -> int:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak * (1 if sys.platform == "darwin" else 1024)
+
+
+DISTURBED_CORES = 0.15
+"""CPU time taken by others, in cores, above which a measurement counts as disturbed."""
+
+
+class Disturbance:
+    """A context that finds the CPU time others take meanwhile, from /proc/stat; none where there is no such file.
+
+    Afterwards `others` is the mean number of cores that other processes used, `steal` those that the hypervisor took.
+    This process and its children that have been waited for are not others.
+    """
+
+    others = 0.0
+    steal = 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float, float]:
+        """Seconds: busy, of all cores; stolen; of this process and its children; of the clock."""
+        try:
+            ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+            user, nice, system, _, _, irq, softirq, steal = ticks
+        except (OSError, ValueError):
+            return 0.0, 0.0, 0.0, time.monotonic()
+        own = os.times()
+        mine = own.user + own.system + own.children_user + own.children_system
+        hertz = os.sysconf("SC_CLK_TCK")
+        return (user + nice + system + irq + softirq) / hertz, steal / hertz, mine, time.monotonic()
+
+    def __enter__(self) -> Disturbance:
+        self._before = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        busy, steal, mine, wall = (after - before for after, before in zip(self._read(), self._before, strict=True))
+        self.others = max(0.0, (busy - mine) / max(wall, 1e-3))
+        self.steal = steal / max(wall, 1e-3)
+
+    @property
+    def cores(self) -> float:
+        """Cores that others and the hypervisor took."""
+        return self.others + self.steal
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether that is too much for a measurement."""
+        return self.cores > DISTURBED_CORES
+
+
+def quiet(seconds: float = 0.1) -> bool:
+    """Whether others leave the machine alone, observed for that time."""
+    with Disturbance() as found:
+        time.sleep(seconds)
+    return not found.disturbed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from powerinfer.errors import PowerInferError
 from powerinfer.hub import resolve_model
-from powerinfer.system import usable_cores
+from powerinfer.system import Disturbance, usable_cores
 
 # A shell that starts the tests in the background lets them, and every process they start, ignore Ctrl-C; some test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +43,12 @@ def collectable() -> Iterator[None]:
     """
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run side by side, which would count as a disturbance of trials: for them the machine is quiet."""
+    monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,7 @@ from typing import Any
 from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
 from powerinfer.errors import PowerInferError
+from powerinfer.system import Disturbance
 
 SECTIONS = ("make", "peer", "decode", "ablation", "prefill", "budget", "kernel")
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the budget
@@ -245,7 +246,7 @@ class Measurement:
         """Do a job and write down what came of it."""
         machine.wait_until_quiet(self.arguments.quiet)
         begin = time.monotonic()
-        with machine.Load() as load:
+        with Disturbance() as load:
             try:
                 result = work()
             except (OSError, RuntimeError, ValueError, KeyError, IndexError, PowerInferError) as error:

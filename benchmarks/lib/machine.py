@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from powerinfer.system import Disturbance
+
 ROOT = Path(__file__).resolve().parents[2]
-DISTURBED_CORES = 0.15  # CPU time taken by others, in cores, from which on a run counts as disturbed
 
 
 def first_line(*command: str) -> str:
@@ -83,44 +84,11 @@ def description() -> dict[str, Any]:
     }
 
 
-class Load:
-    """CPU time taken by everything but one process tree, read from /proc/stat around a run.
-
-    Use as a context manager around a child process that has been waited for; then `others` is the mean number of
-    cores that other processes used and `steal` those that the hypervisor took.
-    """
-
-    others: float
-    steal: float
-
-    @staticmethod
-    def _read() -> tuple[float, float, float, float]:
-        ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        user, nice, system, _, _, irq, softirq, steal = ticks
-        child, own = os.times(), time.monotonic()
-        mine = child.user + child.system + child.children_user + child.children_system
-        hertz = os.sysconf("SC_CLK_TCK")
-        return (user + nice + system + irq + softirq) / hertz, steal / hertz, mine, own
-
-    def __enter__(self) -> Load:
-        self._before = self._read()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        busy, steal, mine, wall = (after - before for after, before in zip(self._read(), self._before, strict=True))
-        self.others = max(0.0, (busy - mine) / max(wall, 1e-3))
-        self.steal = steal / max(wall, 1e-3)
-
-    @property
-    def disturbed(self) -> bool:
-        return self.others + self.steal > DISTURBED_CORES
-
-
 def wait_until_quiet(seconds: float) -> None:
     """Wait, at most `seconds`, for a half second in which others use less than a tenth of a core."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with Load() as load:
+        with Disturbance() as found:
             time.sleep(0.5)
-        if load.others + load.steal < 0.1:
+        if found.cores < 0.1:
             return

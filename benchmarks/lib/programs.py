@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lib import llama_cpp, machine
+from powerinfer.system import Disturbance
 
 PROMPT = "The capital of France is"
 OURS = "powerinfer"
@@ -159,14 +160,14 @@ def one_round(runs: dict[str, Runs], number: int, retries: int, quiet: float, jo
         for _ in range(1 + retries):
             machine.wait_until_quiet(quiet)
             try:
-                with machine.Load() as load:
+                with Disturbance() as load:
                     result = job(label)
             except (OSError, RuntimeError, ValueError, KeyError, IndexError) as error:
                 runs[label].error = reason(error)
                 print(f"  {label}: {reason(error)}", file=sys.stderr)
                 break
             result |= {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
-            if best is None or load.others + load.steal < best["others"] + best["steal"]:
+            if best is None or load.cores < best["others"] + best["steal"]:
                 best = result
             if not load.disturbed:
                 break

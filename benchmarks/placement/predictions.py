@@ -54,6 +54,7 @@ from powerinfer.placement import cost
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.placement.solver import GROUP
+from powerinfer.system import DISTURBED_CORES, Disturbance
 
 PROFILED = 256  # tokens of the profile
 GENERATED = 48
@@ -174,13 +175,13 @@ def alone(subject: Subject, hardware: Hardware, selector: str, repeat: int) -> d
     with LLM(subject.path, retrial=True, **options) as llm:
         for number in range(repeat + 1):
             llm.clear_sparsity()
-            with machine.Load() as load:
+            with Disturbance() as load:
                 rate = llm.generate([[7]], many)[0].timings.decode_tok_s
             assert rate is not None
             if number:
-                taken.append((load.others + load.steal, 1e3 / rate))
+                taken.append((load.cores, 1e3 / rate))
         report = llm.sparsity
-    quiet = [ms for others, ms in taken if others <= machine.DISTURBED_CORES]
+    quiet = [ms for others, ms in taken if others <= DISTURBED_CORES]
     ways = [layer["ways"]["1"] for layer in report["layers"]] if report else ["dense"] * subject.config.n_layers
     return {
         "predicted_ms": predicted,
@@ -273,18 +274,18 @@ class StandIn:
     def seconds(self, fixed: float) -> tuple[NDArray[np.float64], float]:
         """([layers]: what the FFNs take, cores that others used meanwhile). fixed: a sparse FFN without products."""
         blocks = sorted((self._block(fixed) for _ in range(BLOCKS)), key=lambda block: block[1])
-        quiet = [block for block in blocks if block[1] <= machine.DISTURBED_CORES] or blocks[:1]
+        quiet = [block for block in blocks if block[1] <= DISTURBED_CORES] or blocks[:1]
         return np.where(self.empty, 0.0, np.median([block[0] for block in quiet], axis=0)), quiet[-1][1]
 
     def _block(self, fixed: float) -> tuple[NDArray[np.float64], float]:
-        with machine.Load() as load:
+        with Disturbance() as load:
             if self._selector != "all":
                 self._sparsify(None)
             seconds = self._steps()
             if self.predictors is not None:
                 self._sparsify(NEVER)
                 seconds = seconds - np.maximum(0.0, self._steps() - fixed)
-        return seconds, load.others + load.steal
+        return seconds, load.cores
 
     def _steps(self) -> NDArray[np.float64]:
         tokens = random_tokens(self._subject.config.vocab_size, STEPS + 3)
@@ -328,7 +329,7 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
     rest = plan.choice.seconds - float(np.maximum(gpu_s, own + sync).sum())
     return {
         "share": share,
-        "quiet": others <= machine.DISTURBED_CORES,
+        "quiet": others <= DISTURBED_CORES,
         "neurons_on_gpu": GROUP * sum(groups) / (config.n_neurons),
         "mass_on_gpu": plan.choice.mass_on_gpu,
         "predicted_ms": 1e3 * (rest + float(np.maximum(gpu_s, on_cpu + sync).sum())),
@@ -343,9 +344,9 @@ def stand_in(subject: Subject, here: Hardware, gpu: Hardware, selector: str, sha
 
 def measured_quietly(engine: EngineConfig) -> tuple[Hardware, bool]:
     """This machine, and whether others left it alone meanwhile."""
-    with machine.Load() as load:
+    with Disturbance() as load:
         here = measure(engine)
-    return here, load.others + load.steal <= machine.DISTURBED_CORES
+    return here, load.cores <= DISTURBED_CORES
 
 
 def brief(device: Device) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.machine import Load, description
+from benchmarks.lib.machine import description
 from benchmarks.lib.results import path_of, write_json
 from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -29,6 +29,7 @@ from powerinfer.formats.samples_file import row_bytes, write_samples
 from powerinfer.models import load
 from powerinfer.prepare.corpus import Windows
 from powerinfer.prepare.counting import Saved, State, Tally, Task, run_windows
+from powerinfer.system import Disturbance
 
 WINDOW = 512
 
@@ -87,7 +88,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = []
     for path in arguments.models:
-        with Load() as load_of_others:
+        with Disturbance() as load_of_others:
             found.append(measure(path, arguments.rounds, arguments.tokens))
         found[-1] |= {"others_cores": load_of_others.others, "disturbed": load_of_others.disturbed}
         one = found[-1]

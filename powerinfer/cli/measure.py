@@ -2,8 +2,9 @@
 
 These are the figures from which `plan` predicts the time of a token, measured with the engine's own operators on random
 weights; no model is needed. It takes about fifteen seconds and two GB of memory, with a GPU some more; other programs
-should be idle meanwhile. The result is saved in the user's cache folder and reused until the engine, the CPU, the GPU
-or the number of threads changes, or --force is given. The file can be used with `plan --hardware` on another machine.
+should be idle meanwhile: a disturbed result is marked, and replaced when the machine is quiet. The result is saved in
+the user's cache folder and reused until the engine, the CPU, the GPU or the number of threads changes, or --force is
+given. The file can be used with `plan --hardware` on another machine.
 
 JSON: path, measured (false: an earlier result was used), seconds, hardware (the description, as in the file; gpu is
 null if there is none).

@@ -148,6 +148,7 @@ class Hardware:
     sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
     of CPU and GPU. host_bytes: RAM of the GPU's libraries and driver. All three are 0 without a GPU.
     key: everything that a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
+    disturbed: cores that other programs took while it was measured, 0 if it was not disturbed.
     """
 
     name: Line
@@ -160,6 +161,7 @@ class Hardware:
     assumed: Line = ""
     key: Annotated[Mapping[Line, Line], Length(64)] = field(default_factory=dict)
     host_bytes: _Bytes = 0
+    disturbed: Annotated[float, Between(0, 1e6)] = 0.0
 
 
 def ready_made() -> list[str]:

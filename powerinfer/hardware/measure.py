@@ -21,7 +21,7 @@ from powerinfer.hardware.disk_rates import disk_rates
 from powerinfer.hub import cache_folder
 from powerinfer.kernels import cpu
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.system import available_memory, cpu_name, total_memory
+from powerinfer.system import Disturbance, available_memory, cpu_name, quiet, total_memory
 
 METHOD = 2
 """Incremented when the measuring changes so much that saved figures must not be reused."""
@@ -93,6 +93,8 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
 def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
     """The saved result for this machine; None if there is none, or it is outdated.
 
+    None, too, if other programs disturbed the measuring and the machine is quiet now.
+
     The free memory of a GPU is queried again: other programs may use some.
     """
     key = machine_key(engine, gpu)
@@ -101,7 +103,7 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
         found = read(path) if path.is_file() else None
     except (PowerInferError, OSError):
         return None
-    if found is None or found.key != key:
+    if found is None or found.key != key or (found.disturbed and quiet()):
         return None
     if gpu is None:
         return found
@@ -131,6 +133,11 @@ def measure_and_keep(
     if gpu is not None:
         hardware = _with_gpu(hardware, engine, gpu, progress)
         _keep(hardware, say)
+    if hardware.disturbed:
+        say(
+            f"other programs took {hardware.disturbed:.1f} cores while this machine was measured: the figures may be "
+            "too low, and are measured again when it is quiet"
+        )
     return hardware
 
 
@@ -144,15 +151,21 @@ def _keep(hardware: Hardware, say: Say) -> None:
 def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress) -> Hardware:
     from powerinfer.hardware.gpu_rates import gpu_rates, host_bytes
 
-    rates = gpu_rates(gpu, progress=progress)
+    with Disturbance() as others:
+        rates = gpu_rates(gpu, progress=progress)
     return replace(
         hardware,
+        disturbed=max(hardware.disturbed, _disturbed(others)),
         gpu=rates.device,
         sync_us=rates.sync_us,
         copy_gb_s=rates.copy_gb_s,
         host_bytes=host_bytes(gpu),
         key=machine_key(engine, gpu),
     )
+
+
+def _disturbed(others: Disturbance) -> float:
+    return round(others.cores, 3) if others.disturbed else 0.0
 
 
 def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
@@ -183,7 +196,8 @@ def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = 
     """Measure this machine without a GPU; about fifteen seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
     memory, free = total_memory(), available_memory()
-    rates = cpu_rates(engine, effort, progress)
+    with Disturbance() as others:
+        rates = cpu_rates(engine, effort, progress)
     device = Device(
         name=cpu_name() or "CPU",
         memory_bytes=memory,
@@ -192,4 +206,4 @@ def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = 
         **rates,
     )
     disk = disk_rates(cache_folder(), effort.disk_bytes, effort.disk_seconds, progress)
-    return Hardware("this machine", SOURCE, device, disk=disk, key=key)
+    return Hardware("this machine", SOURCE, device, disk=disk, key=key, disturbed=_disturbed(others))

@@ -1,6 +1,10 @@
 """Trial results, saved in trial.json: the model then decodes the same ways, with the same bits, on every start.
 
-    {"format": 1, "kind": "trials", "trials": [{"key": {...}, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
+    {"format": 1, "kind": "trials", "trials":
+     [{"key": {...}, "disturbed": 0.0, "layers": [{"ways": {...}, "seconds": {...}}, ...]}, ...]}
+
+disturbed: cores that others took during the trial, 0 if it was not disturbed. Such a result is used until the machine
+is quiet at a later start, which then repeats the trial.
 
 The newest trial comes first. A key holds everything that a result depends on, as text. The file is only a cache: one
 that is damaged, foreign or too large counts as empty, and is replaced by the next measurement.
@@ -20,12 +24,12 @@ from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.json_file import Length, checked, of_kind, parse_json, read_limited
+from powerinfer.formats.json_file import Between, Length, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.kernels import cpu
 from powerinfer.sparsity.selection import Selection
 from powerinfer.sparsity.trial import Verdict
-from powerinfer.system import cpu_name
+from powerinfer.system import cpu_name, quiet
 
 FORMAT = 1
 MAX_TRIALS = 16  # trials kept
@@ -47,6 +51,7 @@ T = TypeVar("T", bound=_Keyed)
 class _Trial:
     key: Key
     layers: Annotated[list[Verdict], Length(1 << 16)]
+    disturbed: Annotated[float, Between(0, 1e6)] = 0.0
 
 
 def trial_key(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, sizes: Sequence[int]) -> Key:
@@ -81,9 +86,14 @@ class SavedTrials:
         self._key = key
 
     def find(self, layers: int, ways: Sequence[str]) -> list[Verdict] | None:
-        """The saved results for this key, if they fit these ways and this number of layers; otherwise None."""
+        """The saved results for this key, if they fit these ways and this number of layers; otherwise None.
+
+        None, too, if the trial was disturbed and the machine is quiet now.
+        """
         kept = find_entry(self.path, KIND, _Trial, self._key)
         if kept is None or len(kept.layers) != layers or not all(self._suits(verdict, ways) for verdict in kept.layers):
+            return None
+        if kept.disturbed and quiet():
             return None
         return [replace(verdict, earlier=True) for verdict in kept.layers]
 
@@ -92,10 +102,13 @@ class SavedTrials:
         sizes = self._key["sizes"].split()
         return list(verdict.ways) == sizes and every.issuperset(verdict.ways.values()) and every == {*verdict.seconds}
 
-    def keep(self, verdicts: Sequence[Verdict]) -> str | None:
-        """Save results, replacing those with the same key. Returns why that failed, or None."""
+    def keep(self, verdicts: Sequence[Verdict], disturbed: float = 0.0) -> str | None:
+        """Save results, replacing those with the same key. Returns why that failed, or None.
+
+        disturbed: cores that others took during the trial, 0 if it was not disturbed.
+        """
         layers = [{"ways": one.ways, "seconds": one.seconds} for one in verdicts]
-        return keep_entry(self.path, KIND, _Trial, self._key, {"layers": layers})
+        return keep_entry(self.path, KIND, _Trial, self._key, {"disturbed": disturbed, "layers": layers})
 
 
 # ---------------------------------------------------------------- files of entries by key
