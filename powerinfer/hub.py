@@ -332,7 +332,8 @@ def _no_such_model(name: str) -> RequestError:
     from difflib import get_close_matches
 
     known = known_names()
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
+    near = [one for one in known if one.startswith(name.lower())]
+    near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}?" if near else "known names: " + ", ".join(known)
     return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
 
