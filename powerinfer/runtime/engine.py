@@ -177,7 +177,7 @@ class LLM:
 
         They apply wherever params are None; a SamplingParams is used exactly as it is.
         """
-        return SamplingParams(**{**self.sampling.values, **given})
+        return SamplingParams(**self.sampling.with_given(given))
 
     def stats(self) -> EngineStats:
         """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
