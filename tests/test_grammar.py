@@ -20,7 +20,7 @@ from test_cli import error_line, powerinfer
 from test_tokenizer import byte_level_metadata, oracle, sentencepiece_metadata
 from toy_model import EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
 
-from powerinfer.errors import RequestError
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.grammar import MAX_RULES, MAX_SOURCE, Grammar, response_format
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
@@ -286,11 +286,47 @@ def test_a_vocabulary_that_cannot_spell_every_text_is_refused() -> None:
         grammars.compile(Grammar.json_object())
 
 
-def test_a_model_without_an_end_token_ends_where_the_grammar_does() -> None:
+def test_a_vocabulary_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are not looked at again for every request."""
+    grammars, prepare = Grammars(tokenizer_from_gguf(sentencepiece_metadata("unigram"))), module._Vocabulary
+    prepared: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        prepared.append(args)
+        return prepare(*args)
+
+    monkeypatch.setattr(module, "_Vocabulary", counted)
+    for text in "abc":
+        with pytest.raises(RequestError, match="cannot spell every text"):
+            grammars.compile(Grammar.regex(text))
+    assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("size", [288, 300, 320])
+def test_a_model_without_an_end_token_ends_where_the_grammar_does(size: int) -> None:
+    """Its mask has no bit for the end, also where the vocabulary fills the mask's last word."""
     tokenizer = ToyTokenizer()
     tokenizer.eos_ids = frozenset()
-    mask = Grammars(tokenizer).compile(Grammar.regex("ab")).mask()  # type: ignore[arg-type]
-    assert not mask.accept(ord("a")) and mask.accept(ord("b"))
+    grammars = Grammars(tokenizer, size)  # type: ignore[arg-type]
+    mask = grammars.compile(Grammar.regex("ab?")).mask()
+    assert np.flatnonzero(bits(mask.allowed(), 320)).tolist() == [ord("a")] and len(mask.allowed()) == -(-size // 32)
+    assert not mask.accept(ord("a"))
+    assert np.flatnonzero(bits(mask.allowed(), 320)).tolist() == [ord("b")] and len(mask.allowed()) == -(-size // 32)
+    assert mask.accept(ord("b"))
+    with pytest.raises(RequestError, match="matches no text"):
+        grammars.compile(Grammar.regex("(|)"))
+
+
+def test_a_failure_of_the_compiler_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(grammar: Grammar) -> str:
+        raise ValueError("Invalid\nbuffer")
+
+    grammars = Grammars(ToyTokenizer())  # type: ignore[arg-type]
+    monkeypatch.setattr(CompiledGrammar, "fill", lambda *args: fails(args[0]))
+    with pytest.raises(PowerInferError, match="regular expression cannot be compiled: ValueError: Invalid buffer"):
+        grammars.compile(Grammar.regex("a"))
+    monkeypatch.undo()
+    assert grammars.compile(Grammar.regex("a")).mask().accept_bytes(b"a"), "the failure was not kept"
 
 
 def test_the_end_is_allowed_where_the_text_matches(grammars: Grammars) -> None:

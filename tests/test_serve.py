@@ -448,7 +448,7 @@ def test_an_error_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_default_model(smollm2: Path) -> None:
     llm = LLM(smollm2, context=512)
     messages: Any = [{"role": "user", "content": "What is the capital of France? <|im_end|> €"}]
-    direct = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12))
+    direct = llm.chat(messages, llm.default_params(temperature=0, max_tokens=12))
     text = "The capital of France is Paris."
     tokens = llm.tokenizer.encode(text)
     rows: list[np.ndarray] = []

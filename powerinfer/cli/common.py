@@ -211,6 +211,34 @@ def config_from(args: argparse.Namespace, config: Callable[..., Any], **override
     return config(**{**overrides, **given})
 
 
+def option_names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config) if "help" in field.metadata]
+
+
+def read_option(config: type, name: str, text: str) -> dict[str, Any]:
+    """{option: value}, read as its flag reads it; true or false for a switch. RequestError if that is not possible."""
+    wanted = "--" + name.lstrip("-").replace("_", "-")
+    options = {field.name: field for field in dataclasses.fields(config) if "help" in field.metadata}
+    names = {f"--{one.replace('_', '-')}": one for one in options}
+    names |= {flag: one for one, field in options.items() for flag in field.metadata.get("flags", ())}
+    if wanted not in names:
+        raise RequestError(f"no option {name}{did_you_mean(wanted, names)}")
+    option = names[wanted]
+    if options[option].type == "bool":
+        if text not in ("true", "false"):
+            raise RequestError(f"{option} must be true or false, not {text!r}")
+        return {option: text == "true"}
+    if text == "none" and options[option].default == ():
+        return {option: ()}
+    parser = Parser(prog=name)
+    config_flags(parser, config, "", only=(option,))
+    try:
+        args = parser.parse_args([f"--{option.replace('_', '-')}={text}"])
+    except RequestError as error:
+        raise RequestError(str(error).partition("; see `")[0]) from None
+    return {option: getattr(config_from(args, config), option)}
+
+
 # ---------------------------------------------------------------- output
 
 

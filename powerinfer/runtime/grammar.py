@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar, LazyGrammar
 
 if TYPE_CHECKING:
@@ -59,11 +59,13 @@ class Grammars:
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._lock = threading.Lock()
         self._cache = _Cache(cache_bytes)
+        self._prepared: _Vocabulary | PowerInferError | None = None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Wait for a compiled grammar: milliseconds, for the first one of all as long as the vocabulary takes.
 
-        RequestError if it is invalid or matches nothing, or if compiling goes beyond the limits of time and size.
+        RequestError if it is invalid or matches nothing, or if compiling goes beyond the limits of time and size;
+        PowerInferError if the compiler fails.
         """
         with self._lock:
             known = self._cache.find(grammar)
@@ -109,17 +111,25 @@ class Grammars:
             entry = CompiledGrammar(vocabulary, grammar)
         except RequestError as error:
             entry = str(error)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_line(str(error))}"
+            raise PowerInferError(f"the {KINDS[grammar.kind]} cannot be compiled: {reason}") from error
         with self._lock:
             self._cache.put(grammar, entry)
         return entry
 
-    @cached_property
+    @property
     def _vocabulary(self) -> _Vocabulary:
+        """Prepared once, in as long as a large vocabulary takes; so is the refusal of one."""
         with self._lock:
-            if "_vocabulary" in self.__dict__:
-                return self.__dict__["_vocabulary"]  # type: ignore[no-any-return]
-            vocabulary = self.__dict__["_vocabulary"] = _Vocabulary(self._tokenizer, self._vocab_size)
-            return vocabulary
+            if self._prepared is None:
+                try:
+                    self._prepared = _Vocabulary(self._tokenizer, self._vocab_size)
+                except (RequestError, ModelError) as error:
+                    self._prepared = error
+            if isinstance(self._prepared, PowerInferError):
+                raise type(self._prepared)(str(self._prepared))  # a new one: each thread has its own traceback
+            return self._prepared
 
 
 class CompiledGrammar:
@@ -141,9 +151,9 @@ class CompiledGrammar:
         self._matcher = LLMatcher(vocabulary.words, source, log_level=0, limits=_limits())
         if self._matcher.is_error():
             raise self._refused(self._matcher.get_error())
-        first = np.zeros(vocabulary.mask_words, np.uint32)
+        first = np.zeros(vocabulary.filled_words, np.uint32)
         self.fill(self.matcher(), first)
-        self.first = vocabulary.first_mask(self._matcher, first)  # of every answer
+        self.first = vocabulary.first_mask(self._matcher, first[: vocabulary.mask_words])  # of every answer
         if not self.first.any():
             raise RequestError(f"the {self._what} matches no text")
 
@@ -161,7 +171,7 @@ class CompiledGrammar:
         return GrammarMask(self)
 
     def fill(self, matcher: LLMatcher, words: NDArray[np.uint32]) -> None:
-        """The mask of the tokens that may follow; RequestError if a limit is reached."""
+        """The mask of the tokens that may follow, [filled_words]; RequestError if a limit is reached."""
         begin = time.perf_counter()
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._seconds += time.perf_counter() - begin
@@ -198,7 +208,8 @@ class GrammarMask:
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._matcher = grammar.matcher()
         self._begun = False
-        self._words = np.zeros(self._vocabulary.mask_words, np.uint32)
+        self._filled = np.zeros(self._vocabulary.filled_words, np.uint32)
+        self._words = self._filled[: self._vocabulary.mask_words]
 
     def allows(self, token: int) -> bool:
         """Whether a token may follow: without the whole mask, which takes ten times as long.
@@ -213,7 +224,7 @@ class GrammarMask:
         """The tokens that may follow. RequestError if a limit is reached."""
         if not self._begun:
             return self._grammar.first
-        self._grammar.fill(self._matcher, self._words)
+        self._grammar.fill(self._matcher, self._filled)
         return self._words
 
     def accept(self, token: int) -> bool:
@@ -329,6 +340,7 @@ class _Words:
 class _Vocabulary:
     """A tokenizer's tokens for llguidance: their bytes, which of them are special, which end an answer.
 
+    filled_words: words of the masks that llguidance fills; the model's tokens have the first `mask_words` of them.
     without_space: if decoding drops the space that an answer begins with, what tokens with that space mean in its
     beginning: the tokens of the rest.
     """
@@ -344,9 +356,10 @@ class _Vocabulary:
         if not set(tokens) >= _BYTES:  # llguidance would wait for a byte that no token begins with
             raise RequestError("this model's vocabulary cannot spell every text, so answers cannot be constrained")
         ends = sorted(tokenizer.eos_ids)
-        if not ends:  # llguidance needs one: beyond the vocabulary it is never sampled
-            ends = [len(tokens)]
-            tokens.append(b"")
+        if not ends:  # llguidance needs one: in a word of its own, beyond the model's mask, it is never sampled
+            ends = [self.mask_words * 32]
+            tokens += [b""] * (ends[0] + 1 - len(tokens))
+        self.filled_words = -(-len(tokens) // 32)
         words: Any = _Words(tokenizer, tokens, sorted({*tokenizer.special_ids, *ends}), ends[0])
         try:
             self.words = LLTokenizer(words, n_vocab=len(tokens), eos_token=ends)

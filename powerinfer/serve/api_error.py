@@ -1,4 +1,7 @@
-"""Every refusal of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Every refusal of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+On Anthropic's routes it has Anthropic's: {"type": "error", "error": {"type", "message"}}.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,20 @@ TYPES = {
 }
 """OpenAI's error types by status; every other status is an invalid_request_error."""
 
+ANTHROPIC_ROUTES = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's error types by status; every other status is an invalid_request_error."""
+
 RETRY_AFTER = {429: 1, 503: 1}
 """Seconds after which a client may try again, by status."""
 
@@ -28,15 +45,25 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers=headers_of(status))
         self.param, self.code = param, code
 
-    def document(self) -> dict[str, Any]:
-        """The body of the answer."""
-        return error_document(self.status_code, str(self.detail), self.param, self.code)
+    def document(self, path: str = "") -> dict[str, Any]:
+        """The body of the answer on a route."""
+        return error_document(self.status_code, str(self.detail), self.param, self.code, path)
 
 
-def error_document(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
+def error_document(
+    status: int, message: str, param: str | None = None, code: str | None = None, path: str = ""
+) -> dict[str, Any]:
+    """OpenAI's error object; on Anthropic's routes theirs, which has neither param nor code."""
+    if is_anthropic(path):
+        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route is of Anthropic's API."""
+    return path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
 
 
 def headers_of(status: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
 from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
+from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
+from powerinfer.serve.responses import ResponsesRequest, ResponsesShape
 from powerinfer.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -35,16 +38,14 @@ from powerinfer.serve.schema import (
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.service import Service
-from powerinfer.serve.shapes import ChatShape, Echo, Logprobs, Shape, TextShape, Usage, add_logprobs
+from powerinfer.serve.shapes import ChatShape, Echo, Logprobs, Shape, TextShape, Usage, add_logprobs, encode_json
 
 PING_SECONDS = 10.0  # without an event, after which a stream sends a comment, so that no proxy gives it up
-
-_encode = msgspec.json.Encoder().encode
 
 
 def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A document, written without pydantic."""
-    return Response(_encode(document), status, headers, "application/json")
+    return Response(encode_json(document), status, headers, "application/json")
 
 
 class StrictRequest(Request):
@@ -115,16 +116,15 @@ def build_app(service: Service) -> FastAPI:
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
-        try:
-            tools = read_chat_tools(llm, body)
-            params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
-            tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
-        except Exception as error:
-            raise service.refusal(error) or error from None
-        shape = ChatShape(*_shape_of(service, request, body), tools.form)
-        return await _answer(service, request, body, shape, [tokens], params)
+        return await _chat(service, request, body, lambda params, *chat: ChatShape(*chat))
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await _chat(service, request, body.to_chat(), partial(ResponsesShape, body))
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        return await _chat(service, request, body.to_chat(), MessagesShape)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -142,6 +142,17 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest) -> Response:
+        chat = body.to_chat()
+        service.check_model(chat.model)
+        llm = service.engine.llm
+        try:
+            tokens = await run_in_threadpool(_encode_chat, llm, chat, read_chat_tools(llm, chat))
+        except Exception as error:
+            raise service.refusal(error) or error from None
+        return json_response({"input_tokens": len(tokens)})
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
@@ -204,9 +215,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
     with _template_errors(llm):
         messages, options = chat_prompt(llm, body, tools)
-        tokens = llm.encode_chat(messages, **options)
-    _check_prompts(llm, [tokens], body.to_params(llm.sampling.values))
-    return tokens
+        return llm.encode_chat(messages, **options)
 
 
 def _render(llm: LLM, body: Conversation) -> str:
@@ -269,6 +278,21 @@ async def _echoes(
 def _shape_of(service: Service, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
     tokenizer = service.engine.llm.tokenizer
     return request.state.request_id, body.model or service.names[0], tokenizer, body.include_usage
+
+
+async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., Shape]) -> Response:
+    """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
+    service.check_model(body.model)
+    llm = service.engine.llm
+    try:
+        tools = read_chat_tools(llm, body)
+        params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
+        tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
+        _check_prompts(llm, [tokens], params)
+    except Exception as error:
+        raise service.refusal(error) or error from None
+    made = shape(params, *_shape_of(service, request, body), tools.form)
+    return await _answer(service, request, body, made, [tokens], params)
 
 
 async def _answer(
@@ -371,35 +395,20 @@ class _Run:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The chunks, after `begin`."""
-        for index in range(self._count):
-            opening = self._shape.opening(index)
-            if opening is not None:
-                yield _event(self._shape.chunk(opening))
+        for event in self._shape.begin(self._count, self._usage):
+            yield event
         item = self._first
         try:
             while True:
-                for choice in self._choices(item):
-                    yield _event(self._shape.chunk(choice))
-                if item is None:
-                    yield b": ping\n\n"
+                for event in [self._shape.ping] if item is None else self._shape.progress(*item):
+                    yield event
                 item = await anext(self._events)
         except StopAsyncIteration:
-            last = self._shape.last_chunk(self._usage)
-            if last is not None:
-                yield _event(last)
+            last = self._shape.end(self._usage)
         except ApiError as error:
-            yield _event(error.document())
-        yield b"data: [DONE]\n\n"
-
-    def _choices(self, item: Any) -> list[dict[str, Any]]:
-        if item is None:
-            return []
-        index, event = item
-        return self._shape.chunk_choices(index, self._shape.delta(index, event))
-
-
-def _event(document: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(document) + b"\n\n"
+            last = self._shape.failed(error)
+        for event in last:
+            yield event
 
 
 # ---------------------------------------------------------------- the server itself
@@ -446,8 +455,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
         headers = dict(error.headers or {})
         what = {404: f"no route {request.url.path[:128]}", 405: f"{request.method} is not allowed here"}
         message = what.get(error.status_code, str(error.detail))
-        return json_response(error_document(error.status_code, message), error.status_code, headers)
-    return json_response(error.document(), error.status_code, dict(error.headers or {}))
+        document = error_document(error.status_code, message, path=request.url.path)
+        return json_response(document, error.status_code, headers)
+    return json_response(error.document(request.url.path), error.status_code, dict(error.headers or {}))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -456,9 +466,10 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     where = ".".join(str(part)[:64] for part in first["loc"] if part not in ("body", "query"))[:256]
     message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return json_response(error_document(400, message, where or None, "invalid_value"), 400)
+    return json_response(error_document(400, message, where or None, "invalid_value", request.url.path), 400)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """For the client; the error itself goes on to the gate, which logs it."""
-    return json_response(error_document(500, "internal error: the log has the cause"), 500)
+    message = "internal error: the log has the cause"
+    return json_response(error_document(500, message, path=request.url.path), 500)

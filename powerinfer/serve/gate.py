@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 
-from powerinfer.serve.api_error import ApiError, headers_of
+from powerinfer.serve.api_error import ApiError, headers_of, is_anthropic
 from powerinfer.serve.keys import Keys
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
@@ -74,7 +74,7 @@ class Gate:
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         facts: dict[str, Any] = {}
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "salt": b"", "facts": facts}
-        answer = _Answer(send, request_id)
+        answer = _Answer(send, request_id, scope["path"])
         try:
             body = await self._admit(scope, headers, receive)
             if self._limits.log_prompts:
@@ -104,7 +104,8 @@ class Gate:
         """The body of a request that may go on; ApiError for any other."""
         self._check_host(headers.get(b"host", b""))
         if scope["path"] not in OPEN and self._keys:
-            salt = self._keys.salt(headers.get(b"authorization", b""))
+            other = b"Bearer " + headers.get(b"x-api-key", b"") if is_anthropic(scope["path"]) else b""
+            salt = self._keys.salt(headers.get(b"authorization", other))
             if salt is None:
                 raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             scope["state"]["salt"] = salt
@@ -190,8 +191,8 @@ def _replay(body: bytes) -> Receive:
 class _Answer:
     """What is sent: with the request's id, and with a limit on the time that the client takes to read it."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send, self._id = send, request_id
+    def __init__(self, send: Send, request_id: str, path: str) -> None:
+        self._send, self._id, self._path = send, request_id, path
         self.status = CLIENT_LEFT
         self.started = False
 
@@ -212,7 +213,7 @@ class _Answer:
                 await self._send_error(error)
 
     async def _send_error(self, error: ApiError) -> None:
-        body = json.dumps(error.document()).encode()
+        body = json.dumps(error.document(self._path)).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body))} | headers_of(error.status_code)
         coded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": error.status_code, "headers": coded})

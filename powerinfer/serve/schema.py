@@ -88,20 +88,20 @@ class Body(BaseModel):
 
     model: Annotated[str, Field(max_length=1024)] | None = None
 
-    def check_extra(self, ignored: frozenset[str] = IGNORED) -> None:
+    def check_extra(self, ignored: frozenset[str] = IGNORED, neutral: Mapping[str, Sequence[Any]] = NEUTRAL) -> None:
         """ApiError for a field that this server does not have."""
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in ignored or _is_neutral(name, value):
+            if value is None or name in ignored or _is_neutral(value, neutral.get(name, ())):
                 continue
-            if name in NEUTRAL:
+            if name in neutral:
                 raise not_supported(name)
             shown = name if len(name) <= 64 else f"{name[:64]}..."
             raise ApiError(400, f"unknown field {shown!r}", param=shown, code="unknown_parameter")
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     # True == 1 in Python, but not in JSON
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL.get(name, ()))
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 class StreamOptions(BaseModel):

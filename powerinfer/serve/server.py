@@ -113,7 +113,7 @@ def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -
             gate,
             allow_origins=list(config.cors),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "X-Api-Key", "Anthropic-Version"],
             expose_headers=["X-Request-Id"],
         )
     return gate

@@ -1,6 +1,7 @@
 """Events of the engine as the objects of OpenAI's API: chat completions and text completions.
 
-A shape turns each event into a `Delta`. A stream sends one chunk for each; a plain answer adds them up.
+A shape turns each event into a `Delta`. A stream sends one chunk for each; a plain answer adds them up. What a stream
+sends is the shape's, too, so that another API is another shape.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from powerinfer import __version__
 from powerinfer.formats.tool_calls import ToolDelta, ToolFormat, ToolParser
 
@@ -16,11 +19,20 @@ if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.request import Completion, StreamEvent
     from powerinfer.runtime.sampling import TokenLogprobs
+    from powerinfer.serve.api_error import ApiError
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI gives for minus infinity, which JSON does not have
+DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"powerinfer-{__version__}"
 
 Logprobs = dict[str, list[Any]]
+
+encode_json = msgspec.json.Encoder().encode
+
+
+def sent_event(document: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encode_json(document) + b"\n\n"
 
 
 class Delta(NamedTuple):
@@ -58,6 +70,7 @@ class Shape:
     """One kind of answer. name: of the whole object; chunk_name: of a chunk of a stream."""
 
     name = chunk_name = prefix = ""
+    ping = b": ping\n\n"  # what a stream sends while there is nothing else
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
         self._id = f"{self.prefix}-{request_id}"
@@ -94,6 +107,24 @@ class Shape:
     def last_chunk(self, usage: Usage) -> dict[str, Any] | None:
         """The chunk with the numbers of tokens, if it was asked for."""
         return self._envelope(self.chunk_name, []) | {"usage": usage.document()} if self._include_usage else None
+
+    def begin(self, count: int, usage: Usage) -> list[bytes]:
+        """The beginning of a stream of `count` answers."""
+        openings = [self.opening(index) for index in range(count)]
+        return [sent_event(self.chunk(opening)) for opening in openings if opening is not None]
+
+    def progress(self, index: int, event: StreamEvent) -> list[bytes]:
+        """What a stream sends for an event of answer `index`."""
+        return [sent_event(self.chunk(choice)) for choice in self.chunk_choices(index, self.delta(index, event))]
+
+    def end(self, usage: Usage) -> list[bytes]:
+        """The end of a stream."""
+        last = self.last_chunk(usage)
+        return [*([] if last is None else [sent_event(last)]), DONE]
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        """The end of a stream that an error ends."""
+        return [sent_event(error.document()), DONE]
 
     def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -135,9 +166,7 @@ class ChatShape(Shape):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = form.parser()
-        found = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            found += parser.finish()
+        found = pieces(parser, delta.text, delta.finish_reason is not None)
         calls = tuple(one for one in found if isinstance(one, ToolDelta))
         self._keep(index, calls)
         called = delta.finish_reason == "stop" and parser.calls
@@ -178,6 +207,12 @@ class ChatShape(Shape):
         spelled = self._tokenizer.token_bytes(token)
         text = spelled.decode("utf-8", "replace")
         return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+
+
+def pieces(parser: ToolParser, text: str, last: bool) -> list[str | ToolDelta]:
+    """Text and calls in a piece of an answer, in their order."""
+    found = parser.push(text)
+    return found + parser.finish() if last else found
 
 
 def _call_chunk(call: ToolDelta) -> dict[str, Any]:

@@ -1,0 +1,229 @@
+"""What the APIs beside OpenAI's chat completions share: /v1/responses and /v1/messages.
+
+A body of theirs becomes a `ChatRequest`, and is answered as one. An answer is a list of blocks: texts and calls in the
+order in which the model writes them. `BlockShape` builds them; its subclasses write them as their API does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from powerinfer.formats.tool_calls import MAX_TOOLS, ToolDelta, ToolFormat
+from powerinfer.serve.api_error import ApiError, not_supported
+from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_SEED, MAX_TEMPLATE_OPTIONS, Body, ChatRequest
+from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json, pieces
+
+if TYPE_CHECKING:
+    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.request import StreamEvent
+
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Id = Annotated[str, Field(max_length=256)]
+
+
+class Strict(BaseModel):
+    """A part of a body; fields that it does not list are kept, to be refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def refuse_extra(self, where: str, ignored: Sequence[str]) -> None:
+        """ApiError for a field that is neither listed nor ignored, unless it holds nothing."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in ignored and value not in (None, [], {}):
+                raise not_supported(f"{where}.{name[:64]}")
+
+
+class TextPart(Strict):
+    """A part of a content."""
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class Asked(Body):
+    """What both bodies have. seed and chat_template_kwargs: of this server, as in /v1/chat/completions."""
+
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stream: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None = None
+
+
+def chat_request(body: Body, messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
+    """The chat that a body asks for. RequestValidationError for what no chat may have."""
+    same = ("model", "temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs")
+    given = {name: getattr(body, name, None) for name in same} | fields
+    try:
+        return ChatRequest.model_validate({"messages": messages, **{k: v for k, v in given.items() if v is not None}})
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+
+
+def text_of(content: Content, kinds: Sequence[str], where: str, ignored: Sequence[str]) -> str:
+    """A content as one text: parts are joined by line breaks. ApiError for a part that is no text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, part in enumerate(content):
+        here = f"{where}[{at}]"
+        if part.type not in kinds:
+            raise not_supported(f"{here}.type {part.type!r}", f": it may be {' or '.join(kinds)}")
+        part.refuse_extra(here, ignored)
+        texts.append(needed(part.text, f"{here}.text"))
+    return "\n".join(texts)
+
+
+def needed(value: Any, where: str) -> Any:
+    """A field's value; ApiError if it is missing."""
+    if value is None:
+        raise ApiError(400, f"{where} is missing", param=where)
+    return value
+
+
+def function_tool(tool: Mapping[str, Any], parameters: str, at: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """A function of `tools` as /v1/chat/completions has it. parameters: the name of its schema. ApiError for others."""
+    known = {"name": str, "description": str, parameters: dict, "strict": bool}
+    for name, value in tool.items():
+        if name in ("type", *ignored) or value in (None, [], {}, False):
+            continue
+        if name not in known:
+            raise not_supported(f"tools[{at}].{name[:64]}")
+        if not isinstance(value, known[name]):
+            raise ApiError(400, f"tools[{at}].{name} is not valid", param=f"tools[{at}].{name}")
+    function = {"name": needed(tool.get("name"), f"tools[{at}].name"), "description": tool.get("description")}
+    return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass
+class Block:
+    """A text, or the arguments of a call of the function `name`. index: its number in the answer."""
+
+    index: int
+    text: str = ""
+    name: str | None = None
+    call_id: str = ""
+    complete: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Of a call, read; None if it was cut off."""
+        try:
+            read = json.loads(self.text or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return read if isinstance(read, dict) else None
+
+
+class BlockShape(ChatShape):
+    """An answer in blocks, and a stream of typed events that build it. There is one answer."""
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: ToolFormat | None = None
+    ) -> None:
+        super().__init__(request_id, model, tokenizer, include_usage, form)
+        self._parser = None if form is None else form.parser()
+        self._blocks: list[Block] = []
+        self._reason = "length"
+
+    def _opened(self, block: Block) -> Iterator[dict[str, Any]]:
+        """Events that begin a block."""
+        raise NotImplementedError
+
+    def _grown(self, block: Block, text: str) -> dict[str, Any]:
+        """The event of text that was added to a block."""
+        raise NotImplementedError
+
+    def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
+        """Events that end a block."""
+        raise NotImplementedError
+
+    def _begun(self, usage: Usage) -> list[dict[str, Any]]:
+        """Events before the first block."""
+        raise NotImplementedError
+
+    def _ended(self, usage: Usage) -> list[dict[str, Any]]:
+        """Events after the last block."""
+        raise NotImplementedError
+
+    def _broken(self, error: ApiError) -> dict[str, Any]:
+        """The event that ends a stream with an error."""
+        raise NotImplementedError
+
+    def begin(self, count: int, usage: Usage) -> list[bytes]:
+        return [_sent(event) for event in self._begun(usage)]
+
+    def progress(self, index: int, event: StreamEvent) -> list[bytes]:
+        return [_sent(one) for one in self._advance(event)]
+
+    def end(self, usage: Usage) -> list[bytes]:
+        return [_sent(event) for event in self._ended(usage)]
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        return [_sent(self._broken(error))]
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def delta(self, index: int, event: StreamEvent) -> Delta:
+        """For a plain answer: the block grows, and nothing is sent."""
+        for _ in self._advance(event):
+            pass
+        return Delta("", None, event.finish_reason)
+
+    def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
+        return {}
+
+    def _advance(self, event: StreamEvent) -> Iterator[dict[str, Any]]:
+        """Add an event to the blocks; what a stream sends for it."""
+        last = event.finish_reason is not None
+        for piece in [event.text] if self._parser is None else pieces(self._parser, event.text, last):
+            yield from self._add(piece)
+        if event.finish_reason is not None:
+            self._reason = event.finish_reason
+            self._finish(event)
+            yield from self._close(self._reason != "length")
+
+    def _finish(self, event: StreamEvent) -> None:
+        """The last event has come."""
+
+    def _add(self, piece: str | ToolDelta) -> Iterator[dict[str, Any]]:
+        if isinstance(piece, ToolDelta):
+            text = piece.arguments
+            if piece.name is not None:
+                yield from self._open(Block(len(self._blocks), name=piece.name, call_id=piece.id or ""))
+        else:
+            text = piece
+            if text and (not self._blocks or self._blocks[-1].name is not None):
+                yield from self._open(Block(len(self._blocks)))
+        if text:
+            self._blocks[-1].text += text
+            yield self._grown(self._blocks[-1], text)
+
+    def _open(self, block: Block) -> Iterator[dict[str, Any]]:
+        yield from self._close(True)
+        self._blocks.append(block)
+        yield from self._opened(block)
+
+    def _close(self, complete: bool) -> Iterator[dict[str, Any]]:
+        if self._blocks:
+            self._blocks[-1].complete = complete
+            yield from self._closed(self._blocks[-1])
+
+
+def _sent(event: dict[str, Any]) -> bytes:
+    """A server-sent event with its type as its name, which clients of both APIs read."""
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + encode_json(event) + b"\n\n"

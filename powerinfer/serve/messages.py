@@ -1,0 +1,277 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: text and tool use, plain or as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from powerinfer.serve.api_error import ANTHROPIC_ROUTES, ApiError, not_supported
+from powerinfer.serve.dialect import (
+    Asked,
+    Block,
+    BlockShape,
+    Content,
+    Id,
+    Strict,
+    TextPart,
+    Tools,
+    chat_request,
+    function_tool,
+    needed,
+    text_of,
+)
+from powerinfer.serve.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, ChatRequest, Int, Stop
+from powerinfer.serve.shapes import Usage
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.params import SamplingParams
+    from powerinfer.runtime.request import StreamEvent
+
+MESSAGES_IGNORED = frozenset(("metadata", "service_tier", "cache_control", "inference_geo"))
+"""Fields that do not change the answer; what prompts have in common is cached without being asked."""
+
+MESSAGES_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "thinking": ({"type": "disabled"},),
+    "speed": ("standard",),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": ({}, {"edits": []}),
+    "diagnostics": (),
+}
+"""Fields of the API that this server does not have, with the values that ask for nothing."""
+
+BLOCK_IGNORED = ("cache_control",)
+TOOL_IGNORED = ("cache_control", "eager_input_streaming", "allowed_callers")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Anthropic's tool_choice.type, and OpenAI's."""
+
+
+class ContentBlock(Strict):
+    """A text, a use of a tool, or its result."""
+
+    type: Annotated[str, Field(max_length=64)]
+    text: str | None = None
+    id: Id | None = None
+    name: Id | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Id | None = None
+    content: Content | None = None
+    is_error: bool | None = None
+
+
+class ClientMessage(Strict):
+    """A turn of the conversation."""
+
+    role: Annotated[str, Field(max_length=64)]
+    content: str | Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class CountRequest(Asked):
+    """The body of /v1/messages/count_tokens: what the prompt consists of."""
+
+    messages: Annotated[list[ClientMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    tools: Tools | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def to_chat(self) -> ChatRequest:
+        """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
+        self.check_extra(MESSAGES_IGNORED, MESSAGES_NEUTRAL)
+        messages = [one for at, turn in enumerate(self.messages) for one in _turn(turn, f"messages[{at}]")]
+        if self.messages[-1].role == "assistant":
+            raise not_supported("a last message of the assistant", ": an answer cannot be begun for the model")
+        if self.system:
+            messages.insert(0, {"role": "system", "content": text_of(self.system, ("text",), "system", BLOCK_IGNORED)})
+        choice, parallel = _tool_choice(self.tool_choice)
+        return chat_request(
+            self,
+            messages,
+            tools=[_tool(tool, at) for at, tool in enumerate(self.tools or [])],
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            response_format=_response_format(self.output_config),
+            max_tokens=getattr(self, "max_tokens", None),
+            stop=getattr(self, "stop_sequences", None),
+        )
+
+
+class MessagesRequest(CountRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: Int
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+
+
+def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
+    """A turn as messages of a chat: results of tools are messages of their own."""
+    turn.refuse_extra(where, ())
+    if turn.role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"{where}.role must be user, assistant or system", param=f"{where}.role")
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        if texts or calls:
+            messages.append({"role": turn.role, "content": "\n".join(texts), "tool_calls": list(calls) or None})
+        texts.clear()
+        calls.clear()
+
+    for at, block in enumerate(turn.content):
+        here = f"{where}.content[{at}]"
+        block.refuse_extra(here, (*BLOCK_IGNORED, *(("caller",) if block.type == "tool_use" else ())))
+        if block.type == "text":
+            texts.append(needed(block.text, f"{here}.text"))
+        elif block.type == "tool_use" and turn.role == "assistant":
+            calls.append(_call(block, here))
+        elif block.type == "tool_result" and turn.role == "user":
+            flush()
+            messages.append(_result(block, here))
+        else:
+            raise not_supported(f"{here}.type {block.type!r}", f" in a message of the role {turn.role}")
+    flush()
+    return messages or [{"role": turn.role, "content": ""}]
+
+
+def _call(block: ContentBlock, where: str) -> dict[str, Any]:
+    function = {"name": needed(block.name, f"{where}.name"), "arguments": needed(block.input, f"{where}.input")}
+    return {"id": needed(block.id, f"{where}.id"), "type": "function", "function": function}
+
+
+def _result(block: ContentBlock, where: str) -> dict[str, Any]:
+    text = text_of(block.content or "", ("text",), f"{where}.content", BLOCK_IGNORED)
+    # templates know results only, and whether it is an error may matter for what the model does next
+    text = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "content": text, "tool_call_id": needed(block.tool_use_id, f"{where}.tool_use_id")}
+
+
+def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise not_supported(f"tools[{at}].type {str(tool['type'])[:64]!r}", ": this server has no tools of its own")
+    needed(tool.get("input_schema"), f"tools[{at}].input_schema")
+    return function_tool(tool, "input_schema", at, TOOL_IGNORED)
+
+
+def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
+    """OpenAI's tool_choice and parallel_tool_calls."""
+    if choice is None:
+        return None, None
+    kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
+    for name, value in choice.items():
+        if name not in ("type", "name", "disable_parallel_tool_use") and value is not None:
+            raise not_supported(f"tool_choice.{name[:64]}")
+    if single is not None and not isinstance(single, bool):
+        raise ApiError(400, "tool_choice.disable_parallel_tool_use must be a boolean", param="tool_choice")
+    parallel = None if single is None else not single
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}, parallel
+    if not isinstance(kind, str) or kind not in CHOICES:
+        raise ApiError(400, "tool_choice.type must be auto, any, tool or none", param="tool_choice")
+    return CHOICES[kind], parallel
+
+
+def _response_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (config or {}).items():
+        if name != "format" and value is not None:
+            raise not_supported(f"output_config.{name[:64]}")
+    given = (config or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.keys() != {"type", "schema"} or given["type"] != "json_schema":
+        raise ApiError(
+            400, 'output_config.format must be {"type": "json_schema", "schema": {...}}', param="output_config"
+        )
+    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+class MessagesShape(BlockShape):
+    """The message object, and its events from message_start on."""
+
+    prefix = "msg"
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, params: SamplingParams, *chat: Any) -> None:
+        super().__init__(*chat)
+        self._stops = params.stop
+        self._stop: str | None = None  # the one that ended the answer
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        content = [_content(block) for block in self._blocks if block.name is None or block.arguments is not None]
+        return self._message(content, _usage(usage)) | self._outcome()
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _outcome(self) -> dict[str, Any]:
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+        called = self._reason == "stop" and any(block.name is not None for block in self._blocks)
+        reason = "stop_sequence" if self._stop is not None else reasons["tool_calls" if called else self._reason]
+        return {"stop_reason": reason, "stop_sequence": self._stop}
+
+    def _finish(self, event: StreamEvent) -> None:
+        """Find the stop sequence: it is in the tokens, and not in the text."""
+        done = event.completion
+        if done is None or event.finish_reason != "stop" or not self._stops:
+            return
+        if done.token_ids and done.token_ids[-1] in self._tokenizer.eos_ids:
+            return
+        raw = self._tokenizer.decode(done.token_ids, skip_special=False)
+        found = [(at, stop) for stop in self._stops if (at := raw.find(stop)) >= 0]
+        self._stop = min(found)[1] if found else None
+
+    def _begun(self, usage: Usage) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": self._message([], _usage(usage))}]
+
+    def _opened(self, block: Block) -> Iterator[dict[str, Any]]:
+        empty = Block(block.index, name=block.name, call_id=block.call_id)
+        yield {"type": "content_block_start", "index": block.index, "content_block": _content(empty)}
+
+    def _grown(self, block: Block, text: str) -> dict[str, Any]:
+        delta = {"type": "text_delta", "text": text}
+        if block.name is not None:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+    def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _ended(self, usage: Usage) -> list[dict[str, Any]]:
+        delta = {"type": "message_delta", "delta": self._outcome(), "usage": _usage(usage)}
+        return [delta, {"type": "message_stop"}]
+
+    def _broken(self, error: ApiError) -> dict[str, Any]:
+        return error.document(ANTHROPIC_ROUTES)
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.name is None:
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Anthropic counts the tokens that were cached apart."""
+    chat = usage.document()
+    cached = chat["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": chat["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "output_tokens": chat["completion_tokens"],
+    }

@@ -1,0 +1,272 @@
+"""OpenAI's /v1/responses: text and function calls, plain or as typed events. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from powerinfer.serve.api_error import ApiError, not_supported
+from powerinfer.serve.dialect import (
+    Asked,
+    Block,
+    BlockShape,
+    Content,
+    Id,
+    Strict,
+    Tools,
+    chat_request,
+    function_tool,
+    needed,
+    text_of,
+)
+from powerinfer.serve.schema import IGNORED, MAX_MESSAGES, ChatRequest, Int
+from powerinfer.serve.shapes import Usage
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.params import SamplingParams
+
+RESPONSES_IGNORED = (IGNORED - {"store"}) | {"prompt_cache_options"}
+
+RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "store": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
+    "include": ([], ["reasoning.encrypted_content"]),  # there are no reasoning items
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+    "moderation": (),
+    "context_management": ([],),
+    "stream_options": ({}, {"include_obfuscation": False}),
+}
+"""Fields of the API that this server does not have, with the values that ask for nothing."""
+
+PARTS = ("input_text", "output_text", "text")
+PART_IGNORED = ("annotations", "logprobs")
+TOOL_IGNORED = ("allowed_callers", "output_schema")
+ROLES = ("user", "assistant", "system", "developer")
+
+
+class Item(Strict):
+    """A message, a call of a function, or its result."""
+
+    type: Annotated[str, Field(max_length=64)] = "message"
+    role: Annotated[str, Field(max_length=64)] | None = None
+    content: Content | None = None
+    call_id: Id | None = None
+    name: Id | None = None
+    arguments: str | None = None
+    output: Content | None = None
+
+
+class ResponsesRequest(Asked):
+    """The body of /v1/responses."""
+
+    input: str | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    text: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def to_chat(self) -> ChatRequest:
+        """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
+        self.check_extra(RESPONSES_IGNORED, RESPONSES_NEUTRAL)
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return chat_request(
+            self,
+            [*messages, *_messages(self.input)],
+            max_tokens=self.max_output_tokens,
+            tools=[_tool(tool, at) for at, tool in enumerate(self.tools or [])],
+            tool_choice=_tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_response_format(self.text),
+        )
+
+
+def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for at, item in enumerate(given):
+        message = _message(item, f"input[{at}]")
+        last = messages[-1] if messages else {}
+        if "tool_calls" in message and last.get("role") == "assistant":  # one answer: a text, then its calls
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: Item, where: str) -> dict[str, Any]:
+    item.refuse_extra(where, ("id", "status", "phase"))
+    if item.type == "function_call":
+        function = {
+            "name": needed(item.name, f"{where}.name"),
+            "arguments": needed(item.arguments, f"{where}.arguments"),
+        }
+        call = {"id": needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if item.type == "function_call_output":
+        output = text_of(needed(item.output, f"{where}.output"), PARTS, f"{where}.output", PART_IGNORED)
+        return {"role": "tool", "content": output, "tool_call_id": needed(item.call_id, f"{where}.call_id")}
+    if item.type != "message":
+        hint = ": nothing is stored" if item.type == "item_reference" else ""
+        raise not_supported(f"{where}.type {item.type!r}", hint)
+    if item.role not in ROLES:
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    content = text_of(needed(item.content, f"{where}.content"), PARTS, f"{where}.content", PART_IGNORED)
+    return {"role": item.role, "content": content}
+
+
+def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise not_supported(f"tools[{at}].type {str(tool.get('type'))[:64]!r}", ": this server has no tools of its own")
+    return function_tool(tool, "parameters", at, TOOL_IGNORED)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        raise not_supported(f"tool_choice.type {str(choice.get('type'))[:64]!r}")
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` as /v1/chat/completions has it."""
+    for name, value in (text or {}).items():
+        if name != "format" and value is not None and (name, value) != ("verbosity", "medium"):
+            raise not_supported(f"text.{name[:64]}")
+    given = (text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ApiError(400, "text.format must be an object", param="text.format")
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+class ResponsesShape(BlockShape):
+    """The response object, and its events from response.created on."""
+
+    prefix = "resp"
+
+    def __init__(self, asked: ResponsesRequest, params: SamplingParams, *chat: Any) -> None:
+        super().__init__(*chat)
+        self._asked, self._params = asked, params
+        self._sent = 0
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._response(self._status, usage)
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def _response(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        asked = self._asked
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": (asked.model_extra or {}).get("metadata") or {},
+            "model": self._model,
+            "output": [self._item(block) for block in self._blocks],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self._params.temperature,
+            "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+            "tools": asked.tools or [],
+            "top_p": self._params.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+        }
+
+    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+        """A block as an item; status: None: whether it is complete."""
+        status = status or ("completed" if block.complete else "incomplete")
+        item = {"id": self._item_id(block), "status": status}
+        if block.name is not None:
+            return {
+                "type": "function_call", **item, "call_id": block.call_id, "name": block.name, "arguments": block.text,
+            }  # fmt: skip
+        return {"type": "message", **item, "role": "assistant", "content": [_part(block.text)]}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{'msg' if block.name is None else 'fc'}_{self._id}_{block.index}"
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": kind, "sequence_number": self._sent - 1, **fields}
+
+    def _of_block(self, kind: str, block: Block, **fields: Any) -> dict[str, Any]:
+        """An event about a block's content."""
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        return self._event(kind, **place, **({"content_index": 0} if block.name is None else {}), **fields)
+
+    def _begun(self, usage: Usage) -> list[dict[str, Any]]:
+        response = self._response("in_progress")
+        return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
+
+    def _opened(self, block: Block) -> Iterator[dict[str, Any]]:
+        item = self._item(block, "in_progress")
+        if block.name is None:
+            item["content"] = []
+        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.name is None:
+            yield self._of_block("response.content_part.added", block, part=_part(""))
+
+    def _grown(self, block: Block, text: str) -> dict[str, Any]:
+        if block.name is None:
+            return self._of_block("response.output_text.delta", block, delta=text, logprobs=[])
+        return self._of_block("response.function_call_arguments.delta", block, delta=text)
+
+    def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
+        if block.name is None:
+            yield self._of_block("response.output_text.done", block, text=block.text, logprobs=[])
+            yield self._of_block("response.content_part.done", block, part=_part(block.text))
+        else:
+            yield self._of_block("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
+        yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _ended(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._event(f"response.{self._status}", response=self._response(self._status, usage))]
+
+    def _broken(self, error: ApiError) -> dict[str, Any]:
+        code = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
+        failure = {"code": code, "message": str(error.detail)}
+        return self._event("response.failed", response=self._response("failed", error=failure))
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    chat = usage.document()
+    return {
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": chat["prompt_tokens_details"]["cached_tokens"]},
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},  # the API's own: an answer has no reasoning items
+        "total_tokens": chat["total_tokens"],
+    }
