@@ -25,6 +25,7 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
+    demonstration_note,
     did_you_mean,
     model_flag,
     open_llm,
@@ -74,6 +75,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     system = None if args.system is None else checked_text(args.system, "the system message")
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
+        demonstration_note(args.model, out)
         conversation = Conversation(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
         with Interrupts() as interrupts:
             _talk(conversation, reader(out, interrupts), interrupts, out)

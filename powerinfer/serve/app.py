@@ -25,7 +25,9 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
 from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
+from powerinfer.serve.live import LIVE, LiveView
 from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
+from powerinfer.serve.page import add_page
 from powerinfer.serve.responses import ResponsesRequest, ResponsesShape
 from powerinfer.serve.schema import (
     ChatRequest,
@@ -110,6 +112,7 @@ def build_app(service: Service) -> FastAPI:
     _add_answers(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    add_page(app)
     return app
 
 
@@ -131,7 +134,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = constrained(llm, body, body.to_params(llm.sampling.values)), body.prompts()
+            params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
@@ -203,6 +206,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/engine")
     async def engine() -> Response:
         return json_response(await run_in_threadpool(_describe, service))
+
+    view = LiveView()
+
+    @app.get(LIVE)
+    async def live() -> Response:
+        return json_response(await run_in_threadpool(view.frame, service.engine.llm))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -286,7 +295,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
     llm = service.engine.llm
     try:
         tools = read_chat_tools(llm, body)
-        params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
+        params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         _check_prompts(llm, [tokens], params)
     except Exception as error:
