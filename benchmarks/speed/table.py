@@ -92,7 +92,8 @@ def derived_lines(document: dict[str, Any]) -> list[str]:
         bandwidth = document["read_bandwidth_gb_s"].get(str(threads))
         if own.get("bytes_per_token") and bandwidth:
             rate = own["bytes_per_token"] * own["decode_tok_s"]["median"] / 1e9
-            parts.append(f"{rate:.1f} GB/s of {bandwidth:.1f} GB/s read bandwidth")
+            cached = ", the caches hold part of them" if rate > 1.2 * bandwidth else ""
+            parts.append(f"{rate:.1f} GB/s of weights (memory gives {bandwidth:.1f} GB/s{cached})")
         shares = [one for one in document.get("python", ()) if (one["model"], one["threads"]) == (model, threads)]
         if shares:
             parts.append(f"{100 * shares[-1]['python_share']:.1f} % of a step in Python")

@@ -18,13 +18,13 @@ class DenseNeurons {
   // ---- For the threads of a job of a program. acts: the input, normalised, in `forms`.
   // The sum of all of them. Ends with a barrier. fired: if not null, [neurons], counts the tokens that each fires for.
   void sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const;
-  // The same in two steps: activations of the first product to `gate` of the program, the columns that are returned by
-  // this thread, and the rest, in which those up to `threshold` count as zero. done: of this thread;
-  // fired: as above.
+  // The same in two steps. `activate` writes this thread's columns of the first product's activations to the program's
+  // `gate` and returns which these are; `finish` does the rest, where activations up to `threshold` count as zero.
+  // done: the counts of this thread; fired: as above.
   Columns activate(Thread& t, const PiActs* acts, int64_t tokens) const;
   void finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to, NeuronCounts& done,
               int64_t* fired) const;
-  // h to `gate` of the program, the columns that are returned by this thread.
+  // Writes this thread's columns of h to the program's `gate` and returns which these are.
   Columns multiply(Thread& t, const PiActs* acts, int64_t tokens) const;
 
  private:

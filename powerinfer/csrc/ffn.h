@@ -1,6 +1,5 @@
-// The FFN of a layer: a sum over its neurons, which are parts. It has all of them as matrices (dense_neurons.h), as
-// bundles (neuron_sum.h), or both, and for each number of tokens a way that says which part is used, and for which
-// neurons.
+// The FFN of a layer. It has all its neurons as one part or two, as matrices (dense_neurons.h), as bundles
+// (neuron_sum.h) or as both, and for each number of tokens a way, which says which part is used and for which neurons.
 #pragma once
 #include "dense_neurons.h"
 #include "neuron_sum.h"
