@@ -81,7 +81,7 @@ def test_every_route_but_health_and_the_page_needs_a_key(monkeypatch: pytest.Mon
             assert http.get("/health").status_code == 200
             paths = [route.path for route in server.config.app._app.routes]  # type: ignore[union-attr]
             assert {"/metrics", "/openapi.json", "/v1/engine", "/tokenize"} <= set(paths)
-            for path in [*paths, "/nowhere", "/health/", "//health", "/HEALTH"]:
+            for path in [*paths, "/nowhere", "/health/", "/%2Fhealth", "/HEALTH"]:  # httpx makes "/" of "//health"
                 if path in ("/health", *PAGE):
                     continue
                 for header in WRONG:
