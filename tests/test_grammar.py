@@ -18,7 +18,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from test_cli import error_line, powerinfer
 from test_tokenizer import byte_level_metadata, oracle, sentencepiece_metadata
-from toy_model import EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
+from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
 
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.grammar import MAX_RULES, MAX_SOURCE, Grammar, response_format
@@ -327,6 +327,15 @@ def test_a_failure_of_the_compiler_is_an_error_in_one_line(monkeypatch: pytest.M
         grammars.compile(Grammar.regex("a"))
     monkeypatch.undo()
     assert grammars.compile(Grammar.regex("a")).mask().accept_bytes(b"a"), "the failure was not kept"
+
+
+def test_a_special_token_without_a_text_is_not_allowed_with_another(grammars: Grammars) -> None:
+    mask = grammars.compile(Grammar.lark(f'start: "a" (<[{BOS}]> "a")*')).mask()
+    assert not mask.accept(ord("a"))
+    assert np.flatnonzero(bits(mask.allowed(), VOCAB)).tolist() == [BOS, EOS]
+    mask = grammars.compile(Grammar.lark(f'start: "a" (<[{EOS}]> "a")* "."')).mask()
+    assert not mask.accept(ord("a"))
+    assert np.flatnonzero(bits(mask.allowed(), VOCAB)).tolist() == [ord("."), EOS]
 
 
 def test_the_end_is_allowed_where_the_text_matches(grammars: Grammars) -> None:

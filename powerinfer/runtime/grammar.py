@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar, LazyGrammar
+from powerinfer.errors import ModelError, PowerInferError, RequestError, one_line
+from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, Grammar, LazyGrammar
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -37,15 +37,6 @@ MAX_LEXER_STATES = 20_000  # about 1 kB each, made as they are reached; shared b
 GRAMMAR_BYTES = 256 << 10
 BYTES_PER_CHARACTER = 256
 BYTES_PER_SECOND = 20e6
-
-JSON_OPTIONS = {
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_pattern": WHITESPACE,
-    "lenient": False,
-    "coerce_one_of": False,
-}
-"""llguidance's: a keyword that it cannot enforce is an error."""
 
 
 class Grammars:
@@ -360,7 +351,10 @@ class _Vocabulary:
             ends = [self.mask_words * 32]
             tokens += [b""] * (ends[0] + 1 - len(tokens))
         self.filled_words = -(-len(tokens) // 32)
-        words: Any = _Words(tokenizer, tokens, sorted({*tokenizer.special_ids, *ends}), ends[0])
+        special = sorted({*tokenizer.special_ids, *ends})
+        for at in special:  # one without a text would be in the mask wherever another special token is
+            tokens[at] = tokens[at] or b"<[%d]>" % at
+        words: Any = _Words(tokenizer, tokens, special, ends[0])
         try:
             self.words = LLTokenizer(words, n_vocab=len(tokens), eos_token=ends)
         except ValueError as error:
@@ -467,4 +461,5 @@ def _names(listed: str) -> list[str]:
 
 
 def _line(message: str) -> str:
-    return " ".join(message.replace("<non-verbose/>", "").split())[:200]
+    """What llguidance says, on one line."""
+    return one_line(message.replace("<non-verbose/>", ""))
