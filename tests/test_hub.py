@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,9 +16,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from model_files import tiny_gguf
 
 from powerinfer import hub
+from powerinfer.cli.main import main
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.catalogue import catalogue
+from powerinfer.formats.prepared import prepared_folder
 
 CONTENT = bytes(range(256)) * 64
 MODEL = hub.WheelModel(
@@ -179,7 +185,7 @@ def test_a_local_path_is_remembered_and_not_copied(tmp_path: Path, cache: Path) 
         ("no/such.gguf", "no file or folder"),
         ("/nowhere", "no file or folder"),
         ("owner/name", "powerinfer pull owner/name"),
-        ("smollm2", "did you mean smollm2-135m-instruct"),
+        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
         ("", "known names"),
         ("../../etc/passwd-model", "no file or folder"),
     ],
@@ -228,10 +234,17 @@ REPOSITORY = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+def lfs(content: bytes) -> dict[str, object]:
+    """What the hub states about a large file."""
+    sha256 = hashlib.sha256(content if not _Hub.lies else b"other").hexdigest()
+    return {"sha256": sha256, "size": len(content), "pointerSize": 134}
+
+
 class _Hub(BaseHTTPRequestHandler):
     """As much of the hub's protocol as a download needs; the first answer for the weights breaks off half-way."""
 
     break_off: ClassVar[int] = 1
+    lies: ClassVar[bool] = False  # it states another SHA-256 than that of what it sends
     ranges: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
@@ -245,7 +258,10 @@ class _Hub(BaseHTTPRequestHandler):
             listing: object = {
                 "id": "someone/model",
                 "sha": COMMIT,
-                "siblings": [{"rfilename": name} for name in REPOSITORY],
+                "siblings": [
+                    {"rfilename": name, "size": len(content), **({"lfs": lfs(content)} if len(content) > 9 else {})}
+                    for name, content in {**REPOSITORY, "../../model-00001-of-00001.safetensors": b""}.items()
+                ],
             }
             if "/tree/" in self.path:
                 listing = [
@@ -292,7 +308,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def local_hub() -> Iterator[str]:
-    _Hub.break_off, _Hub.ranges = 1, []
+    _Hub.break_off, _Hub.ranges, _Hub.lies = 1, [], False
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -330,8 +346,124 @@ def test_pull_a_repository_over_a_broken_connection(local_hub: str, cache: Path)
     assert hub.resolve_model("someone/model") == folder
 
 
+def test_a_download_with_another_sha256_is_no_model(local_hub: str, cache: Path) -> None:
+    _Hub.break_off, _Hub.lies = 0, True
+    done = pull_in_a_process(local_hub, cache, "someone/model")
+    assert done.returncode == 1 and "model.safetensors of someone/model is damaged" in done.stderr, done.stderr
+    assert hub.list_stored() == [] and not (hub._folder_of("someone/model") / "model.safetensors").exists()
+    _Hub.lies = False
+    done = pull_in_a_process(local_hub, cache, "someone/model")
+    assert done.returncode == 0, done.stderr
+    stated = json.loads((hub._folder_of("someone/model") / hub.MANIFEST).read_bytes())["sha256"]
+    assert stated == {"model.safetensors": hashlib.sha256(REPOSITORY["model.safetensors"]).hexdigest()}
+
+
 def test_pull_a_repository_that_does_not_exist(local_hub: str, cache: Path) -> None:
     done = pull_in_a_process(local_hub, cache, "someone/nothing")
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("powerinfer: there is no Hugging Face repository")
     assert done.stdout == ""
+
+
+# ---------------------------------------------------------------- short names, the list, removal
+
+
+def store(name: str, file: str = "m.gguf") -> Path:
+    """A complete model in the cache, as a pull leaves it."""
+    folder = hub._folder_of(name)
+    folder.mkdir(parents=True)
+    (folder / file).write_bytes(b"GGUF")
+    hub._write_manifest(folder, name, file, f"hugging face: {name}", [file])
+    return folder / file
+
+
+def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
+    assert hub.full_name("Qwen3-4B") == "Qwen/Qwen3-4B-GGUF:Q4_K_M"
+    assert hub.full_name("qwen3-4b:Q8_0") == "Qwen/Qwen3-4B-GGUF:Q8_0"
+    assert hub.full_name("owner/name:Q8_0") == "owner/name:Q8_0"
+    assert not set(catalogue()) & set(hub.CATALOGUE)
+    for name, model in catalogue().items():
+        assert hub._is_repository(hub.full_name(name)), name
+        assert (model.file is None) == (model.quantisation is None), name
+        if model.file is not None:
+            assert hub.choose_files([model.file, "other-F16.gguf"], model.quantisation, "o/n") == [model.file], name
+    assert {"qwen3-4b", "smollm2-135m-instruct"} <= set(hub.known_names())
+
+
+def test_a_short_name_opens_what_was_pulled(cache: Path) -> None:
+    with pytest.raises(RequestError, match=r"about 2\.5 GB.*powerinfer pull qwen3-4b"):
+        hub.resolve_model("qwen3-4b")
+    path = store("Qwen/Qwen3-4B-GGUF:Q4_K_M")
+    manifest = path.parent / hub.MANIFEST
+    os.utime(manifest, (1, 1))
+    assert hub.resolve_model("qwen3-4b") == hub.resolve_model("qwen/qwen3-4b-gguf:q4_k_m") == path
+    assert hub.local_model("qwen3-4b").used > 1, "when it was last opened"
+    with pytest.raises(RequestError, match="powerinfer pull qwen3-4b:Q8_0"):
+        hub.resolve_model("qwen3-4b:Q8_0")
+
+
+def test_a_missing_model_is_fetched_only_if_the_user_agrees(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "pull_repository", lambda name, say: hub.StoredModel(name, Path("there"), "", 1))
+
+    def agree(question: str) -> bool:
+        asked.append(question)
+        return len(asked) > 1
+
+    with pytest.raises(RequestError, match="powerinfer pull qwen3-4b"):
+        hub.resolve_model("qwen3-4b", agree=agree)
+    assert hub.resolve_model("qwen3-4b", agree=agree) == Path("there")
+    assert "Qwen/Qwen3-4B-GGUF:Q4_K_M" in asked[0] and "2.5 GB" in asked[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b:../../x", "../x/y", "a/..", "a/b/c", "a//b", "a/b:c/d", "a\\b/c"])
+def test_names_with_path_tricks_are_no_repository(cache: Path, name: str) -> None:
+    with pytest.raises(RequestError):
+        hub.pull(name)
+    assert not cache.exists() or leftovers(cache) == set()
+
+
+@pytest.mark.parametrize("file", ["../a.gguf", "/a.gguf", "a/../b.gguf", "a\\..\\b.gguf", "a//b.gguf", "a\n.gguf", ""])
+def test_a_repository_cannot_place_files_elsewhere(file: str) -> None:
+    assert not hub._plain_name(file) and hub._plain_name("sub/model-00001-of-00002.gguf")
+
+
+def test_remove(cache: Path, tmp_path: Path) -> None:
+    path = store("owner/name")
+    prepared = path.parent.with_name(path.parent.name + ".powerinfer")
+    prepared.mkdir()
+    (prepared / "profile.safetensors").write_bytes(b"x")
+    mine = tmp_path / "mine.gguf"
+    mine.write_bytes(b"GGUF")
+    hub.pull(mine)
+    hub.remove("OWNER/name")
+    hub.remove("mine")
+    assert hub.list_stored() == [] and leftovers(cache) == set() and mine.read_bytes() == b"GGUF"
+    for name in ("owner/name", "../../mine", "", str(mine)):
+        with pytest.raises(RequestError, match="no local model"):
+            hub.remove(name)
+
+
+def test_remove_never_follows_a_link(cache: Path, tmp_path: Path) -> None:
+    path = store("owner/name")
+    elsewhere = tmp_path / "elsewhere"
+    path.parent.rename(elsewhere)
+    path.parent.symlink_to(elsewhere)
+    with pytest.raises(PowerInferError, match="nothing was removed"):
+        hub.remove("owner/name")
+    assert (elsewhere / "m.gguf").exists()
+
+
+def test_list_and_rm(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = store("owner/name")
+    tiny_gguf().write(model)
+    hub._write_manifest(model.parent, "owner/name", "m.gguf", "hugging face: owner/name", ["m.gguf"])
+    folder = prepared_folder(model)
+    folder.mkdir()
+    (folder / "profile.safetensors").write_bytes(b"x")
+    assert main(["list", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["models"]
+    assert (found["name"], found["quantisation"], found["prepared"]) == ("owner/name", "F32", ["profile"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["rm", "owner/name"]) == 2 and "--yes" in capsys.readouterr().err and model.exists()
+    assert main(["rm", "owner/name", "--yes"]) == 0 and not model.parent.exists()

@@ -17,9 +17,23 @@ RANK = {
     **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "serve": 10, "cli": 11},
 }
 # Imported when they are used: slow to import, or not in the core install.
-LAZY = {"tokenizers", "huggingface_hub", "jinja2", "torch", "triton", "matplotlib", "PIL", "highspy", "llguidance"}
-# Files that are themselves imported when they are used, and only then: their kernels are decorated at the top.
-HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "kernels", "neurons")}
+LAZY = {
+    "tokenizers",
+    "huggingface_hub",
+    "jinja2",
+    "torch",
+    "triton",
+    "matplotlib",
+    "PIL",
+    "highspy",
+    "llguidance",
+    "prompt_toolkit",
+}
+# Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
+# derived, at the top.
+HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "kernels", "neurons")} | {
+    "powerinfer.cli.terminal"
+}
 NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -110,9 +110,12 @@ def test_defaults_fill_only_what_is_not_given() -> None:
         llm.sampling = SamplingDefaults({"temperature": 0.0, "top_k": 3}, "GGUF metadata")
         assert llm.default_params() == SamplingParams(temperature=0.0, top_k=3)
         assert llm.default_params(temperature=0.5, seed=1) == SamplingParams(temperature=0.5, top_k=3, seed=1)
+        assert llm.default_params(temperature=0) == SamplingParams(temperature=0), "greedy is the most likely token"
         given = argparse.Namespace(top_k=9)
         params = SamplingParams(top_k=9, stop="x")
         assert with_model_defaults(params, llm, given) == SamplingParams(temperature=0.0, top_k=9, stop="x")
+        greedy = SamplingParams(temperature=0.0)
+        assert with_model_defaults(greedy, llm, argparse.Namespace(temperature=0.0)) == greedy
 
 
 def test_a_prompt_without_params_is_answered_with_the_models_defaults() -> None:

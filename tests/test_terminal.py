@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
 import json
 import os
+import pty
+import re
+import select
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
-from powerinfer.cli import common, run
+from powerinfer.cli import chat, common, conversation_file, run, terminal
 from powerinfer.cli.main import VERBS, main, usage
-from powerinfer.errors import RequestError
+from powerinfer.cli.terminal import Terminal
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 
@@ -116,8 +133,6 @@ def test_run_joins_a_file_to_its_prompt(smollm2: Path, tmp_path: Path) -> None:
 
 
 def parsed(verb: str, *argv: str) -> Any:
-    from importlib import import_module
-
     parser = common.Parser(prog=verb)
     common.common_flags(parser)
     import_module(f"powerinfer.cli.{verb}").configure(parser)
@@ -135,8 +150,6 @@ def test_every_verb_has_the_short_flags_of_its_options() -> None:
     seen = set()
     for verb in VERBS:
         parser = common.Parser(prog=verb)
-        from importlib import import_module
-
         import_module(f"powerinfer.cli.{verb}").configure(parser)
         for action in parser._actions:
             for long in known.keys() & set(action.option_strings):
@@ -234,8 +247,6 @@ def test_the_progress_of_a_prompt(smollm2: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_progress_of_a_prompt_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     from powerinfer.cli import progress
 
     class Terminal(io.StringIO):
@@ -251,3 +262,381 @@ def test_the_progress_of_a_prompt_is_for_terminals(monkeypatch: pytest.MonkeyPat
             assert ("75%" in screen.getvalue()) is shown
             report("reading the prompt", 4, 4)
             assert screen.getvalue().endswith("\r\033[K") is shown
+
+
+# ---------------------------------------------------------------- a conversation
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Path) -> Iterator[LLM]:
+    with LLM(smollm2, threads=1, context=160, gpu="none") as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def talk(llm: LLM) -> chat.Conversation:
+    """A conversation with short greedy answers."""
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    return chat.Conversation(llm, params, common.Output(True), None, False)
+
+
+def say(talk: chat.Conversation, *texts: str) -> None:
+    for text in texts:
+        assert talk.handle(text, chat.Interrupts())
+
+
+def roles(talk: chat.Conversation) -> str:
+    return "".join(message["role"][0] for message in talk.messages)
+
+
+def test_turns_can_be_taken_back_and_answered_again(talk: chat.Conversation) -> None:
+    say(talk, "/system Be brief.", "Hello", "What is two and two?")
+    before = talk.messages[:]
+    assert roles(talk) == "suaua"
+    say(talk, "/retry")
+    assert talk.messages == before and len(talk.turns) == 3, "greedy answers are the same again"
+    say(talk, "/undo")
+    assert talk.messages == before[:3]
+    say(talk, "/undo", "/undo")
+    assert talk.messages == before[:1], "the system message is no turn"
+    say(talk, "/undo", "/retry")
+    assert talk.messages == before[:1]
+
+
+def test_every_command_is_acknowledged(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, says in (
+        ("/system Be brief.", "system message set"),
+        ("/system", "system message removed"),
+        ("/clear", "starts over"),
+        ("/reset", "starts over"),
+        ("/help", "/save FILE"),
+        ("/set", "top_k "),
+        ("/undo", "no earlier message"),
+        ("/lod x", "did you mean /load?"),
+        ("/\x1b[2Jx", "no command /\\x1b[2Jx; /help"),
+        ("/save", "needs the name of a file"),
+        ("/load /nowhere", "cannot read /nowhere"),
+        ("/load \0", "is no path"),
+    ):
+        say(talk, text)
+        assert says in capsys.readouterr().err, text
+    assert not any(talk.handle(text, chat.Interrupts()) for text in ("/bye", "/exit", "/quit"))
+
+
+def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    say(talk, "/set temp 0.5", "/set top-k 7", "/set max_tokens -1", "/set stop a  b", "/set ignore_eos true")
+    say(talk, "/set logit_bias 5=-1", "/set --seed 3")
+    expected = SamplingParams(
+        temperature=0.5, top_k=7, max_tokens=None, stop=["a  b"], ignore_eos=True, logit_bias={5: -1.0}, seed=3
+    )
+    assert talk.params == expected
+    assert "temperature           0.5" in capsys.readouterr().err
+    for text, says in (
+        ("/set temp warm", "invalid number value: 'warm'"),
+        ("/set top_p 1.5", "top_p must be"),
+        ("/set tempo 1", "no option tempo; did you mean --temp"),
+        ("/set grammar x", "no option grammar"),
+        ("/set ignore_eos 1", "true or false"),
+        ("/set whatever", "no option whatever"),
+    ):
+        say(talk, text)
+        assert says in capsys.readouterr().err, text
+    assert talk.params == expected
+    say(talk, "/set stop none", "/set seed none")
+    assert talk.params.stop == () and talk.params.seed is None
+
+
+def test_a_block_is_one_message(talk: chat.Conversation) -> None:
+    say(talk, '"""/help\nis no command here"""')
+    assert talk.messages[0]["content"] == "/help\nis no command here"
+    assert chat.unfinished('"""') and chat.unfinished('"""a\n') and not chat.unfinished('"""a"""')
+    assert not chat.unfinished('""""""') and not chat.unfinished("a") and chat.unfinished('"""""')
+
+
+def test_a_full_context_drops_the_oldest_turns(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    say(talk, "/system Be brief.")
+    for number in range(9):
+        say(talk, f"{number} " + "word " * 18)
+    err = capsys.readouterr().err
+    assert err.count("the context is full: ") == 2 and "earlier turns dropped" in err
+    assert len(talk.turns) == 9, "every message was answered"
+    assert roles(talk).startswith("sua") and talk.messages[0]["content"] == "Be brief."
+    assert talk.messages[-2]["content"].startswith("8 ")
+    kept = [message["content"][0] for message in talk.messages[1::2]]
+    assert kept == sorted(kept) and kept[0] > "0", "the oldest are gone, in order"
+    before = talk.messages[:]
+    say(talk, "word " * 200)
+    assert "does not fit the context" in capsys.readouterr().err and talk.messages == before
+
+
+def test_an_answer_ends_with_the_context(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    say(talk, "/set max_tokens none", "/set ignore_eos true", "Hi", "Again")
+    err = capsys.readouterr().err
+    assert err.count("(the context is full)") == 2 and "1 of the earlier turns dropped" in err
+    first, second = talk.turns
+    assert first["prompt_tokens"] + first["completion_tokens"] == 160 and second["completion_tokens"] > 80
+
+
+def test_the_speed_of_an_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    say(chat.Conversation(llm, params, common.Output(True), None, True), "Hi")
+    assert re.search(r"^\(4 tokens, [\d.]+ tok/s, prompt of \d+", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_ctrl_c_before_an_answer_keeps_the_conversation(
+    talk: chat.Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(talk, "Hello")
+    before = talk.messages[:]
+    monkeypatch.setattr(chat, "answer", lambda *_, **__: (130, {"finish_reason": "abort", "text": ""}))
+    say(talk, "What?", "/retry")
+    assert talk.messages == before
+
+
+def test_interrupts_end_an_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    before = signal.getsignal(signal.SIGINT)
+    ended = []
+
+    def twice() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)  # while the first one is handled
+            ended.append(True)
+
+    with chat.Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.allowed(twice)
+        signal.raise_signal(signal.SIGINT)
+    assert ended and signal.getsignal(signal.SIGINT) is before
+
+
+# ---------------------------------------------------------------- conversations in files
+
+
+def test_a_saved_conversation_is_continued(talk: chat.Conversation, tmp_path: Path) -> None:
+    file = tmp_path / "a talk.json"
+    say(talk, "/system Be brief, naïve 漢.", "Hello", f"/save {file}")
+    before = talk.messages[:]
+    assert json.loads(file.read_text(encoding="utf-8")) == {"messages": before}
+    assert os.listdir(tmp_path) == ["a talk.json"]
+    say(talk, "/system Other.", f"/load {file}")
+    assert talk.messages == before
+    say(talk, "/clear")
+    assert talk.messages == before[:1], "its system message stays"
+    say(talk, "Hi", f"/save {file}")
+    assert len(json.loads(file.read_text(encoding="utf-8"))["messages"]) == 3, "a conversation is saved over another"
+    file.write_text(json.dumps({"messages": before, "turns": [{"text": "x"}]}))
+    assert conversation_file.load(file) == before, "the document of chat --json"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"messages": {}}',
+        b'{"messages": [{"role": "user"}]}',
+        b'{"messages": [{"role": "user", "content": 5}]}',
+        b'{"messages": [{"role": "tool", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a", "x": 1}, {"role": "assistant", "content": "b"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]}',
+        b"[" * 100_000,
+        b'{"messages": [' + b'{"role":' * 50_000,
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_hostile_conversations_are_refused(talk: chat.Conversation, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "talk.json"
+    file.write_bytes(content)
+    with pytest.raises(PowerInferError):
+        conversation_file.load(file)
+    with pytest.raises(RequestError, match="is no conversation"):
+        conversation_file.save(file, [])
+    assert file.read_bytes() == content, "what is no conversation is not overwritten"
+    say(talk, "/clear", f"/load {file}", f"/save {file}")
+    assert talk.messages == []
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b" " * (conversation_file.LARGEST + 1))
+    for name in ("pipe", "large", ".", "none"):
+        with pytest.raises(PowerInferError):
+            conversation_file.load(tmp_path / name)
+        with pytest.raises(RequestError):
+            conversation_file.save(tmp_path / ("no/" if name == "none" else "") / name, [])
+    file = tmp_path / "surrogates.json"
+    file.write_text('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": ""}]}')
+    assert conversation_file.load(file)[0]["content"] == "\ufffd"
+
+
+# ---------------------------------------------------------------- the line editor
+
+
+def typed(keys: str, history: Path, count: int = 1) -> list[str | None]:
+    """What a terminal reads when these keys are pressed."""
+    with create_pipe_input() as pipe:
+        commands = {name: about for name, (_, about) in chat.COMMANDS.items()}
+        options = common.option_names(SamplingParams)
+        terminal = Terminal(history, chat.unfinished, commands, options, input=pipe, output=DummyOutput())
+        pipe.send_text(keys)
+        return [terminal.read() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("Hello\r", "Hello"),
+        ("one\x1b\rtwo\r", "one\ntwo"),
+        ('"""one\rtwo"""\r', '"""one\ntwo"""'),
+        ("\x1b[200~one\r\ntwo\n\x1b[201~\r", "one\ntwo\n"),
+        ("Hello\x03Bye\r", "Bye"),
+        ("\x04", None),
+    ],
+)
+def test_keys(keys: str, text: str | None, tmp_path: Path) -> None:
+    assert typed(keys, tmp_path / "history") == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("/s", ["/system", "/set", "/save"]),
+        ("/set top", ["top_k", "top_p"]),
+        ("/load {}/ta", ["lk.json"]),
+        ("/system /s", []),
+        ("text /s", []),
+        ("one\n/s", []),
+    ],
+)
+def test_completion(text: str, found: list[str], tmp_path: Path) -> None:
+    (tmp_path / "talk.json").touch()
+    completer = terminal._Completer(dict.fromkeys(chat.COMMANDS, ""), common.option_names(SamplingParams))
+    document = Document(text.format(tmp_path))
+    assert [one.text for one in completer.get_completions(document, CompleteEvent())] == found
+
+
+def test_ctrl_c_where_nothing_is_typed(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        typed("\x03", tmp_path / "history")
+
+
+def test_history_is_kept_across_sessions(tmp_path: Path) -> None:
+    history = tmp_path / "cache" / "history"
+    assert typed("first\rsecond\x1b\rline\r", history, 2) == ["first", "second\nline"]
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert typed("\x1b[A\x1b[A\x1b[A\r", history) == ["first"]
+    assert typed("\x12fir\r\r", history) == ["first"], "Ctrl-R searches it"
+
+
+def test_history_is_bounded_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "history"
+    file.write_bytes(b'\xff\n5\n[1]\n"good"\n"half\n"\\ud800"\n' + b"[" * 10_000 + b"\n")
+    os.chmod(file, 0o644)
+    history = terminal.SavedHistory(file)
+    assert list(history.load_history_strings()) == ["\ufffd", "good"]
+    history.store_string("x" * (terminal.LARGEST_ENTRY + 1))
+    history.store_string("new")
+    assert list(history.load_history_strings()) == ["new", "\ufffd", "good"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(terminal, "MOST_BYTES", 2000)
+    for number in range(400):
+        history.store_string(f"entry {number}")
+    assert next(iter(history.load_history_strings())) == "entry 399"
+    assert file.stat().st_size <= 1000 and file.stat().st_mode & 0o777 == 0o600
+    assert next(iter(history.load_history_strings())) == "entry 399"
+    assert os.listdir(tmp_path) == ["history"]
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", file / "below"):
+        broken = terminal.SavedHistory(path)
+        broken.store_string("lost")
+        assert list(broken.load_history_strings()) == []
+
+
+# ---------------------------------------------------------------- all of it, on a terminal
+
+
+class Screen:
+    """A process on a pseudo terminal: what it shows, and keys for it."""
+
+    def __init__(self, command: list[str], **environment: str) -> None:
+        pid, self._fd = pty.fork()
+        if pid == 0:
+            os.execvpe(command[0], command, {**os.environ, **environment})
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
+        self._pid, self._shown = pid, b""
+
+    def keys(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def until(self, text: str) -> str:
+        """What was shown up to `text`."""
+        end = time.monotonic() + 30
+        while text.encode() not in self._shown:
+            ready = select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0]
+            assert ready, f"no {text!r} in {self._shown!r}"
+            try:
+                self._shown += os.read(self._fd, 1 << 16)
+            except OSError:  # the process ended
+                raise AssertionError(f"no {text!r} in {self._shown!r}") from None
+        before, found, self._shown = self._shown.partition(text.encode())
+        return (before + found).decode(errors="replace")
+
+    def end(self) -> tuple[str, int]:
+        """What it shows until it ends, and its exit status."""
+        with contextlib.suppress(OSError):  # the terminal of a process that has ended
+            while data := os.read(self._fd, 1 << 16):
+                self._shown += data
+        os.close(self._fd)
+        return self._shown.decode(errors="replace"), os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+PROMPT = "\x1b[0m>"  # as prompt_toolkit writes it
+
+
+def test_a_conversation_on_a_terminal(smollm2: Path, tmp_path: Path) -> None:
+    flags = ["-m", str(smollm2), "--temp", "0", "-c", "2000", "--gpu", "none"]
+    screen = Screen([*COMMAND, "chat", *flags], POWERINFER_CACHE=str(tmp_path), PROMPT_TOOLKIT_NO_CPR="1", TERM="xterm")
+    title = screen.until("Ctrl-D ends").splitlines()[-1]
+    assert "context of 2000 tokens; /help" in title
+    screen.until(PROMPT)
+    screen.keys("\x03")
+    screen.until("/bye or Ctrl-D ends")
+    screen.until(PROMPT)
+    screen.keys("/set ignore_eos true\r")
+    screen.until("ignore_eos            True")
+    screen.until(PROMPT)
+    screen.keys('"""Write a long story\r')
+    screen.keys('about the sea."""\r')
+    assert screen.until(" the")
+    time.sleep(0.2)  # some of the answer
+    screen.keys("\x03\x03\x03")
+    screen.until("(stopped)")
+    screen.until(PROMPT)
+    screen.keys("/set max_tokens 5\r")
+    screen.until("max_tokens            5")
+    screen.until(PROMPT)
+    screen.keys("And?\r")
+    screen.until("(ended by --max-tokens 5)")
+    screen.until(PROMPT)
+    screen.keys(f"/save {tmp_path}/talk.json\r")
+    screen.until("(4 messages saved in")
+    screen.until(PROMPT)
+    screen.keys("\x04")
+    last, status = screen.end()
+    assert status == 0 and "Traceback" not in last
+    assert re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", last).endswith("\n"), "the shell's prompt begins a line"
+    saved = conversation_file.load(tmp_path / "talk.json")
+    assert saved[0]["content"] == "Write a long story\nabout the sea." and len(saved[1]["content"]) > 4
+    assert (tmp_path / "chat-history").stat().st_mode & 0o777 == 0o600

@@ -1,7 +1,8 @@
 """Talk with a model; earlier turns stay in the KV cache.
 
-Each line is a message. /reset clears the conversation, /system TEXT sets the system message and clears it too,
-/help lists the commands, /exit or Ctrl-D ends. Ctrl-C ends an answer and keeps what was generated.
+On a terminal Enter sends a message, Alt-Enter begins a new line, and what is pasted stays one message; elsewhere each
+line is one. A text between two lines of \"\"\" is a message of several lines. /help lists the commands, /bye or Ctrl-D
+ends. Ctrl-C ends an answer and keeps what was generated. When the context is full, the oldest turns are dropped.
 
 JSON: messages (role, content) and turns, each like an answer of `run`; for a sparse model sparsity, as there.
 """
@@ -10,8 +11,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import threading
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -19,14 +25,19 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
+    demonstration_note,
+    did_you_mean,
     model_flag,
     open_llm,
+    option_names,
+    printable,
+    read_option,
     sparsity_summary,
     with_model_defaults,
 )
-from powerinfer.cli.run import answer, ended_by
+from powerinfer.cli.run import answer, ended_by, reading
 from powerinfer.config import EngineConfig
-from powerinfer.errors import RequestError
+from powerinfer.errors import EngineError, PowerInferError, RequestError
 from powerinfer.formats.chat import NEXT_TURN, plain_template
 from powerinfer.runtime.params import SamplingParams
 
@@ -36,29 +47,57 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-HELP = "/reset clears the conversation  /system TEXT sets the system message  /exit ends  /help shows this"
+COMMANDS = {
+    "/system": ("TEXT", "set the system message (none: remove it) and start over"),
+    "/set": ("NAME VALUE", "set a sampling option; alone: list them"),
+    "/retry": ("", "answer the last message again"),
+    "/undo": ("", "remove the last message and its answer"),
+    "/clear": ("", "start over; the system message stays"),
+    "/save": ("FILE", "save the conversation as JSON"),
+    "/load": ("FILE", "continue a saved conversation"),
+    "/help": ("", "show this"),
+    "/bye": ("", "end, as Ctrl-D"),
+}
+ALIASES = {"/reset": "/clear", "/exit": "/bye", "/quit": "/bye", "/?": "/help"}
+BLOCK = '"""'
+LEAVE = "/bye or Ctrl-D ends the conversation; Ctrl-C stops an answer"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the speed of every answer to stderr")
     config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
+    system = None if args.system is None else checked_text(args.system, "the system message")
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
-        conversation = Conversation(llm, with_model_defaults(params, llm, args), out, args.system)
-        if conversation.interactive:
-            out.note(HELP)
-        while (line := conversation.read()) is not None:
-            if not conversation.handle(line):
-                break
+        demonstration_note(args.model, out)
+        conversation = Conversation(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
+        with Interrupts() as interrupts:
+            _talk(conversation, reader(out, interrupts), interrupts, out)
         sparsity = sparsity_summary(llm)
         document = {"messages": conversation.messages, "turns": conversation.turns}
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return 0
+
+
+def _talk(conversation: Conversation, read: Callable[[], str | None], interrupts: Interrupts, out: Output) -> None:
+    """Handle messages until the input ends."""
+    if interrupts.interactive:
+        out.note(conversation.title())
+    while True:
+        try:
+            text = read()
+            if text is None or not conversation.handle(text, interrupts):
+                return
+        except KeyboardInterrupt:
+            if not interrupts.interactive:
+                raise
+            out.note(LEAVE)
 
 
 def _check_template(checkpoint: Checkpoint) -> None:
@@ -68,78 +107,251 @@ def _check_template(checkpoint: Checkpoint) -> None:
         template.render([{"role": "user", "content": "?"}])
 
 
-class Conversation:
-    """The messages so far, and the handling of input lines."""
+# ---------------------------------------------------------------- input
 
-    def __init__(self, llm: LLM, params: SamplingParams, out: Output, system: str | None) -> None:
-        self.messages: list[Message] = []
-        self.turns: list[dict[str, Any]] = []
-        self.interactive = sys.stdin.isatty()
-        self._llm = llm
-        self._params = params
-        self._out = out
-        self._system = system
-        self._plain = llm.template is None
-        if self._plain:
-            llm.template = plain_template(llm.tokenizer)
-            self._params = dataclasses.replace(params, stop=(*params.stop, NEXT_TURN))
-            out.note('this model has no chat template: turns are written as lines of "User:" and "Assistant:"')
-        self._reset()
+
+class Interrupts:
+    """Ctrl-C in a conversation on a terminal: it raises KeyboardInterrupt once within `allowed`, and nothing elsewhere.
+
+    So the first one stops an answer, and none ends the conversation. Where stdin is no terminal, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin is not None and sys.stdin.isatty()
+        self._allowed = False
+
+    def __enter__(self) -> Interrupts:
         if self.interactive:
-            import contextlib
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
 
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  gives input() a line editor and a history
+    def __exit__(self, *error: object) -> None:
+        if self.interactive:
+            signal.signal(signal.SIGINT, self._before)
 
-            if llm.template is not None:  # while the user types
-                threading.Thread(target=llm.template.prepare, daemon=True).start()
-
-    def _reset(self) -> None:
-        self.messages[:] = [] if self._system is None else [{"role": "system", "content": self._system}]
-
-    def read(self) -> str | None:
-        """The next line; None at the end of input."""
+    def allowed(self, work: Callable[[], Any]) -> Any:
+        """What `work()` returns; Ctrl-C may interrupt it."""
+        self._allowed = True
         try:
-            line = input("> " if self.interactive and not self._out.json_mode else "")
+            return work()
+        finally:
+            self._allowed = False
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._allowed:
+            self._allowed = False
+            raise KeyboardInterrupt
+
+
+def unfinished(text: str) -> bool:
+    """Whether a text is a block that has been opened and not closed yet."""
+    return text.lstrip().startswith(BLOCK) and not (text.rstrip().endswith(BLOCK) and len(text.strip()) >= 6)
+
+
+def reader(out: Output, interrupts: Interrupts) -> Callable[[], str | None]:
+    """What reads the next message, None at the end: with a line editor on a terminal, else line by line."""
+    if interrupts.interactive and sys.stdout.isatty() and not out.json_mode:
+        with suppress(ImportError):
+            from powerinfer.cli.terminal import Terminal
+            from powerinfer.hub import cache_folder
+
+            commands = {name: about for name, (_, about) in COMMANDS.items()}
+            history = cache_folder() / "chat-history"
+            return Terminal(history, unfinished, commands, option_names(SamplingParams)).read
+    mark = "> " if interrupts.interactive and not out.json_mode else ""
+
+    def read() -> str | None:
+        try:
+            text = interrupts.allowed(lambda: input(mark))
+            while unfinished(text):
+                text += "\n" + interrupts.allowed(input)
         except EOFError:
+            if mark:
+                out.line()
             return None
         except UnicodeDecodeError:
             raise RequestError("the input is not UTF-8 text") from None
-        return checked_text(line, "the input")
+        return checked_text(text, "the input")
 
-    def handle(self, line: str) -> bool:
-        """Act on a line; False when it ends the conversation."""
-        command, _, rest = line.strip().partition(" ")
-        if command in ("/exit", "/quit"):
+    return read
+
+
+# ---------------------------------------------------------------- the conversation
+
+
+class Conversation:
+    """The messages so far, and the handling of what is typed."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, out: Output, system: str | None, verbose: bool) -> None:
+        self.messages: list[Message] = []
+        self.turns: list[dict[str, Any]] = []
+        self.params = params
+        self._llm = llm
+        self._out = out
+        self._system = system
+        self._verbose = verbose
+        self._plain = llm.template is None
+        if llm.template is None:
+            llm.template = plain_template(llm.tokenizer)
+            out.note('this model has no chat template: turns are written as lines of "User:" and "Assistant:"')
+        self._clear()
+        if sys.stdin is not None and sys.stdin.isatty():  # while the user types
+            threading.Thread(target=llm.template.prepare, daemon=True).start()
+
+    def title(self) -> str:
+        """The model, its context and how to get help, on a line."""
+        name = printable(" ".join(self._llm.config.name.split())) or "model"
+        return f"{name}, context of {self._llm.context} tokens; /help lists the commands, Ctrl-D ends"
+
+    def handle(self, text: str, interrupts: Interrupts) -> bool:
+        """Act on a command or a message; False when it ends the conversation."""
+        stripped = text.strip()
+        if stripped.startswith(BLOCK):
+            return self._attempt(lambda: self._turn(stripped.removeprefix(BLOCK).removesuffix(BLOCK), interrupts))
+        command, rest = (*stripped.split(None, 1), "", "")[:2]
+        command = ALIASES.get(command, command)
+        if command == "/bye":
             return False
-        if command == "/reset":
-            self._reset()
-        elif command == "/system":
-            self._system = rest.strip() or None
-            self._reset()
-        elif command == "/help":
-            self._out.note(HELP)
-        elif command.startswith("/"):
-            self._out.note(f"no command {command}; {HELP}")
+        if command in COMMANDS:
+            return self._attempt(lambda: self._command(command, rest, interrupts))
+        if command.startswith("/"):
+            hint = did_you_mean(command, COMMANDS) or "; /help lists the commands"
+            self._out.note(f"no command {printable(command)}{hint}")
         elif command:
-            self._turn(line)
+            return self._attempt(lambda: self._turn(text, interrupts))
         return True
 
-    def _turn(self, line: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": line}]
+    def _attempt(self, work: Callable[[], object]) -> bool:
+        """Do it; if it fails, the conversation goes on as it was. Always True."""
         try:
-            prompt = self._llm.encode_chat(asked)
-            room = self._llm.context - len(prompt)
-            if room < 1:
-                raise RequestError(f"the conversation of {len(prompt)} tokens fills the context; /reset")
-            params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
-            _, document = answer(self._llm.stream(prompt, params), self._out, trim=self._plain)
-        except RequestError as error:  # the conversation continues without this line
+            work()
+        except EngineError:
+            raise
+        except PowerInferError as error:
             self._out.note(f"powerinfer: {error}")
+        return True
+
+    def _command(self, command: str, rest: str, interrupts: Interrupts) -> None:
+        if command == "/help":
+            for name, (value, about) in COMMANDS.items():
+                self._out.note(f"{f'{name} {value}':<18}{about}")
+            self._out.note(f"{BLOCK} begins and ends a message of several lines; Alt-Enter begins a new line")
+        elif command == "/set":
+            self._set(*(*rest.split(None, 1), "", "")[:2])
+        elif command == "/system":
+            self._system = rest or None
+            self._clear()
+            self._out.note(f"(system message {'set' if rest else 'removed'}; the conversation starts over)")
+        elif command == "/clear":
+            self._clear()
+            self._out.note("(the conversation starts over)")
+        elif command in ("/save", "/load"):
+            self._file(command, rest)
+        else:
+            self._back(again=command == "/retry", interrupts=interrupts)
+
+    def _clear(self) -> None:
+        self.messages[:] = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def _set(self, name: str, value: str) -> None:
+        if value:
+            change = read_option(SamplingParams, name, value)
+            self.params = dataclasses.replace(self.params, **change)
+        else:
+            change = {one: getattr(self.params, one) for one in option_names(SamplingParams) if not name or one == name}
+        if not change:
+            raise RequestError(f"no option {name}{did_you_mean(name, option_names(SamplingParams))}")
+        for one in change:
+            self._out.note(f"{one:<22}{getattr(self.params, one)!r}")
+
+    def _file(self, command: str, name: str) -> None:
+        from powerinfer.cli import conversation_file
+
+        if not name:
+            raise RequestError(f"{command} needs the name of a file")
+        if command == "/save":
+            conversation_file.save(Path(name), self.messages)
+        else:
+            self.messages[:] = conversation_file.load(Path(name))
+            first = self.messages[:1]
+            self._system = first[0]["content"] if first and first[0]["role"] == "system" else None
+        done = "saved in" if command == "/save" else "loaded from"
+        self._out.note(f"({len(self.messages)} messages {done} {printable(name)})")
+
+    def _back(self, again: bool, interrupts: Interrupts) -> None:
+        """Remove the last turn; again: and send its message again."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise RequestError("there is no earlier message")
+        before = self.messages[:]
+        del self.messages[-2:]
+        if not again:
+            self._out.note("(the last message and its answer are removed)")
             return
+        kept = False
+        try:
+            kept = self._turn(before[-2]["content"], interrupts)
+        finally:
+            if not kept:
+                self.messages[:] = before
+
+    def _turn(self, text: str, interrupts: Interrupts) -> bool:
+        """Answer a message; whether there is an answer."""
+        asked, prompt = self._fitted([*self.messages, {"role": "user", "content": text}])
+        room = self._llm.context - len(prompt)
+        stop = (*self.params.stop, NEXT_TURN) if self._plain else self.params.stop
+        params = dataclasses.replace(self.params, max_tokens=min(self.params.max_tokens or room, room), stop=stop)
+        with reading() as progress:
+            events = self._llm.stream(prompt, params, progress=progress)
+            _, document = interrupts.allowed(lambda: answer(events, self._out, trim=self._plain))
         self._out.text("\n")
-        if document["finish_reason"] == "length":
-            full = params.max_tokens == room
-            self._out.note("(the context is full; /reset)" if full else ended_by(params.max_tokens))
+        stopped = document["finish_reason"] == "abort"
+        if stopped and not document["text"]:
+            self._out.note("(stopped; the message is not kept)")
+            return False
         self.messages[:] = [*asked, {"role": "assistant", "content": document["text"]}]
         self.turns.append(document)
+        if stopped:
+            self._out.note("(stopped)")
+        elif document["finish_reason"] == "length":
+            full = params.max_tokens == room
+            self._out.note(ended_by(None if full else params.max_tokens))
+        if self._verbose:
+            self._out.note(speed(document))
+        return True
+
+    def _fitted(self, asked: list[Message]) -> tuple[list[Message], list[int]]:
+        """The messages, and their tokens; without the oldest turns if those leave no room for an answer.
+
+        Half the context is made free, so that the prefix cache serves the next turns. RequestError if the last message
+        does not fit on its own.
+        """
+        context, encode = self._llm.context, self._llm.encode_chat
+        prompt = encode(asked)
+        first = 1 if asked[0]["role"] == "system" else 0
+        turns = (len(asked) - first) // 2
+
+        def without(n: int) -> list[Message]:
+            return asked[:first] + asked[first + 2 * n :]
+
+        if context - len(prompt) < min(self.params.max_tokens or context, context // 8 + 1) and turns:
+            free = [*range(1, turns)]
+            n = 1 + bisect_left(free, True, key=lambda n: 2 * len(encode(without(n))) <= context)
+            asked = without(n)
+            prompt = encode(asked)
+            if len(prompt) < context:
+                self._out.note(f"(the context is full: {n} of the earlier turns dropped, the oldest)")
+        if len(prompt) >= context:
+            raise RequestError(f"the message does not fit the context: {len(prompt)} of {context} tokens")
+        return asked, prompt
+
+
+def speed(document: dict[str, Any]) -> str:
+    """How fast an answer was, on a line."""
+    timings = document.get("timings", {})
+    parts = [f"{document['completion_tokens']} tokens"]
+    parts += [f"{rate:.1f} tok/s" for rate in [timings.get("decode_tok_s")] if rate]
+    if "prompt_tokens" in document:
+        cached = document["cached_tokens"]
+        parts.append(f"prompt of {document['prompt_tokens']}" + (f" ({cached} cached)" if cached else ""))
+    parts += [f"{rate:.1f} tok/s" for rate in [timings.get("prefill_tok_s")] if rate]
+    return f"({', '.join(parts)})"

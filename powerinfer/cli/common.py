@@ -47,6 +47,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        choice = re.fullmatch(r"argument (.+): invalid choice: (.+) \(choose from (.+)\)", message)
+        if choice is not None:
+            message = f"{choice[1]} must be one of {choice[3]}, not {choice[2]}"
+        message = message.replace("the following arguments are required:", "missing:")
         raise RequestError(f"{message}; see `{self.prog} --help`")
 
 
@@ -97,7 +101,7 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--model",
         metavar="MODEL",
-        help="GGUF file, model folder or name of a local model; default: the default model",
+        help="GGUF file, model folder or name of a model; default: the default model",
     )
 
 
@@ -211,6 +215,34 @@ def config_from(args: argparse.Namespace, config: Callable[..., Any], **override
     return config(**{**overrides, **given})
 
 
+def option_names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config) if "help" in field.metadata]
+
+
+def read_option(config: type, name: str, text: str) -> dict[str, Any]:
+    """{option: value}, read as its flag reads it; true or false for a switch. RequestError if that is not possible."""
+    wanted = "--" + name.lstrip("-").replace("_", "-")
+    options = {field.name: field for field in dataclasses.fields(config) if "help" in field.metadata}
+    names = {f"--{one.replace('_', '-')}": one for one in options}
+    names |= {flag: one for one, field in options.items() for flag in field.metadata.get("flags", ())}
+    if wanted not in names:
+        raise RequestError(f"no option {name}{did_you_mean(wanted, names)}")
+    option = names[wanted]
+    if options[option].type == "bool":
+        if text not in ("true", "false"):
+            raise RequestError(f"{option} must be true or false, not {text!r}")
+        return {option: text == "true"}
+    if text == "none" and options[option].default == ():
+        return {option: ()}
+    parser = Parser(prog=name)
+    config_flags(parser, config, "", only=(option,))
+    try:
+        args = parser.parse_args([f"--{option.replace('_', '-')}={text}"])
+    except RequestError as error:
+        raise RequestError(str(error).partition("; see `")[0]) from None
+    return {option: getattr(config_from(args, config), option)}
+
+
 # ---------------------------------------------------------------- output
 
 
@@ -276,12 +308,33 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------- the engine
 
 
+def agreed(question: str) -> bool:
+    """Whether the user says yes to a question on stderr; False without a terminal."""
+    if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
+        return False
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def demonstration_note(model: str | None, out: Output) -> None:
+    """One line about the default model (-m), for those who meet it first."""
+    from powerinfer.hub import DEFAULT_MODEL
+
+    if model is None or model.lower() == DEFAULT_MODEL:
+        out.note(
+            "SmolLM2 135M is a tiny model for a demonstration, and often wrong; `powerinfer pull qwen3-4b` (2.5 GB) "
+            "downloads a good one"
+        )
+
+
 def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent) -> Checkpoint:
     """The files of a model (-m), opened with --quantize."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
 
-    return open_checkpoint(resolve_model(model, say=out.note), quantize=engine.quantize, progress=progress)
+    return open_checkpoint(
+        resolve_model(model, say=out.note, agree=agreed), quantize=engine.quantize, progress=progress
+    )
 
 
 def open_llm(
@@ -291,7 +344,7 @@ def open_llm(
     from powerinfer.cli.progress import Bar
     from powerinfer.hub import resolve_model
 
-    path = resolve_model(model, say=out.note)
+    path = resolve_model(model, say=out.note, agree=agreed)
     with Bar() as bar:
         llm = load_llm(path, engine, bar, check)
     for note in llm.notes:
@@ -316,8 +369,10 @@ def load_llm(
 
 def with_model_defaults(params: SamplingParams, llm: LLM, args: argparse.Namespace) -> SamplingParams:
     """`params` of the flags, with the model's own defaults for flags that were not given."""
-    values = {name: value for name, value in llm.sampling.values.items() if not hasattr(args, name)}
-    return dataclasses.replace(params, **values)
+    fields = dataclasses.fields(params)
+    given = {field.name: getattr(params, field.name) for field in fields if hasattr(args, field.name)}
+    filled = llm.sampling.with_given(given)
+    return dataclasses.replace(params, **{name: filled[name] for name in llm.sampling.values if name in filled})
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:

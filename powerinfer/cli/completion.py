@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from powerinfer.cli.common import Output
+from powerinfer.errors import RequestError
 
 _BASH = """\
 _powerinfer() {
@@ -42,7 +43,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=(*SCRIPTS, "words"), help="`words` is for the scripts themselves")
+    parser.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
     parser.add_argument("context", nargs="*", help=argparse.SUPPRESS)  # the verb, and the word before the cursor
 
 
@@ -52,6 +53,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         found = words(verb, previous)
         out.line("\n".join(found))
         out.document({"words": found})
+    elif args.shell not in SCRIPTS:
+        raise RequestError(f"no completion for {args.shell}; the shells are {', '.join(SCRIPTS)}")
     else:
         out.line(SCRIPTS[args.shell].rstrip())
         out.document({"shell": args.shell, "script": SCRIPTS[args.shell]})
@@ -66,13 +69,40 @@ def words(verb: str, previous: str) -> list[str]:
         return list(VERBS)
     if previous in ("-m", "--model"):
         return _models()
-    return [*(_models() if verb == previous == "pull" else ()), *_flags(verb, previous)]
+    named = {"pull": _known_models, "rm": _local_models}
+    return [*(named[verb]() if verb == previous and verb in named else ()), *_flags(verb, previous)]
+
+
+def _known_models() -> list[str]:
+    from powerinfer.hub import known_names
+
+    return known_names()
+
+
+def _local_models() -> list[str]:
+    from powerinfer.hub import list_stored
+
+    return [model.name for model in list_stored()]
 
 
 def _models() -> list[str]:
-    from powerinfer.hub import CATALOGUE, list_stored
+    """Those that open at once, and the default one."""
+    from powerinfer.hub import DEFAULT_MODEL
 
-    return sorted({*CATALOGUE, *(model.name for model in list_stored())})
+    return sorted({DEFAULT_MODEL, *_local_models()})
+
+
+def _described(flag: str) -> list[str] | None:
+    """The names that a flag of a free text also takes; None for other flags."""
+    if flag == "--hardware":
+        from powerinfer.hardware.description import ready_made
+
+        return ready_made()
+    if flag == "--shape":
+        from powerinfer.placement.shapes import SHAPES
+
+        return sorted(SHAPES)
+    return None
 
 
 def _flags(verb: str, previous: str) -> list[str]:
@@ -86,5 +116,5 @@ def _flags(verb: str, previous: str) -> list[str]:
     import_module(f"powerinfer.cli.{verb}").configure(parser)
     for action in parser._actions:
         if previous in action.option_strings and action.nargs != 0:
-            return [str(choice) for choice in action.choices or ()]
+            return _described(previous) or [str(choice) for choice in action.choices or ()]
     return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]

@@ -32,7 +32,9 @@ VERBS = {
     "report": "write a page with plots of a model's prepared data",
     "plan": "decide what is placed on the GPU, in RAM and on disk",
     "inspect": "show what a model is and how it would run",
-    "pull": "download a model, or list local models",
+    "pull": "download a model",
+    "list": "list local models",
+    "rm": "remove a local model",
     "completion": "print a shell completion script",
 }
 

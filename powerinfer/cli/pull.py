@@ -1,37 +1,45 @@
-"""Download a model into the cache, or list local models.
+"""Download a model into the cache.
 
-NAME is a known name, a Hugging Face repository (owner/name, or owner/name:Q4_K_M for one GGUF model of several) or
-a local path, which is registered under its own name and not copied. Without NAME the default model is downloaded.
-An interrupted pull resumes when it is run again.
+NAME is a short name (qwen3-4b, or qwen3-4b:Q8_0 for another quantisation; --names lists them), a Hugging Face
+repository (owner/name, or owner/name:Q4_K_M for one GGUF model of several) or a local path, which is registered under
+its own name and not copied. Without NAME the default model is downloaded. An interrupted pull resumes when it is run
+again; files are checked against the SHA-256 that the hub states.
+
+JSON: name, path, source, bytes; with --names names (name, repository, quantisation, file, gigabytes).
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from powerinfer.cli.common import Output
-from powerinfer.hub import DEFAULT_MODEL, StoredModel, list_stored, pull
+from powerinfer.cli.list import document, show
+from powerinfer.hub import DEFAULT_MODEL, pull
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=f"default: {DEFAULT_MODEL}")
-    parser.add_argument("--list", action="store_true", help="list local models; downloads nothing")
+    parser.add_argument("--list", action="store_true", help="list local models, as `powerinfer list`")
+    parser.add_argument("--names", action="store_true", help="list the short names; downloads nothing")
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     if args.list:
-        models = list_stored()
-        for model in models:
-            out.line(f"{model.name:<40} {model.nbytes / 1e6:>10.1f} MB  {model.source}")
-        if not models:
-            out.note("no models yet; `powerinfer pull` downloads the default one")
-        out.document({"models": [_document(model) for model in models]})
-        return 0
+        return show(out)
+    if args.names:
+        return _names(out)
     model = pull(args.model, say=out.note)
     out.line(str(model.path))
-    out.document(_document(model))
+    out.document(document(model))
     return 0
 
 
-def _document(model: StoredModel) -> dict[str, object]:
-    return {"name": model.name, "path": str(model.path), "source": model.source, "bytes": model.nbytes}
+def _names(out: Output) -> int:
+    from powerinfer.formats.catalogue import catalogue
+
+    for name, model in catalogue().items():
+        size = f"{model.gigabytes:g} GB" if model.gigabytes else ""
+        out.line(f"{name:<24} {size:>8}  {model.full_name()}")
+    out.document({"names": [{"name": name, **asdict(model)} for name, model in catalogue().items()]})
+    return 0

@@ -27,6 +27,7 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
+    demonstration_note,
     model_flag,
     open_llm,
     sparsity_summary,
@@ -85,6 +86,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             status, document = answer(_events(llm, prompt, args, params, progress), out)
         document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
+        demonstration_note(args.model, out)
         if args.verbose:
             _explain(llm, document, out)
         if document["finish_reason"] == "length":
@@ -235,7 +237,8 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:
     """How an answer was sampled; defaults: where values come from that no flag gave."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     values = {name: getattr(params, name) for name in names}
-    return {**values, "defaults": llm.sampling.source or "powerinfer"}
+    own = any(values[name] == value for name, value in llm.sampling.values.items())
+    return {**values, "defaults": llm.sampling.source if own else "powerinfer"}
 
 
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:

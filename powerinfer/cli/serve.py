@@ -14,7 +14,7 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, config_flags, config_from, load_llm, model_flag
+from powerinfer.cli.common import Output, agreed, config_flags, config_from, load_llm, model_flag
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.errors import RequestError
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     config: ServeConfig = config_from(args, ServeConfig)
     engine: EngineConfig = config_from(args, EngineConfig)
     server.check(config)
-    path = resolve_model(args.model, say=out.note)
+    path = resolve_model(args.model, say=out.note, agree=agreed)
 
     def load(progress: Progress) -> LLM:
         llm = load_llm(path, engine, progress)

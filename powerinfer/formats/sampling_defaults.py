@@ -39,6 +39,13 @@ class SamplingDefaults:
     source: str = ""
     notes: tuple[str, ...] = ()
 
+    def with_given(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What is given, and the defaults for the rest.
+
+        A given temperature of 0 asks for the most likely token: then there are no defaults, and no penalty.
+        """
+        return dict(given) if given.get("temperature") == 0 else {**self.values, **given}
+
 
 def folder_defaults(folder: Path) -> SamplingDefaults:
     """The defaults in a folder's generation_config.json; none without that file. ModelError if it is not JSON.

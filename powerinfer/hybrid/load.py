@@ -46,7 +46,11 @@ def load_resolved(
     checkpoint, engine = resolved.checkpoint, resolved.engine
     executor = load(checkpoint, engine, progress, resolved.kv_room)
     executor.choices["gpu"] = f"none ({resolved.why})"
-    return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
+    try:
+        return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
+    except BaseException:
+        executor.close()
+        raise
 
 
 def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:

@@ -23,8 +23,12 @@ def load(
     cannot be met.
     """
     executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room)
-    wire(executor, checkpoint, progress)
-    checkpoint.finish()
+    try:
+        wire(executor, checkpoint, progress)
+        checkpoint.finish()
+    except BaseException:
+        executor.close()
+        raise
     checkpoint.release()
     return executor
 

@@ -249,7 +249,8 @@ class Driver:
         """Fail the newest of the requests that have to wait although the queue is full."""
         while self._arrived:
             request = self._arrived.pop()
-            if self._max_queue and len(self.scheduler.waiting) > self._max_queue and request.start_time is None:
+            waits = request in self.live and request.start_time is None  # it may have been aborted meanwhile
+            if waits and self._max_queue and len(self.scheduler.waiting) > self._max_queue:
                 self._rejected += 1
                 self._fail(request, QueueFullError(f"{self._max_queue} requests are waiting already: try again later"))
 

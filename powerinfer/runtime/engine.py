@@ -93,13 +93,18 @@ class LLM:
         threads, line = limited_threads(engine.threads)
         engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
         notes.extend(sampling.notes)
+        template = checkpoint.chat_template()
+        sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
         resolved = resolve(checkpoint, engine, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
-        template = checkpoint.chat_template()
-        self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
+        try:
+            self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
+        except BaseException:
+            executor.close()
+            raise
         self.checkpoint = checkpoint
         self.template = template
-        self.sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
+        self.sampling = sampling
         self.notes = notes
         if engine.adjust:
             self._runner.when_idle(sparsity.adjust)
@@ -171,7 +176,7 @@ class LLM:
 
         They apply wherever params are None; a SamplingParams is used exactly as it is.
         """
-        return SamplingParams(**{**self.sampling.values, **given})
+        return SamplingParams(**self.sampling.with_given(given))
 
     def stats(self) -> EngineStats:
         """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
@@ -180,13 +185,16 @@ class LLM:
     def traced(self) -> AbstractContextManager[Trace]:
         """Trace the steps on GPU and CPU within this context; not while requests run.
 
-        RequestError without a GPU.
+        RequestError without a GPU, or if the model was closed.
         """
-        return self._runner.within(self._executor.traced())
+        return self._runner.within(self._executor.traced)
 
     def every_neuron(self) -> AbstractContextManager[None]:
-        """Decode densely within this context, as with selector `all`; not while requests run."""
-        return self._runner.within(self._sparsity.suspended())
+        """Decode densely within this context, as with selector `all`; not while requests run.
+
+        RequestError if the model was closed.
+        """
+        return self._runner.within(self._sparsity.suspended)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but means one prompt

@@ -141,14 +141,29 @@ class Runner:
             raise error
         return value  # type: ignore[return-value]
 
+    def within(self, make: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
+        """`make()`, entered and left between two steps. RequestError if the model was closed."""
+        self._driver.check()
+        return self._within(make())
+
     @contextmanager
-    def within(self, context: AbstractContextManager[T]) -> Iterator[T]:
-        """`context`, entered and left between two steps."""
-        value = self.call(context.__enter__)
+    def _within(self, context: AbstractContextManager[T]) -> Iterator[T]:
+        def enter() -> T:
+            self._driver.check()
+            return context.__enter__()
+
+        def leave() -> None:
+            try:
+                context.__exit__(None, None, None)
+            except Exception:
+                if not self._driver.ended:  # a model that was closed meanwhile has nothing to put back
+                    raise
+
+        value = self.call(enter)
         try:
             yield value
         finally:
-            self.call(lambda: context.__exit__(None, None, None))
+            self.call(leave)
 
     def when_idle(self, work: Callable[[], bool]) -> None:
         """Call `work` repeatedly, until it returns False, whenever the last request has ended.

@@ -134,7 +134,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         llm = service.engine.llm
         try:
-            params, given = constrained(llm, body, body.to_params(llm.sampling.values)), body.prompts()
+            params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             prompts = await run_in_threadpool(_encode_prompts, llm, given)
             _check_prompts(llm, prompts, params if body.generates else None)
             echoes = await _echoes(llm, body, given, prompts)
@@ -289,7 +289,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
     llm = service.engine.llm
     try:
         tools = read_chat_tools(llm, body)
-        params = constrained(llm, body, body.to_params(llm.sampling.values), tools)
+        params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
         _check_prompts(llm, [tokens], params)
     except Exception as error:

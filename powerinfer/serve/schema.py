@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from powerinfer.formats.grammar import MAX_SOURCE
+from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.formats.tool_calls import MAX_TOOLS
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
@@ -157,7 +158,7 @@ class Sampling(Body):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream: true", param="stream_options")
 
-    def params(self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """defaults: for fields that are missing. RequestError for a value that `SamplingParams` refuses."""
         names = (
             "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -165,7 +166,7 @@ class Sampling(Body):
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**defaults, **given})
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **defaults.with_given(given))
 
 
 class Part(BaseModel):
@@ -207,7 +208,7 @@ class ChatRequest(Conversation, Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def to_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -236,7 +237,7 @@ class CompletionRequest(Sampling):
         """Whether tokens are generated: with echo and max_tokens 0 the answer is the prompt alone."""
         return self.max_tokens != 0
 
-    def to_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def to_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
         if not self.generates and not self.echo:
