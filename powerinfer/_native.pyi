@@ -272,6 +272,12 @@ class Ffn(Operator):
     def counts(self) -> dict[str, int]:
         """As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found."""
 
+    def count_fired(self, on: bool) -> None:
+        """Start or stop counting, for each neuron, the tokens that it fires for, in steps of up to NEURON_TOKENS."""
+
+    def take_fired(self, out: NDArray[np.int64]) -> int:
+        """out = tokens that each neuron fired for since the last call, [neurons]; returns the number of tokens."""
+
     def clear(self) -> None:
         """Reset the counters."""
 

@@ -40,6 +40,7 @@ from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.runtime.live import Live  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
 
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -370,6 +371,32 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert len(report["layers"]) == config.num_hidden_layers and 0 < report["gpu_share"] < 1
         assert round(report["active_fraction"], 3) == round(reports[0]["active_fraction"], 3)
+
+
+def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
+    """Its firings are those of the report, whatever else reads the counters meanwhile."""
+
+    class Here:
+        def call(self, work: Any) -> Any:
+            return work()
+
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    with split(path, 0.5) as (executor, ffns):
+        sparsity = HybridSparsity("exact", executor, ffns)
+        sparsity.clear()
+        live = Live(executor, sparsity, executor.cpu.config, Here())  # type: ignore[arg-type]
+        for part in (tokens[: len(tokens) // 2], tokens):
+            one_by_one(executor, part)
+            sparsity.report()
+        for one, told, ffn in zip(live.look(8), sparsity.report()["layers"], ffns, strict=True):
+            assert (one.device, one.gpu, one.way) == ("both", len(ffn.hot), "exact")
+            assert one.tokens == told["tokens"] and one.active == pytest.approx(told["active_fraction"])
+            assert one.placed.max() > 0 and one.seconds[1] > 0
+        assert all(one.fired is None and one.seconds == (0, 0) for one in live.look(8))
+        live.close()
 
 
 def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:

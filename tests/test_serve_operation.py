@@ -31,6 +31,7 @@ from powerinfer.errors import EngineError, PowerInferError, RequestError
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import gate
 from powerinfer.serve.keys import Keys, read_keys
+from powerinfer.serve.page import FILES as PAGE
 from powerinfer.serve.server import MAX_HEADERS, Server, check, is_local, make_server
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -70,7 +71,7 @@ def error_of(answer: httpx2.Response, status: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- keys
 
 
-def test_every_route_but_health_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_route_but_health_and_the_page_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# of the house\nfirst\n\nsecond\n")
     monkeypatch.setenv("POWERINFER_API_KEY", "third")
@@ -81,7 +82,7 @@ def test_every_route_but_health_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp
             paths = [route.path for route in server.config.app._app.routes]  # type: ignore[union-attr]
             assert {"/metrics", "/openapi.json", "/v1/engine", "/tokenize"} <= set(paths)
             for path in [*paths, "/nowhere", "/health/", "//health", "/HEALTH"]:
-                if path == "/health":
+                if path in ("/health", *PAGE):
                     continue
                 for header in WRONG:
                     for method in ("GET", "POST"):

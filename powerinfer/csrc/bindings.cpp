@@ -294,6 +294,12 @@ void take_fired(NeuronSum& sum, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, 
   sum.take_fired(out.data());
 }
 
+int64_t take_ffn_fired(Ffn& ffn, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+  require((int64_t)out.shape(0) == ffn.neurons(), "out has another number of neurons");
+  nb::gil_scoped_release release;
+  return ffn.take_fired(out.data());
+}
+
 void set_ways(Ffn& ffn, const std::vector<std::string>& names) {
   require(names.size() == PI_NEURON_TOKENS, "a way is needed for each number of tokens");
   Way ways[PI_NEURON_TOKENS];
@@ -613,6 +619,10 @@ void bind_ffn(nb::module_& m) {
            "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\" (the default where there are matrices),\n"
            "\"exact\" or \"predicted\".")
       .def("counts", &ffn_counts, "As of NeuronSum, and exact_steps, sampled_tokens, sampled_active, sampled_found.")
+      .def("count_fired", &Ffn::count_fired, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Start or stop counting, for each neuron, the tokens that it fires for, in steps of up to NEURON_TOKENS.")
+      .def("take_fired", &take_ffn_fired, "out"_a.noconvert(),
+           "out = tokens that each neuron fired for since the last call, [neurons]; returns the number of tokens.")
       .def("clear", &Ffn::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 

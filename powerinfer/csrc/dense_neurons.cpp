@@ -28,8 +28,17 @@ bool DenseNeurons::same_kind(const Bundles& bundles) const {
          same(spec_.up_bias, bundles.spec.up_bias);
 }
 
-void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to) const {
-  add_down(t, tokens, multiply(t, acts, tokens), to);
+void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
+  const Columns mine = multiply(t, acts, tokens);
+  if (fired) count_fired(t, mine, tokens, fired);
+  add_down(t, tokens, mine, to);
+}
+
+void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired) {
+  for (int64_t i = 0; i < tokens; i++) {
+    const float* h = t.program->gate + i * t.program->ldh;
+    for (int64_t j = mine.c0; j < mine.c1; j++) fired[j] += h[j] != 0.0f;
+  }
 }
 
 Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) const {
@@ -62,7 +71,7 @@ Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) co
 }
 
 void DenseNeurons::finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to,
-                          NeuronCounts& done) const {
+                          NeuronCounts& done, int64_t* fired) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   const Columns mine(*up_, *w.pool, t.id, 2);  // two panels: a whole block of h
@@ -80,6 +89,7 @@ void DenseNeurons::finish(Thread& t, const PiActs* acts, int64_t tokens, float t
     }
     for (int64_t j = 0; j < n; j++) done.active += h[j] != 0.0f;
   }
+  if (fired) count_fired(t, mine, tokens, fired);
   add_down(t, tokens, mine, to);
 }
 

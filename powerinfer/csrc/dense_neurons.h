@@ -16,18 +16,20 @@ class DenseNeurons {
   int forms() const { return first().form() | up_->form(); }  // of the input
 
   // ---- For the threads of a job of a program. acts: the input, normalised, in `forms`.
-  // The sum of all of them. Ends with a barrier.
-  void sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to) const;
+  // The sum of all of them. Ends with a barrier. fired: if not null, [neurons], counts the tokens that each fires for.
+  void sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const;
   // The same in two steps: activations of the first product to `gate` of the program, the columns that are returned by
-  // this thread, and the rest, in which those up to `threshold` count as zero. done: of this thread.
+  // this thread, and the rest, in which those up to `threshold` count as zero. done: of this thread;
+  // fired: as above.
   Columns activate(Thread& t, const PiActs* acts, int64_t tokens) const;
-  void finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to,
-              NeuronCounts& done) const;
+  void finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to, NeuronCounts& done,
+              int64_t* fired) const;
   // h to `gate` of the program, the columns that are returned by this thread.
   Columns multiply(Thread& t, const PiActs* acts, int64_t tokens) const;
 
  private:
   const Matrix& first() const { return gate_ ? *gate_ : *up_; }  // what the activation is on
+  static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);
   void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to) const;
 
   NeuronSpec spec_;  // biases padded to whole panels

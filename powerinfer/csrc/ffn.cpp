@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 std::shared_ptr<Ffn> Program::ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
                                   std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const Predictor> predictor) {
@@ -43,6 +44,7 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
     std::fill(ways_, ways_ + PI_NEURON_TOKENS + 1, way);
     sampled_.resize((size_t)workspace_->pool->threads());
     recall_every_ = recall_every;
+    fired_.clear();
     clear_counts();
   });
 }
@@ -71,6 +73,29 @@ Ffn::Counts Ffn::counts() const {
   return counts;
 }
 
+void Ffn::count_fired(bool on) {
+  workspace_->pool->between_jobs([&] {
+    const size_t places = (size_t)(bundled_ ? bundled_->bundles->neurons : dense_->neurons());
+    fired_.assign(on ? places : 0, 0);
+    fired_tokens_ = 0;
+  });
+}
+
+int64_t Ffn::neurons() const { return bundled_ ? (int64_t)bundled_->bundles->members.size() : dense_->neurons(); }
+
+int64_t Ffn::take_fired(int64_t* out) {
+  int64_t tokens = 0;
+  workspace_->pool->between_jobs([&] {
+    check(!fired_.empty(), "firings are not counted");
+    if (bundled_)
+      for (const int32_t place : bundled_->bundles->members) *out++ = fired_[(size_t)place];
+    else std::copy(fired_.begin(), fired_.end(), out);
+    std::fill(fired_.begin(), fired_.end(), 0);
+    tokens = std::exchange(fired_tokens_, 0);
+  });
+  return tokens;
+}
+
 void Ffn::clear() {
   workspace_->pool->between_jobs([&] { clear_counts(); });
 }
@@ -93,11 +118,14 @@ void Ffn::run(Thread& t, const Step& step) {
   const int64_t at_once = chosen == WAY_DENSE ? step.tokens : (int64_t)PI_NEURON_TOKENS;
   const bool counted = step.tokens <= PI_NEURON_TOKENS;
   if (t.id == 0 && chosen == WAY_EXACT && counted) exact_steps_++;
+  int64_t* const fired = counted && !fired_.empty() ? fired_.data() : nullptr;
+  if (t.id == 0 && fired) fired_tokens_ += step.tokens;
   for (int64_t first = 0; first < step.tokens; first += at_once) {
     const Rows x = p.residual(first, std::min(step.tokens - first, at_once));
     const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
-    const NeuronSum::Piece piece{x, spec_.norm, to, counted};
-    if (chosen == WAY_DENSE) dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to);
+    const NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired};
+    if (chosen == WAY_DENSE)
+      dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to, fired);
     else if (chosen == WAY_PREDICTED) predicted(t, piece);
     else if (dense_) exact(t, piece);
     else bundled_->sum_selected(t.id, piece);
@@ -116,7 +144,7 @@ void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
   list_firing(t, acts, tokens);
   w.pool->barrier();
   if (!many(w.lists(), tokens)) return bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr);
-  dense_->finish(t, acts, tokens, bundled_->threshold, piece.to, w.lists().shares[(size_t)t.id].done);
+  dense_->finish(t, acts, tokens, bundled_->threshold, piece.to, w.lists().shares[(size_t)t.id].done, piece.fired);
   if (t.id == 0) bundled_->count(tokens);
   w.pool->barrier();
 }

@@ -46,6 +46,12 @@ class Ffn : public Op {
     int64_t exact_steps;
     Recall recall;
   };
+  // Starts or stops counting, for each neuron, the tokens of small steps that it fires for: to which its product is
+  // not zero.
+  void count_fired(bool on);
+  int64_t neurons() const;
+  // out: [neurons]; returns the number of tokens; resets both.
+  int64_t take_fired(int64_t* out);
   // Since they were cleared; as those of a NeuronSum, read and cleared between jobs.
   Counts counts() const;
   void clear();
@@ -70,4 +76,6 @@ class Ffn : public Op {
   int64_t recall_every_ = 0, exact_steps_ = 0;
   Recall recall_ = {};
   std::vector<Recall> sampled_;  // of the threads
+  std::vector<int64_t> fired_;   // by place, which is the column of matrices; empty: not counted
+  int64_t fired_tokens_ = 0;
 };

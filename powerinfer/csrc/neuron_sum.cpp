@@ -89,9 +89,10 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   if (some && predictor) predictor->mark(lists, own.taken.data(), n, tokens);
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
   own.done = {};
+  int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
   add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n,
               {known, ldk, some ? lists.selected_by.data() : nullptr, threshold}, own.block, own.sums.data(), lists.lds,
-              own.done, piece.counted && counts_fired ? fired_.data() : nullptr);
+              own.done, fired);
   workspace->pool->barrier();
   add_sums(thread, piece);
   if (thread == 0 && piece.counted) count(tokens);

@@ -39,6 +39,7 @@ class NeuronSum {
     bool counted;
     const uint8_t* selected = nullptr;  // [tokens][members]
     const float* weight = nullptr;      // [tokens]
+    int64_t* fired = nullptr;           // by place, if the caller counts the tokens that neurons fire for
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);

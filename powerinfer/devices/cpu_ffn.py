@@ -203,6 +203,15 @@ class CpuFfn:
         """Reset the counters."""
         self.op.clear()
 
+    def count_fired(self, on: bool) -> None:
+        """Start or stop counting, for each neuron, the tokens that it fires for, in steps of up to `NEURON_TOKENS`."""
+        self.op.count_fired(on)
+
+    def take_fired(self) -> tuple[int, NDArray[np.int64]]:
+        """(tokens, int64 [neurons] those that each fired for) since the last call, while they are counted."""
+        fired = np.empty(self.neurons, np.int64)
+        return self.op.take_fired(fired), fired
+
 
 def _placed(bundles: SomeBundles, bias: Float32 | None) -> Float32 | None:
     if bias is None:

@@ -16,6 +16,7 @@ An FFN is a sum over its neurons, so where they are placed changes only how the 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -35,7 +36,7 @@ from powerinfer.hybrid.parts import Biases, CpuPart, GpuPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import Indices, Placement, Predictor, Tier
+from powerinfer.neurons import Counts, Indices, Placement, Predictor, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,11 +226,14 @@ class HybridFfn:
             with span(self._layers.trace, "gpu", "streamed neurons", self.layer):
                 self._stream_cold(step)
             return
+        begin = time.perf_counter()
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
+        waited = time.perf_counter()
         with span(self._layers.trace, "cpu", "cold neurons", self.layer):
             job = self._cpu_part.sum(*self._link.views(tokens, self._sent_columns(tokens)))
         self._jobs += job and tokens <= NEURON_TOKENS
+        self._seconds += waited - begin, time.perf_counter() - waited
 
     def _stream_cold(self, step: Step) -> None:
         assert self.stage is not None and self._cpu_part.bundles is not None and step.read is not None
@@ -250,8 +254,11 @@ class HybridFfn:
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent = np.zeros(self._config.size)
         self.recent_tokens = 0.0
+        self._seconds = np.zeros(2)
+        self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
         self._take_counts()
         self.recent[:] = 0
+        self._fired[:] = 0
 
     def predict(self, on: bool) -> None:
         """Whether to use the predictor from now on."""
@@ -272,10 +279,24 @@ class HybridFfn:
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent_tokens += tokens
+        self._fired_tokens += tokens
         self._sums.update(tokens=tokens, steps=steps, jobs=self._jobs)
         self._jobs = 0
         self._sums.update(self._take_counts())
         return self._sums
+
+    def take_fired(self) -> tuple[int, Counts]:
+        """(tokens, int64 [neurons] those that each fired for) since the last call; not while a step runs."""
+        self.collect()
+        taken = self._fired_tokens, self._fired
+        self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
+        return taken
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""
+        wait, work = self._seconds
+        self._seconds = np.zeros(2)
+        return float(wait), float(work)
 
     def _take_counts(self) -> dict[str, int]:
         """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""
@@ -284,6 +305,7 @@ class HybridFfn:
             if part is not None and len(index):
                 counts = part.take_counts()
                 self.recent[index] += counts
+                self._fired[index] += counts
                 sums[name] = int(counts.sum())
         return sums
 

@@ -63,6 +63,12 @@ class HybridSparsity(Sparsity):
         streams = None if self.stage is None else self.stage.least
         return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
 
+    def way(self, layer: int) -> str:
+        return "predicted" if self.selector == "predicted" else "exact"
+
+    def split(self) -> Mapping[int, HybridFfn]:
+        return {ffn.layer: ffn for ffn in self.ffns}
+
     def clear(self) -> None:
         """Reset the counters of `report`."""
         for ffn in self.ffns:

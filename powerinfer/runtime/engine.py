@@ -16,6 +16,7 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.chat import NO_TEMPLATE, encode_chat
 from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.progress import Progress, silent
+from powerinfer.runtime.live import Live
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
@@ -181,6 +182,10 @@ class LLM:
     def stats(self) -> EngineStats:
         """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
         return self._runner.stats()
+
+    def live(self) -> Live:
+        """The neurons as they fire. One at a time, to be closed."""
+        return Live(self._executor, self._sparsity, self.config, self._runner)
 
     def traced(self) -> AbstractContextManager[Trace]:
         """Trace the steps on GPU and CPU within this context; not while requests run.

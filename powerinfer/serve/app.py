@@ -26,7 +26,9 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
 from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
+from powerinfer.serve.live import LIVE, LiveView
 from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
+from powerinfer.serve.page import add_page
 from powerinfer.serve.responses import ResponsesRequest, ResponsesShape
 from powerinfer.serve.schema import (
     ChatRequest,
@@ -113,6 +115,7 @@ def build_app(service: Service) -> FastAPI:
     _add_answers(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    add_page(app)
     return app
 
 
@@ -206,6 +209,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/engine")
     async def engine() -> Response:
         return json_response(await run_in_threadpool(_describe, service))
+
+    view = LiveView()
+
+    @app.get(LIVE)
+    async def live() -> Response:
+        return json_response(await run_in_threadpool(view.frame, service.engine.llm))
 
     @app.get("/metrics")
     async def metrics() -> Response:

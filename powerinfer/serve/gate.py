@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from powerinfer.serve.api_error import ApiError, headers_of, is_anthropic
 from powerinfer.serve.keys import Keys
+from powerinfer.serve.live import LIVE
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
+from powerinfer.serve.page import FILES as PAGE
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,7 +30,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/health",)  # answered without a key
+OPEN = ("/health", *PAGE)  # answered without a key
+QUIET = (LIVE,)  # asked twice a second: only what is refused is logged
 CLIENT_LEFT = 499  # in the log and the metrics: the client did not wait for its answer
 SEND_SECONDS = 60.0  # that a client may take to read what was sent, before it counts as gone
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -94,6 +97,8 @@ class Gate:
     def _report(self, scope: Scope, status: int, seconds: float, request_id: str, facts: dict[str, Any]) -> None:
         path = scope["path"]
         self._metrics.request(path if path in self._endpoints else "other", status, seconds)
+        if path in QUIET and status == 200:
+            return
         client = (scope.get("client") or ("", 0))[0]
         log(
             "info", "request", request_id=request_id, client=client, method=scope["method"], path=path[:256],

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Sparsity"]
+if TYPE_CHECKING:
+    from powerinfer.neurons import Counts, Indices
+
+__all__ = ["Sparsity", "SplitFfn"]
+
+
+class SplitFfn(Protocol):
+    """An FFN whose neurons are on a GPU (hot: int32, ascending) and on the CPU."""
+
+    hot: Indices
+
+    def take_fired(self) -> tuple[int, Counts]:
+        """(tokens, int64 [neurons] those that each fired for) since the last call; not while a step runs."""
+        ...
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""
+        ...
 
 
 class Sparsity:
@@ -30,6 +48,14 @@ class Sparsity:
     def bytes_per_token(self, dense: int | None) -> int | None:
         """Bytes of weights read per decoded token, given those of the dense model; None: unknown."""
         return dense
+
+    def way(self, layer: int) -> str:
+        """How a layer computes one token: "dense", "exact" or "predicted"."""
+        return "dense"
+
+    def split(self) -> Mapping[int, SplitFfn]:
+        """The FFNs whose neurons are on two devices, by layer."""
+        return {}
 
     def adjust(self) -> bool:
         """Swap neurons between devices; not while a step runs. False if it was not worth it."""

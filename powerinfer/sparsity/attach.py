@@ -54,6 +54,9 @@ class CpuSparsity(Sparsity):
             whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
         return {"selector": self.selector, "layers": layers, **whole}
 
+    def way(self, layer: int) -> str:
+        return self.verdicts[layer].ways["1"]
+
     def clear(self) -> None:
         """Reset the statistics of `report`."""
         for layer in range(len(self.verdicts)):

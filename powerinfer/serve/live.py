@@ -1,0 +1,119 @@
+"""The route `LIVE`: the neurons as they fire, counted only while somebody looks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.runtime.live import Live, LiveLayer
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.driver import EngineStats
+    from powerinfer.runtime.engine import LLM
+
+LIVE = "/v1/engine/live"
+BINS = 128  # of a layer's neurons
+FRAME_SECONDS = 0.4  # between two frames at least; who asks earlier gets the last one
+LEAVE_SECONDS = 5.0  # without a question, after which counting ends
+
+
+class LiveView:
+    """Frames of a model for all who look. Thread-safe; `frame` waits for a step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._timer: threading.Timer | None = None
+        self._frame: dict[str, Any] = {}
+        self._stats: EngineStats | None = None
+        self._at = self._asked = 0.0
+        self._number = 0
+
+    def frame(self, llm: LLM) -> dict[str, Any]:
+        """What happened between the last two frames. The first has no counts: counting begins with it."""
+        with self._lock:
+            now = self._asked = time.monotonic()
+            if self._live is None:
+                self._live, self._frame = llm.live(), {}
+                self._watch(LEAVE_SECONDS)
+            if not self._frame or now - self._at >= FRAME_SECONDS:
+                self._frame = self._new(llm, self._live, now)
+            return self._frame
+
+    def _new(self, llm: LLM, live: Live, now: float) -> dict[str, Any]:
+        stats, before = llm.stats(), self._stats
+        seconds = now - self._at if self._frame and before else 0.0
+        self._stats, self._at = stats, now
+        self._number += 1
+        look = live.look(BINS)
+        layers = [_layer(one) for one in look]
+        step_s = stats.step_s - before.step_s if before and seconds else 0.0
+        known = [one["ffn_bytes_per_token"] for one in layers if one["ffn_bytes_per_token"] is not None]
+        tokens = stats.answer_tokens - before.answer_tokens if before and seconds else 0
+        return {
+            "object": "engine.live",
+            "frame": self._number,
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "busy": min(1.0, step_s / seconds) if seconds else None,
+            "overlap": _overlap(look, step_s),
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "bytes_per_token": llm.bytes_per_token,
+            "ffn_bytes_per_token": sum(known) if len(known) == len(layers) else None,
+            "layers": layers,
+        }
+
+    def _watch(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._leave)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _leave(self) -> None:
+        """Count no more if nobody has asked for a while."""
+        with self._lock:
+            left = self._asked + LEAVE_SECONDS - time.monotonic()
+            if left > 0:
+                self._watch(left)
+            else:
+                self._end()
+
+    def close(self) -> None:
+        """Count no more, until the next frame."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        timer, live, self._timer, self._live = self._timer, self._live, None, None
+        if timer is not None:
+            timer.cancel()
+        if live is not None:
+            live.close()
+
+
+def _overlap(layers: list[LiveLayer], step_s: float) -> dict[str, float] | None:
+    """Shares of the time in steps: that the CPU sums cold neurons beside the GPU, and waits for it. None: nothing is
+    split, or no step ran."""
+    if not step_s or all(one.device != "both" for one in layers):
+        return None
+    wait, cpu = (sum(one.seconds[part] for one in layers) / step_s for part in (0, 1))
+    return {"cpu": min(1.0, cpu), "wait": min(1.0, wait)}
+
+
+def _layer(one: LiveLayer) -> dict[str, Any]:
+    """Shares of bins are whole thousandths: they are drawn, and a frame stays small."""
+    return {
+        "layer": one.layer,
+        "neurons": one.neurons,
+        "way": one.way,
+        "device": one.device,
+        "gpu_neurons": one.gpu,
+        "tokens": one.tokens,
+        "active_fraction": one.active,
+        "ffn_bytes_per_token": one.ffn_bytes,
+        "fired": None if one.fired is None else (1000 * one.fired).round().astype(int).tolist(),
+        "on_gpu": None if one.device != "both" else (1000 * one.placed).round().astype(int).tolist(),
+        "why_not": one.why_not,
+    }
