@@ -49,6 +49,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._lock = threading.Lock()
+        self._preparing = threading.Lock()  # held long, so that no event loop may wait for it
         self._cache = _Cache(cache_bytes)
         self._prepared: _Vocabulary | PowerInferError | None = None
 
@@ -65,6 +66,11 @@ class Grammars:
         if isinstance(known, str):
             raise RequestError(known)
         return known
+
+    def knows(self, grammar: Grammar | LazyGrammar) -> bool:
+        """Whether `compile` would not have to wait; at once."""
+        with self._lock:
+            return self._cache.find(grammar.grammar if isinstance(grammar, LazyGrammar) else grammar) is not None
 
     def mask(self, grammar: Grammar | LazyGrammar) -> GrammarMask | LazyMask:
         """The mask of one answer; errors and time as of `compile`."""
@@ -112,7 +118,7 @@ class Grammars:
     @property
     def _vocabulary(self) -> _Vocabulary:
         """Prepared once, in as long as a large vocabulary takes; so is the refusal of one."""
-        with self._lock:
+        with self._preparing:
             if self._prepared is None:
                 try:
                     self._prepared = _Vocabulary(self._tokenizer, self._vocab_size)
