@@ -56,7 +56,9 @@ def usable(llm: LLM) -> None:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
+    deadline = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
         time.sleep(0.001)
 
 

@@ -6,8 +6,10 @@ import asyncio
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,15 @@ import pytest
 from jsonschema import Draft202012Validator
 from test_cli import error_line, powerinfer
 from test_tokenizer import byte_level_metadata, oracle, sentencepiece_metadata
-from toy_model import EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
+from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
 
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import PowerInferError, QueueFullError, RequestError
 from powerinfer.formats.grammar import MAX_RULES, MAX_SOURCE, Grammar, response_format
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 from powerinfer.runtime import grammar as module
-from powerinfer.runtime.async_llm import AsyncLLM
+from powerinfer.runtime.async_llm import MAX_COMPILING, AsyncLLM
 from powerinfer.runtime.grammar import CompiledGrammar, GrammarMask, Grammars
 from powerinfer.runtime.params import SamplingParams
 
@@ -329,6 +331,15 @@ def test_a_failure_of_the_compiler_is_an_error_in_one_line(monkeypatch: pytest.M
     assert grammars.compile(Grammar.regex("a")).mask().accept_bytes(b"a"), "the failure was not kept"
 
 
+def test_a_special_token_without_a_text_is_not_allowed_with_another(grammars: Grammars) -> None:
+    mask = grammars.compile(Grammar.lark(f'start: "a" (<[{BOS}]> "a")*')).mask()
+    assert not mask.accept(ord("a"))
+    assert np.flatnonzero(bits(mask.allowed(), VOCAB)).tolist() == [BOS, EOS]
+    mask = grammars.compile(Grammar.lark(f'start: "a" (<[{EOS}]> "a")* "."')).mask()
+    assert not mask.accept(ord("a"))
+    assert np.flatnonzero(bits(mask.allowed(), VOCAB)).tolist() == [ord("."), EOS]
+
+
 def test_the_end_is_allowed_where_the_text_matches(grammars: Grammars) -> None:
     mask = grammars.compile(Grammar.regex("a+")).mask()
     assert not bits(mask.allowed(), VOCAB)[EOS]
@@ -459,10 +470,11 @@ def test_states_that_multiply_end_the_request_and_not_the_grammar(
 def test_compiling_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(ToyTokenizer())  # type: ignore[arg-type]
     grammars.compile(Grammar.regex("warm"))
-    build, slow = grammars._build, Grammar.regex("slow")
+    build, slow, late = grammars._build, Grammar.regex("slow"), threading.Event()
 
     def sleepy(vocabulary: Any, grammar: Grammar) -> Any:
-        time.sleep(0.5 if grammar == slow else 0)
+        if grammar == slow:
+            late.wait(60)
         return build(vocabulary, grammar)
 
     monkeypatch.setattr(grammars, "_build", sleepy)
@@ -471,6 +483,7 @@ def test_compiling_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         grammars.compile(slow)
     with pytest.raises(RequestError, match="too many others"):
         grammars.compile(Grammar.regex("behind it"))
+    late.set()
     monkeypatch.setattr(module, "COMPILE_SECONDS", 30)
     assert grammars.compile(Grammar.regex("behind it")) is grammars.compile(Grammar.regex("behind it"))
     assert grammars.compile(slow).mask().accept_bytes(b"slow"), "its result was kept"
@@ -503,22 +516,52 @@ def test_constrained_and_free_answers_share_a_batch() -> None:
     assert batch[0].text == batch[2].text == alone and batch[1].text.startswith("[")
 
 
-def test_asyncio_waits_for_a_grammar_without_holding_up_the_loop() -> None:
-    async def ask() -> tuple[str, int]:
+def test_asyncio_waits_for_a_grammar_without_holding_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> str:
         async with AsyncLLM.from_llm(toy_llm()) as llm:
             grammars = llm.llm._runner._grammars
-            build, ticks = grammars._build, 0
-            grammars._build = lambda *args: (time.sleep(0.3), build(*args))[1]  # type: ignore[method-assign]
+            build, ticks, ticked = grammars._build, 0, threading.Event()
+            # it is not compiled before the loop has run on
+            grammars._build = lambda *args: (ticked.wait(60), build(*args))[1]  # type: ignore[method-assign]
+            monkeypatch.setattr(module, "COMPILE_SECONDS", 60)
             task = asyncio.create_task(llm.generate("x", SamplingParams(regex="ab")))
             while not task.done():
                 await asyncio.sleep(0.01)
                 ticks += 1
+                if ticks > 3:
+                    ticked.set()
             with pytest.raises(RequestError, match="not supported: not"):
                 await llm.generate("x", SamplingParams(json_schema={"not": {}}))
-            return (await task).text, ticks
+            assert ticked.is_set()
+            return (await task).text
 
-    text, ticks = asyncio.run(ask())
-    assert text == "ab" and ticks > 3
+    assert asyncio.run(ask()) == "ab"
+
+
+def test_slow_grammars_hold_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many threads asyncio has; and those that may wait are bounded."""
+    monkeypatch.setattr(module, "COMPILE_SECONDS", 60)
+    free = threading.Event()
+
+    async def ask() -> list[Any]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        async with AsyncLLM.from_llm(toy_llm()) as llm:
+            grammars = llm.llm._runner._grammars
+            build = grammars._build
+            grammars._build = lambda *args: (free.wait(60), build(*args))[1]  # type: ignore[method-assign]
+            slow = [
+                asyncio.create_task(llm.generate("x", SamplingParams(regex=f"a{{{1 + at}}}")))
+                for at in range(MAX_COMPILING + 1)
+            ]
+            try:
+                await asyncio.wait_for(llm.generate("x", SamplingParams(2)), 30)
+            finally:
+                free.set()
+            return await asyncio.gather(*slow, return_exceptions=True)
+
+    *answers, last = asyncio.run(ask())
+    assert [answer.text for answer in answers] == ["a" * (1 + at) for at in range(MAX_COMPILING)]
+    assert isinstance(last, QueueFullError)
 
 
 def test_a_state_that_multiplies_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

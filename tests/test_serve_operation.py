@@ -437,9 +437,12 @@ def test_a_full_queue_refuses_at_once() -> None:
         executor.wait_for(0)
         others = [pool.submit(ask, n) for n in range(1, 12)]
         until(lambda: len(server.server_state.tasks) == 12)
-        while sum(one.done() for one in others) < 9:  # the queue is looked at between two steps
+
+        def refused() -> bool:  # the queue is looked at between two steps
             executor.let()
-            time.sleep(0.01)
+            return sum(one.done() for one in others) >= 9
+
+        until(refused)
         executor.release()
         answers = [one.result() for one in others]
         assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 9

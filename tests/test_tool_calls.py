@@ -181,6 +181,10 @@ class Marked(ToyTokenizer):
     def token_bytes(self, token: int) -> bytes:
         return self.special[token - VOCAB].encode() if token >= VOCAB else super().token_bytes(token)
 
+    def holds(self, tokens: list[int], spelled: bytes) -> bool:
+        """Whether some text is spelled by tokens that are not special."""
+        return spelled in bytes(token if token < 256 else 0 for token in tokens)
+
     def text(self, tokens: list[int]) -> str:
         return b"".join(self.token_bytes(token) for token in tokens).decode()
 
@@ -210,12 +214,34 @@ def test_required_calls_are_valid(form: ToolFormat, special: bool) -> None:
             tokens, ended = random_tokens(grammars.compile(grammar).mask(), tokenizer, rng, 200)
             if ended:
                 endings += 1
+                for mark in {form.argument_mark}.intersection(names):
+                    assert names[mark] in tokens and not tokenizer.holds(tokens, mark.encode())
                 text, calls = read(form, [tokenizer.text(tokens)])
                 assert not text and calls
                 check_calls(calls)
                 assert parallel or len(calls) == 1
                 assert choice.kind == "required" or [name for name, _ in calls] == ["draw-points"]
         assert endings > 1
+
+
+NOW_CALL = '{"name": "now", "arguments": {}}'
+TWO_CALLS = {
+    HERMES: f"<tool_call>\n{NOW_CALL}\n</tool_call>\n<tool_call>\n{NOW_CALL}\n</tool_call>",
+    LLAMA: '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
+    MISTRAL: f"[TOOL_CALLS][{NOW_CALL}, {NOW_CALL}]",
+    MISTRAL_NAMED: "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}",
+    PHI4_MINI: f"<|tool_call|>[{NOW_CALL}, {NOW_CALL}]<|/tool_call|>",
+}
+
+
+@pytest.mark.parametrize("form", TWO_CALLS, ids=lambda form: form.name)
+def test_an_answer_may_call_twice_where_calls_are_parallel(form: ToolFormat) -> None:
+    grammars, text = Grammars(Marked()), TWO_CALLS[form]  # type: ignore[arg-type]
+    assert read(form, [text]) == ("", [("now", "{}")] * 2)
+    for parallel in (True, False):
+        grammar = form.grammar(TOOLS, ToolChoice("required"), parallel)
+        assert grammar is not None
+        assert grammars.compile(grammar).mask().accept_bytes(text.encode()) == parallel
 
 
 def test_text_may_follow_from_no_choice_and_auto() -> None:

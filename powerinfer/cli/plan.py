@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
+from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan
@@ -115,8 +116,8 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
         solved = "-" if other.optimal is None else f"{1e3 * other.solve_s:.0f} ms"
         mark = " *" if name == request.policy else ""
         out.line(
-            f"{name + mark:<10}{other.decode_tok_s:>10.2f}{_percent(other.mass_on_gpu):>21}"
-            f"{_percent(other.work_on_gpu):>14}{proven:>9}{solved:>12}"
+            f"{name + mark:<10}{other.decode_tok_s:>10.2f}{tenths_of_percent(other.mass_on_gpu):>21}"
+            f"{tenths_of_percent(other.work_on_gpu):>14}{proven:>9}{solved:>12}"
         )
     out.line()
     predicted = document.predicted
@@ -145,14 +146,10 @@ def _show_bytes(document: PlanDocument, out: Output) -> None:
     total = sum(sum(layer.values()) for layer in neurons)
     out.line(
         f"{'share of neurons':<22}"
-        + "".join(f"{_percent(sum(layer[tier] for layer in neurons) / total):>12}" for tier in used)
+        + "".join(f"{tenths_of_percent(sum(layer[tier] for layer in neurons) / total):>12}" for tier in used)
     )
     shares = document.activations
-    out.line(f"{'share of activations':<22}" + "".join(f"{_percent(shares[tier]):>12}" for tier in used))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    out.line(f"{'share of activations':<22}" + "".join(f"{tenths_of_percent(shares[tier]):>12}" for tier in used))
 
 
 def _size(nbytes: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import ModelError, RequestError, one_line
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -80,11 +80,12 @@ class ChatTemplate:
         try:
             return sandbox.render(self.source, variables)
         except sandbox.Refused as error:
-            raise RequestError(f"the chat template does not take these messages: {_line(error)}") from error
+            raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
         except sandbox.Failed as error:
-            raise ModelError(f"the model's chat template fails: {_line(error)}; --raw goes without it") from error
+            raise ModelError(f"the model's chat template fails: {one_line(error)}; --raw goes without it") from error
         except sandbox.Limit as error:
-            raise ModelError(f"the model's chat template is refused: {_line(error)}; --raw goes without it") from error
+            reason = one_line(error)
+            raise ModelError(f"the model's chat template is refused: {reason}; --raw goes without it") from error
 
 
 # Jinja takes 30 ms to import and to compile a template, a sixth of a short answer's time to first token. Templates with
@@ -240,7 +241,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, (dict, list)):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _strings(entry)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, one_line
 
 MAX_SOURCE = 1 << 17  # characters
 MAX_DEPTH = 64  # of a schema
@@ -18,6 +18,15 @@ MAX_RULES = 500  # of a GBNF grammar, which is converted in Python in quadratic 
 
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 """Between the tokens of JSON, and optional, as in llama.cpp: unbounded white space is where small models get lost."""
+
+JSON_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": WHITESPACE,
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""llguidance's, for JSON: a keyword that it cannot enforce is an error."""
 
 KINDS = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar", "gbnf": "GBNF grammar"}
 
@@ -57,7 +66,7 @@ class Grammar:
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise RequestError(f"the JSON schema is not valid JSON: {_line(error)}") from None
+                raise RequestError(f"the JSON schema is not valid JSON: {one_line(error)}") from None
         if schema is True:
             schema = {}
         if schema is False:
@@ -151,9 +160,12 @@ def check_depth(document: Any, what: str) -> None:
     raise RequestError(f"{what} is nested more than {MAX_DEPTH} deep")
 
 
+_SCALARS = frozenset((str, int, float, bool, type(None)))  # most values: quicker to tell than that they hold no others
+
+
 def _children(value: Any) -> list[Any]:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [one for one in inner if isinstance(one, Mapping | list | tuple)]
+    return [one for one in inner if type(one) not in _SCALARS and isinstance(one, Mapping | list | tuple)]
 
 
 def json_text(document: Any, what: str) -> str:
@@ -161,8 +173,4 @@ def json_text(document: Any, what: str) -> str:
     try:
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{what} cannot be written as JSON: {_line(error)}") from None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+        raise RequestError(f"{what} cannot be written as JSON: {one_line(error)}") from None

@@ -15,7 +15,7 @@ from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import WHITESPACE, Grammar, check_depth, json_text, literal
+from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, Grammar, check_depth, json_text, literal
 
 MAX_TOOLS = 128
 MAX_CALLS = 16  # of one answer, where a grammar says what is called
@@ -179,15 +179,16 @@ class ToolFormat:
         begin = "" if self.bare else _mark(self.begins[0], special or {})
         calls = self._calls(begin, parallel and choice.kind == "required", special or {})
         if instead is None:
-            return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named)]))
+            return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named, special or {})]))
         if instead.kind != "json_schema":
             raise RequestError("with tools that may be called, only JSON can be asked for beside them")
         answer = f"answer: %json {_with_options(json.loads(instead.text))}"
-        return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *self._objects(named)]))
+        return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *self._objects(named, special or {})]))
 
     def call_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> Grammar:
         """What follows the position that `call_position` finds."""
-        return Grammar.lark("\n".join([f"start: {self._calls('', False, special or {})}", *self._objects(tools)]))
+        calls = self._calls("", False, special or {})
+        return Grammar.lark("\n".join([f"start: {calls}", *self._objects(tools, special or {})]))
 
     def call_position(self, text: str, whole: bool) -> int | None:
         """Where in the text of an answer the first call goes on after its beginning; None: there is none so far.
@@ -210,16 +211,16 @@ class ToolFormat:
             inner = f'call ("," W? call){more}' if parallel else "call"
             return f'{begin} "[" W? {inner} W? "]" {end}'
         one = f"{begin} {_mark(self.inner, {})} call {_mark(self.inner, {})} {end}"
-        return f"{one} ({literal(self.between)} {one}){more}" if parallel and self.between else one
+        return f"{one} ({_mark(self.between, {})} {one}){more}" if parallel else one
 
-    def _objects(self, tools: Sequence[Tool]) -> list[str]:
+    def _objects(self, tools: Sequence[Tool], special: Mapping[str, int]) -> list[str]:
         """The rules for `call`, a function's name with its arguments."""
         rules = [f"W: /{WHITESPACE}/", "call: " + " | ".join(f"call_{at}" for at in range(len(tools)))]
         for at, tool in enumerate(tools):
             schema = _with_options(tool.parameters)
             name, key = literal(json.dumps(tool.name)), literal(json.dumps(self.arguments))
             if self.argument_mark:
-                call = f"{literal(tool.name + self.argument_mark)} arguments_{at}"
+                call = f"{literal(tool.name)} {_mark(self.argument_mark, special)} arguments_{at}"
             else:
                 start = f'"{{" W? "\\"name\\"" W? ":" W? {name} W? "," W? {key} W? ":" W?'
                 call = f'{start} arguments_{at} W? "}}"'
@@ -250,8 +251,7 @@ _ROWS: tuple[tuple[tuple[str, ...], tuple[str, ...], ToolFormat], ...] = (
 
 def _with_options(schema: Mapping[str, Any]) -> str:
     """A schema as part of a Lark grammar, which has llguidance's options in it."""
-    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-    return json_text({**schema, "x-guidance": options}, "the schema")
+    return json_text({**schema, "x-guidance": JSON_OPTIONS}, "the schema")
 
 
 def _mark(text: str, special: Mapping[str, int]) -> str:

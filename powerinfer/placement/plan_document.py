@@ -154,6 +154,11 @@ def read_plan_document(path: Path, pipe: bool = False) -> PlanDocument:
         raise ModelError(f"{error}; `powerinfer plan` makes a plan") from None
 
 
+def tenths_of_percent(share: float) -> str:
+    """A share as text: tenths of a percent."""
+    return f"{100 * share:.1f} %"
+
+
 def rate(tok_s: float) -> str:
     """Tokens a second as text: three significant digits, whole numbers from 100 on."""
     return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.placement.budget import gib as flag_size
-from powerinfer.placement.plan_document import rate
+from powerinfer.placement.plan_document import rate, tenths_of_percent
 from powerinfer.progress import Progress, silent
 from powerinfer.report import plots
 from powerinfer.report.page import Image, Section, Table
@@ -141,8 +141,8 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
     baseline = sum(one["method"] == "svd" for one in measured)
     section.paragraphs.append(
         f"{said} They are {percent(training['share_of_model'])} of the model. On {training['held_out_tokens']:,} "
-        f"held-out tokens they selected {_fine(recall)} of the neurons that fired, where "
-        f"{_fine(training['recall_target'])} was the target, and {percent(selected)} of all neurons."
+        f"held-out tokens they selected {tenths_of_percent(recall)} of the neurons that fired, where "
+        f"{tenths_of_percent(training['recall_target'])} was the target, and {percent(selected)} of all neurons."
         + (f" In {baseline} of {len(measured)} layers the training-free baseline was as good." if baseline else "")
     )  # fmt: skip
     drawn.add(
@@ -152,17 +152,13 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
         lambda figure: plots.draw_quality(figure, measured),
     )
     rows |= {
-        "recall": [_fine(one["recall"]) for one in measured],
+        "recall": [tenths_of_percent(one["recall"]) for one in measured],
         "precision": [percent(one["precision"]) for one in measured],
         "selected": [percent(one["candidate_fraction"]) for one in measured],
         "made by": [{"svd": "baseline", "trained": "training"}.get(one["method"], "–") for one in measured],
     }
-    tiles.append((_fine(recall), "of the firing neurons are predicted"))
+    tiles.append((tenths_of_percent(recall), "of the firing neurons are predicted"))
     return section, tiles, rows
-
-
-def _fine(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _sizes(predictor: PredictorFile) -> list[int]:

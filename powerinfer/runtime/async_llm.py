@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.errors import QueueFullError
 from powerinfer.progress import silent
 from powerinfer.runtime.engine import LLM, Message, Prompt
 from powerinfer.runtime.params import SamplingParams
@@ -17,6 +19,9 @@ from powerinfer.runtime.request import Completion, Request, StreamEvent
 if TYPE_CHECKING:
     from powerinfer.progress import Progress
     from powerinfer.runtime.sampling import TokenMask
+
+MAX_COMPILING = 16  # grammars, of one model, under way and waiting
+_compilers = ThreadPoolExecutor(4, "compile")
 
 AsyncStream = AsyncGenerator[StreamEvent, None]
 """An answer, token by token; closing it, or cancelling the task that reads it, ends the request."""
@@ -41,6 +46,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
         self.llm = LLM(model, progress=progress or silent, **options)
         self._mailbox: _Mailbox | None = None
+        self._compiling = 0
 
     @classmethod
     def from_llm(cls, llm: LLM) -> AsyncLLM:
@@ -48,6 +54,7 @@ class AsyncLLM:
         self = cls.__new__(cls)
         self.llm = llm
         self._mailbox = None
+        self._compiling = 0
         return self
 
     def stream(
@@ -62,7 +69,7 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Answer a prompt token by token. An invalid request raises RequestError at the first iteration."""
         limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return self._stream(partial(self._request, prompt, params, limits))
+        return self._stream(partial(self._request, prompt, params, limits), params)
 
     async def generate(
         self,
@@ -76,7 +83,7 @@ class AsyncLLM:
     ) -> Completion:
         """Answer a prompt."""
         limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return await self._complete(partial(self._request, prompt, params, limits))
+        return await self._complete(partial(self._request, prompt, params, limits), params)
 
     def chat_stream(
         self,
@@ -91,7 +98,7 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Answer a conversation token by token, through the model's chat template."""
         limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return self._stream(partial(self._chat_request, messages, params, limits, template_options))
+        return self._stream(partial(self._chat_request, messages, params, limits, template_options), params)
 
     async def chat(
         self,
@@ -106,7 +113,7 @@ class AsyncLLM:
     ) -> Completion:
         """Answer a conversation, through the model's chat template."""
         limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return await self._complete(partial(self._chat_request, messages, params, limits, template_options))
+        return await self._complete(partial(self._chat_request, messages, params, limits, template_options), params)
 
     async def close(self) -> None:
         """End running requests, as aborted, and free the model."""
@@ -130,8 +137,25 @@ class AsyncLLM:
     ) -> Request:
         return self._request(self.llm.encode_chat(messages, **template_options), params, limits)
 
-    async def _stream(self, prepare: Callable[[], Request]) -> AsyncStream:
-        request = await asyncio.to_thread(prepare)  # templates and tokenisers take long for long prompts
+    async def _prepared(self, prepare: Callable[[], Request], params: SamplingParams | None) -> Request:
+        """In threads: templates and tokenisers take long for long prompts, and some grammars do."""
+        grammars = self.llm._runner._grammars
+        if params is not None and params.grammar is not None and not grammars.knows(params.grammar):
+            await self._compile(partial(grammars.mask, params.grammar))
+        return await asyncio.to_thread(prepare)
+
+    async def _compile(self, compile_: Callable[[], object]) -> None:
+        """In threads of its own, so that slow grammars do not hold up the tokenisation of other requests."""
+        if self._compiling >= MAX_COMPILING:
+            raise QueueFullError(f"{MAX_COMPILING} grammars are being compiled already: try again later")
+        self._compiling += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(_compilers, compile_)
+        finally:
+            self._compiling -= 1
+
+    async def _stream(self, prepare: Callable[[], Request], params: SamplingParams | None) -> AsyncStream:
+        request = await self._prepared(prepare, params)
         answer = self._answer(request)
         request.every = True
         try:
@@ -145,8 +169,8 @@ class AsyncLLM:
         finally:
             self.llm._runner.abort([request])
 
-    async def _complete(self, prepare: Callable[[], Request]) -> Completion:
-        request = await asyncio.to_thread(prepare)
+    async def _complete(self, prepare: Callable[[], Request], params: SamplingParams | None) -> Completion:
+        request = await self._prepared(prepare, params)
         answer = self._answer(request)
         try:
             self.llm._runner.submit([request])

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.grammar import KINDS, WHITESPACE, Grammar, LazyGrammar
+from powerinfer.errors import ModelError, PowerInferError, RequestError, one_line
+from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, Grammar, LazyGrammar
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -38,15 +38,6 @@ GRAMMAR_BYTES = 256 << 10
 BYTES_PER_CHARACTER = 256
 BYTES_PER_SECOND = 20e6
 
-JSON_OPTIONS = {
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_pattern": WHITESPACE,
-    "lenient": False,
-    "coerce_one_of": False,
-}
-"""llguidance's: a keyword that it cannot enforce is an error."""
-
 
 class Grammars:
     """Compiles grammars for one model, and keeps those used last. Any thread may call any method.
@@ -58,6 +49,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._lock = threading.Lock()
+        self._preparing = threading.Lock()  # held long, so that no event loop may wait for it
         self._cache = _Cache(cache_bytes)
         self._prepared: _Vocabulary | PowerInferError | None = None
 
@@ -74,6 +66,11 @@ class Grammars:
         if isinstance(known, str):
             raise RequestError(known)
         return known
+
+    def knows(self, grammar: Grammar | LazyGrammar) -> bool:
+        """Whether `compile` would not have to wait; at once."""
+        with self._lock:
+            return self._cache.find(grammar.grammar if isinstance(grammar, LazyGrammar) else grammar) is not None
 
     def mask(self, grammar: Grammar | LazyGrammar) -> GrammarMask | LazyMask:
         """The mask of one answer; errors and time as of `compile`."""
@@ -121,7 +118,7 @@ class Grammars:
     @property
     def _vocabulary(self) -> _Vocabulary:
         """Prepared once, in as long as a large vocabulary takes; so is the refusal of one."""
-        with self._lock:
+        with self._preparing:
             if self._prepared is None:
                 try:
                     self._prepared = _Vocabulary(self._tokenizer, self._vocab_size)
@@ -360,7 +357,10 @@ class _Vocabulary:
             ends = [self.mask_words * 32]
             tokens += [b""] * (ends[0] + 1 - len(tokens))
         self.filled_words = -(-len(tokens) // 32)
-        words: Any = _Words(tokenizer, tokens, sorted({*tokenizer.special_ids, *ends}), ends[0])
+        special = sorted({*tokenizer.special_ids, *ends})
+        for at in special:  # one without a text would be in the mask wherever another special token is
+            tokens[at] = tokens[at] or b"<[%d]>" % at
+        words: Any = _Words(tokenizer, tokens, special, ends[0])
         try:
             self.words = LLTokenizer(words, n_vocab=len(tokens), eos_token=ends)
         except ValueError as error:
@@ -467,4 +467,5 @@ def _names(listed: str) -> list[str]:
 
 
 def _line(message: str) -> str:
-    return " ".join(message.replace("<non-verbose/>", "").split())[:200]
+    """What llguidance says, on one line."""
+    return one_line(message.replace("<non-verbose/>", ""))

@@ -19,7 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from powerinfer import __version__
-from powerinfer.errors import ModelError
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.grammar import check_depth
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
@@ -36,7 +37,6 @@ from powerinfer.serve.schema import (
     DetokenizeRequest,
     Sampling,
     TokenizeRequest,
-    check_depth,
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.service import Service
@@ -60,7 +60,10 @@ class StrictRequest(Request):
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
         except RecursionError:
             raise ApiError(400, "the JSON is nested too deep", code="invalid_json") from None
-        check_depth(document)
+        try:
+            check_depth(document, "the JSON")
+        except RequestError as error:
+            raise ApiError(400, str(error)) from None
         if not isinstance(document, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_json")
         return document

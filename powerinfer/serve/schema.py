@@ -27,7 +27,6 @@ MAX_PARTS = 1024  # of a message
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 4096
-MAX_DEPTH = 64  # of JSON
 MAX_OPTIONS = 1024  # of guided_choice
 MAX_CALLS = 128  # of a message
 MAX_TEMPLATE_OPTIONS = 32
@@ -339,19 +338,3 @@ def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         if name in RESERVED_OPTIONS or not name.isidentifier():
             raise ApiError(400, f"chat_template_kwargs may not set {name[:64]!r}", param="chat_template_kwargs")
     return dict(given or {})
-
-
-def check_depth(document: Any) -> None:
-    """ApiError for JSON nested deeper than `MAX_DEPTH`."""
-    level = [document]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += [one for one in value.values() if isinstance(one, dict | list)]
-            elif isinstance(value, list):
-                inner += [one for one in value if isinstance(one, dict | list)]
-        if not inner:
-            return
-        level = inner
-    raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} deep")
