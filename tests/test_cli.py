@@ -39,10 +39,15 @@ def without_progress(stderr: str) -> str:
 def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
     """The one line of a failure; nothing else may be said, least of all a traceback."""
     assert done.returncode == status, (done.returncode, done.stderr)
-    assert done.stdout == ""
     lines = without_progress(done.stderr).splitlines()
     assert len(lines) == 1 and lines[0].startswith("powerinfer: "), done.stderr
-    return lines[0].removeprefix("powerinfer: ")
+    line = lines[0].removeprefix("powerinfer: ")
+    if "--json" in done.args:
+        document = json.loads(done.stdout)
+        assert document["status"] == status and document["error"]["message"] == line, document
+    else:
+        assert done.stdout == ""
+    return line
 
 
 # ---------------------------------------------------------------- the frame
