@@ -361,8 +361,9 @@ def test_a_download_with_another_sha256_is_no_model(local_hub: str, cache: Path)
 def test_pull_a_repository_that_does_not_exist(local_hub: str, cache: Path) -> None:
     done = pull_in_a_process(local_hub, cache, "someone/nothing")
     assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("powerinfer: there is no Hugging Face repository")
-    assert done.stdout == ""
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("powerinfer: there is no Hugging Face repository")
+    assert json.loads(done.stdout)["error"]["message"] == line.removeprefix("powerinfer: "), "called with --json"
 
 
 # ---------------------------------------------------------------- short names, the list, removal
