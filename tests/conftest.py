@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 # Before torch and numpy are loaded: a worker of pytest-xdist has one core, and even alone, torch's threads and the
 # engine's on the same cores wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before anything imports Triton, which reads it once: without a GPU, kernels run in Triton's interpreter.
+if shutil.which("nvidia-smi") is None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -99,7 +99,7 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["eval"], "perplexity|agreement, --file"),
         (["eval", "perplexity"], "--file"),
         (["eval", "perplexity", "--file", "/nowhere.txt"], "/nowhere.txt"),
-        (["eval", "likeness", "--file", "x"], "measure must be one of"),
+        (["eval", "likeness", "--file", "x"], "must be one of 'perplexity', 'agreement'"),
         (["pull", "a b c"], "no model a b c"),
         (["completion", "tcsh"], "the shells are bash, zsh, fish"),
     ],

@@ -59,8 +59,9 @@ def fails(capsys: pytest.CaptureFixture[str], status: int, model: Path, *more: s
     """The line of a run that must fail."""
     found = main(argv(model, *more))
     out, err = capsys.readouterr()
-    assert (found, out) == (status, ""), err
-    return err.splitlines()[-1].removeprefix("powerinfer: ")
+    line = err.splitlines()[-1].removeprefix("powerinfer: ")
+    assert found == status and json.loads(out)["error"]["message"] == line, (out, err)
+    return line
 
 
 def states(document: dict[str, Any]) -> dict[str, str]:

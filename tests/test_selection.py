@@ -136,6 +136,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'q8_0', 'f16')",
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
+    "formats/tool_calls.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
@@ -147,6 +148,9 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "self.engine.selector != 'auto'",
     ],
     "prepare/training.py": ["config.type != 'auto'"],
+    "serve/constraints.py": ["tools.choice.kind != 'auto'"],  # of tools, too
+    "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],
+    "serve/schema.py": ["('none', 'auto')", "('none', 'auto')"],
 }
 
 

@@ -189,7 +189,7 @@ def test_help_is_wrapped_at_the_terminals_width(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_error_of_any_verb_is_a_document(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    needed = {"eval": ["perplexity", "--file", "x"], "completion": ["bash"]}.get(verb, [])
+    needed = {"eval": ["perplexity", "--file", "x"], "completion": ["bash"], "rm": ["x"]}.get(verb, [])
     assert main([verb, *needed, "--no-such-flag", "--json"]) == 2
     out, err = capsys.readouterr()
     document = json.loads(out)
@@ -214,13 +214,13 @@ def test_errors_that_are_no_mistake_in_a_flag(tmp_path: Path, capsys: pytest.Cap
 def test_other_ends_are_documents_too(
     error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from powerinfer.cli import pull
+    from powerinfer.cli import list as listing
 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(pull, "list_stored", fail)
-    assert main(["pull", "--list", "--json"]) == status
+    monkeypatch.setattr(listing, "list_stored", fail)
+    assert main(["list", "--json"]) == status
     document = json.loads(capsys.readouterr().out)
     assert document["status"] == status and document["error"]["type"] == type(error).__name__
     assert document["error"]["message"]
