@@ -10,13 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from powerinfer.errors import QueueFullError
 from powerinfer.progress import silent
-from powerinfer.runtime.engine import LLM, Message, Prompt
+from powerinfer.runtime.engine import LLM, Message, Prompt, several
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.runtime.request import Completion, Request, StreamEvent
+from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from powerinfer.progress import Progress
     from powerinfer.runtime.sampling import TokenMask
 
@@ -115,6 +119,35 @@ class AsyncLLM:
         limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
         return await self._complete(partial(self._chat_request, messages, params, limits, template_options), params)
 
+    async def embed(
+        self,
+        texts: str | Sequence[Prompt],
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> NDArray[np.float32]:
+        """The embeddings of texts, float32 [n, d_model], as of `LLM.embed`; the limits are for each of them.
+
+        Only `max_batch` of them are with the engine at a time, so that one call does not fill its queue.
+        """
+        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout}
+        turns = asyncio.Semaphore(self.llm.engine.max_batch)
+
+        async def one(text: Prompt) -> NDArray[np.float32]:
+            async with turns:
+                request = await asyncio.to_thread(partial(self.llm._embedding, text, **limits))
+                return await self._embedded(request)
+
+        tasks = [asyncio.create_task(one(text)) for text in several(texts)]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return np.stack(found) if found else np.empty((0, self.llm.config.d_model), np.float32)
+
     async def close(self) -> None:
         """End running requests, as aborted, and free the model."""
         await asyncio.to_thread(self.llm.close)
@@ -125,7 +158,7 @@ class AsyncLLM:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None, limits: dict[str, Any]) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams | None, limits: dict[str, Any]) -> AnswerRequest:
         return self.llm._runner.request(self.llm.encode(prompt), params or self.llm.default_params(), **limits)
 
     def _chat_request(
@@ -134,10 +167,10 @@ class AsyncLLM:
         params: SamplingParams | None,
         limits: dict[str, Any],
         template_options: dict[str, Any],
-    ) -> Request:
+    ) -> AnswerRequest:
         return self._request(self.llm.encode_chat(messages, **template_options), params, limits)
 
-    async def _prepared(self, prepare: Callable[[], Request], params: SamplingParams | None) -> Request:
+    async def _prepared(self, prepare: Callable[[], AnswerRequest], params: SamplingParams | None) -> AnswerRequest:
         """In threads: templates and tokenisers take long for long prompts, and some grammars do."""
         grammars = self.llm._runner._grammars
         if params is not None and params.grammar is not None and not grammars.knows(params.grammar):
@@ -154,7 +187,7 @@ class AsyncLLM:
         finally:
             self._compiling -= 1
 
-    async def _stream(self, prepare: Callable[[], Request], params: SamplingParams | None) -> AsyncStream:
+    async def _stream(self, prepare: Callable[[], AnswerRequest], params: SamplingParams | None) -> AsyncStream:
         request = await self._prepared(prepare, params)
         answer = self._answer(request)
         request.every = True
@@ -169,7 +202,7 @@ class AsyncLLM:
         finally:
             self.llm._runner.abort([request])
 
-    async def _complete(self, prepare: Callable[[], Request], params: SamplingParams | None) -> Completion:
+    async def _complete(self, prepare: Callable[[], AnswerRequest], params: SamplingParams | None) -> Completion:
         request = await self._prepared(prepare, params)
         answer = self._answer(request)
         try:
@@ -181,6 +214,18 @@ class AsyncLLM:
             assert request.error is not None
             raise request.error
         return request.completion
+
+    async def _embedded(self, request: EmbeddingRequest) -> NDArray[np.float32]:
+        answer = self._answer(request)
+        try:
+            self.llm._runner.submit([request])
+            await answer.next()
+        finally:
+            self.llm._runner.abort([request])
+        if request.embedding is None:
+            assert request.error is not None
+            raise request.error
+        return request.embedding
 
     def _answer(self, request: Request) -> _Answer:
         """Where the events of a request arrive."""
