@@ -16,7 +16,7 @@ from powerinfer.runtime.params import SamplingParams
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from powerinfer.runtime.sampling import Sampler, TokenLogprobs
+    from powerinfer.runtime.sampling import Sampler, TokenLogprob
     from powerinfer.runtime.text import TextStream
 
 
@@ -41,7 +41,7 @@ class Completion:
     completion_tokens: int
     cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: Timings
-    logprobs: list[TokenLogprobs] | None = None  # one per token id, if requested
+    logprobs: list[TokenLogprob] | None = None  # one per token id, if requested: its text, bytes, and the likeliest
 
 
 class StreamEvent(NamedTuple):
@@ -49,7 +49,7 @@ class StreamEvent(NamedTuple):
 
     text: str  # new final text; may be empty (half a character, the start of a stop string)
     token_id: int | None  # None in an event that only ends an aborted stream
-    logprobs: TokenLogprobs | None = None
+    logprobs: TokenLogprob | None = None
     finish_reason: str | None = None
     completion: Completion | None = None
 
@@ -118,7 +118,7 @@ class AnswerRequest(Request):
         self.every = False
 
         self.pieces: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[TokenLogprob] = []
         self.completion: Completion | None = None  # set when it has ended, unless it failed
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
