@@ -463,7 +463,7 @@ def test_hostile_conversations_are_refused(talk: chat.Conversation, tmp_path: Pa
         conversation_file.load(file)
     with pytest.raises(RequestError, match="is no conversation"):
         conversation_file.save(file, [])
-    assert file.read_bytes() == content, "what is no conversation is not overwritten"
+    assert file.read_bytes() == content, "only a saved conversation may be overwritten"
     say(talk, "/clear", f"/load {file}", f"/save {file}")
     assert talk.messages == []
 
