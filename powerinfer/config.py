@@ -154,6 +154,10 @@ class FfnKind(ABC):
         """Of its weights, the share that a step of so many tokens reads, as far as that can be expected."""
         return 1.0
 
+    def row_bytes(self, tokens: int, d_model: int) -> int:
+        """Bytes of its working memory on the CPU for a step, beside what every layer has."""
+        return 0
+
 
 @dataclass(frozen=True)
 class FfnConfig(FfnKind):
@@ -300,6 +304,10 @@ class ExpertsConfig(FfnKind):
         missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
         experts = self.n_experts * self.size
         return ((1 - missed) * experts + self.shared_size) / (experts + self.shared_size)
+
+    def row_bytes(self, tokens: int, d_model: int) -> int:
+        """A row for each of a token's experts: gate and up, then h; the input and the output."""
+        return tokens * self.router.top_k * (3 * 4 * self.size + 2 * 4 * d_model)
 
 
 @dataclass(frozen=True)

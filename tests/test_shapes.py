@@ -205,7 +205,7 @@ def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
     [
         ("[]", "not a JSON object"),
         ("{", "config.json"),
-        (json.dumps({"architectures": ["MixtralForCausalLM"]}), "not supported"),
+        (json.dumps({"architectures": ["MambaForCausalLM"]}), "not supported"),
         (json.dumps(tiny_config("llama") | {"hidden_size": 1 << 40}), "hidden_size"),
         (json.dumps(tiny_config("llama") | {"num_hidden_layers": 4000, "intermediate_size": 1 << 20}), "more than can"),
         (json.dumps(tiny_config("llama") | {"num_key_value_heads": 3}), "cannot share"),

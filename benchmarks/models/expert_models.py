@@ -133,7 +133,7 @@ def _values(rng: np.random.Generator, name: str, dims: tuple[int, ...], own: str
         return np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
-    if "output" in name and "blk" in name or "down" in name:
+    if ("output" in name and "blk" in name) or "down" in name:
         deviation /= (2 * layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
     step = max(1, PIECE // cols)
