@@ -301,6 +301,9 @@ class RouterSpec:
         top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
         """
 
+def route(spec: RouterSpec, logits: NDArray[np.float32]) -> tuple[list[int], list[float]]:
+    """The experts of a token, in ascending order, and their weights; logits: [experts]."""
+
 class ExpertMatrices:
     """Experts of one layer: matrices of all of them, one below the other."""
 

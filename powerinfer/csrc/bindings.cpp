@@ -652,6 +652,17 @@ void bind_experts(nb::module_& m) {
           "correction"_a = nb::none(), "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
           "bias: of the logits; correction: added to scores for the selection alone. Experts are selected in the\n"
           "top_groups best of `groups`; a group's score is the sum of its group_best best experts'.");
+  m.def(
+      "route",
+      [](const RouterSpec& spec, Floats logits) {
+        const int64_t n = (int64_t)logits.shape(0);
+        check_router(spec, n);
+        Vector copy = vector_of(logits), scratch((size_t)n), weights((size_t)spec.top_k);
+        std::vector<int32_t> selected((size_t)spec.top_k);
+        route(spec, copy.data(), n, scratch.data(), selected.data(), weights.data());
+        return std::make_pair(selected, weights);
+      },
+      "spec"_a, "logits"_a, "The experts of a token, in ascending order, and their weights; logits: [experts].");
   nb::class_<ExpertMatrices>(m, "ExpertMatrices", "Experts of one layer: matrices of all of them, one below the other.")
       .def(
           "__init__",

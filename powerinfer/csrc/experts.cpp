@@ -73,6 +73,17 @@ void select_best(float* scores, int64_t experts, int64_t top_k, int32_t* selecte
 
 }  // namespace
 
+void check_router(const RouterSpec& router, int64_t n) {
+  check(router.top_k > 0 && router.top_k <= n, "a token cannot have more experts than there are");
+  check(router.groups > 0 && n % router.groups == 0, "experts cannot be divided into groups evenly");
+  const int64_t each = n / router.groups;
+  check(router.top_groups > 0 && router.top_groups <= router.groups && router.top_groups * each >= router.top_k,
+        "the best groups have too few experts");
+  check(router.group_best > 0 && router.group_best <= each, "a group has too few experts for its score");
+  check_bias(router.bias, n, "the router");
+  check_bias(router.correction, n, "the router's scores");
+}
+
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights) {
   for (size_t i = 0; i < spec.bias.size(); i++) logits[i] += spec.bias[i];
   if (spec.sigmoid) std::transform(logits, logits + experts, logits, sigmoid);
@@ -163,17 +174,10 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   };
   check(n > 0 && all.neurons > 0, "experts need neurons");
   check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
-  check(router.top_k > 0 && router.top_k <= n, "a token cannot have more experts than there are");
-  check(router.groups > 0 && n % router.groups == 0, "experts cannot be divided into groups evenly");
-  const int64_t each = n / router.groups;
-  check(router.top_groups > 0 && router.top_groups <= router.groups && router.top_groups * each >= router.top_k,
-        "the best groups have too few experts");
-  check(router.group_best > 0 && router.group_best <= each, "a group has too few experts for its score");
+  check_router(router, n);
   for (const auto& gate : {all.gate, all.up})
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
-  check_bias(router.bias, n, "the router");
-  check_bias(router.correction, n, "the router's scores");
   check_bias(all.spec.gate_bias, all.gate ? n * all.neurons : 0, "the experts' gate");
   check_bias(all.spec.up_bias, n * all.neurons, "the experts' up");
   check_bias(all.down_bias, n * d, "the experts' down");

@@ -16,6 +16,9 @@ struct RouterSpec {
   int64_t groups = 1, top_groups = 1, group_best = 1;
 };
 
+// std::invalid_argument where that many experts cannot be selected so.
+void check_router(const RouterSpec& spec, int64_t experts);
+
 // Selects a token's experts, in ascending order, and their weights; logits: [experts], overwritten. Every index is valid
 // and occurs once, whatever the logits are. scratch: [experts].
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights);
