@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM as LLM
     from powerinfer.runtime.params import SamplingParams as SamplingParams
     from powerinfer.runtime.request import Completion as Completion
+    from powerinfer.runtime.request import StreamEvent as StreamEvent
+    from powerinfer.runtime.sampling import TokenLogprob as TokenLogprob
 
 _HOMES = {
     "LLM": "powerinfer.runtime.engine",
     "AsyncLLM": "powerinfer.runtime.async_llm",
     "SamplingParams": "powerinfer.runtime.params",
     "Completion": "powerinfer.runtime.request",
+    "StreamEvent": "powerinfer.runtime.request",
+    "TokenLogprob": "powerinfer.runtime.sampling",
     "EngineConfig": "powerinfer.config",
     "PowerInferError": "powerinfer.errors",
     "RequestError": "powerinfer.errors",
@@ -53,6 +57,8 @@ __all__ = [
     "RequestError",
     "RequestTimeoutError",
     "SamplingParams",
+    "StreamEvent",
+    "TokenLogprob",
 ]
 
 

@@ -6,6 +6,8 @@ Every intended error derives from `PowerInferError`; the command line prints its
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class PowerInferError(Exception):
     """The work failed."""
@@ -48,3 +50,11 @@ class EngineError(PowerInferError):
 def one_line(said: object) -> str:
     """An error or a message on one line, of at most 200 characters."""
     return " ".join(str(said).split())[:200]
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one; "" if none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, known, n=1, cutoff=0.65)
+    return f"; did you mean {near[0]}?" if near else ""

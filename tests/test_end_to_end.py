@@ -86,8 +86,8 @@ def test_stop_string_and_logprobs(llm: LLM) -> None:
     assert answer.finish_reason == "stop" and answer.text.strip() == "5,"
     assert answer.logprobs is not None
     for token, one in zip(answer.token_ids, answer.logprobs, strict=True):
-        assert one.top[0] == (token, one.logprob), "greedy takes the likeliest"
-        assert one.top[1][1] <= one.logprob <= 0
+        assert one.top[0][:2] == one[:2] == (token, one.logprob), "greedy takes the likeliest"
+        assert one.top[1].logprob <= one.logprob <= 0
 
 
 def test_the_context_is_a_limit_with_numbers(llm: LLM) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.runtime.sampling import Sampler, largest, token_logprobs
+from powerinfer.runtime.sampling import Sampler, largest, token_logprob
 from powerinfer.runtime.text import TextStream
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
@@ -171,13 +171,19 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
 def test_logprobs() -> None:
     logits = random_logits(5000, 3.0)
     expected = torch.log_softmax(torch.tensor(logits, dtype=torch.float64), -1)
-    got = token_logprobs(logits, 17, 4)
+
+    def spell(token: int) -> bytes:
+        return b"%d" % token
+
+    got = token_logprob(logits, 17, 4, spell)
+    assert (got.token_id, got.bytes, got.text) == (17, b"17", "17")
+    assert [one.bytes for one in got.top] == [b"%d" % one.token_id for one in got.top]
     # float32 exponentials: an error of an ulp or two each, in a logarithm
     assert got.logprob == pytest.approx(float(expected[17]), abs=1e-5)
     values, ids = expected.topk(4)
-    assert [token for token, _ in got.top] == ids.tolist()
-    assert [value for _, value in got.top] == pytest.approx(values.tolist(), abs=1e-5)
-    assert token_logprobs(logits, 17, 0).top == ()
+    assert [one.token_id for one in got.top] == ids.tolist()
+    assert [one.logprob for one in got.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert token_logprob(logits, 17, 0, spell).top == ()
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,22 @@ def test_tools_of_a_message(claude: anthropic.Anthropic, script: Any) -> None:
     assert again.usage.input_tokens > len(PROMPT)
 
 
+def test_one_tool_at_a_time(api: openai.OpenAI, claude: anthropic.Anthropic, script: Any) -> None:
+    script(f"Well. {CALL}\n{OSLO}")
+    ask: Any = {"model": "toy", "messages": CHAT, "tools": [ANTHROPIC_TOOL], "max_tokens": 400}
+    ask["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    with claude.messages.stream(**ask) as stream:
+        messages = [claude.messages.create(**ask), stream.get_final_message()]
+    for message in messages:
+        text, use = message.content
+        assert text.type == "text" and text.text == "Well." and message.stop_reason == "tool_use"
+        assert use.type == "tool_use" and use.input["city"] == "Rome"
+    answer = api.responses.create(
+        model="toy", input="hello", tools=[TOOL], max_output_tokens=400, parallel_tool_calls=False
+    )
+    assert [item.type for item in answer.output] == ["message", "function_call"] and answer.status == "completed"
+
+
 def test_a_demanded_tool(claude: anthropic.Anthropic) -> None:
     ask: Any = {"model": "toy", "messages": CHAT, "tools": [ANTHROPIC_TOOL], "extra_body": {"seed": 1}}
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}):

@@ -11,11 +11,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 from serving import client, served_llm, serving
-from test_tool_calls import ASKED, NOW, QWEN, WEATHER
+from test_tool_calls import ASKED, NOW, QWEN, TWO_CALLS, WEATHER
 from toy_model import EOS, VOCAB, ToyExecutor
 
 from powerinfer.devices import Batch
 from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.tool_calls import ToolFormat
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
 
@@ -114,6 +115,38 @@ def test_streamed_calls(api: openai.OpenAI, script: Any) -> None:
     chunks: Any = [event.chunk for event in events if event.type == "chunk"]
     first = next(chunk.choices[0].delta.tool_calls[0] for chunk in chunks if chunk.choices[0].delta.tool_calls)
     assert (first.index, first.function.name, first.function.arguments) == (0, "get_weather", "")
+
+
+MARKS = {  # what a template has, by the format of its calls
+    "hermes": "<tool_call> tools", "llama3": "<|python_tag|> tools", "mistral": "[TOOL_CALLS]",
+    "mistral-args": "[TOOL_CALLS] [ARGS]", "phi4-mini": "<|tool|> message['tools']", "generic": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", TWO_CALLS, ids=lambda form: form.name)
+@pytest.mark.parametrize("parallel", [None, False])
+def test_calls_that_are_not_parallel(
+    llm: LLM, api: openai.OpenAI, script: Any, form: ToolFormat, parallel: bool | None
+) -> None:
+    before, asked = llm.template, {} if parallel is None else {"parallel_tool_calls": parallel}
+    assert before is not None
+    llm.template = ChatTemplate(f"{{# {MARKS[form.name]} #}}{before.source}")
+    script(TWO_CALLS[form])
+    ask: Any = {"model": "toy", "messages": CHAT, "tools": TOOLS, "max_tokens": 400, "temperature": 0, **asked}
+    try:
+        plain = api.chat.completions.create(**ask)
+        with api.chat.completions.stream(**ask) as stream:
+            streamed = stream.get_final_completion()
+    finally:
+        llm.template = before
+    for answer in (plain.choices[0], streamed.choices[0]):
+        calls: Any = answer.message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == [("now", "{}")] * (
+            1 if parallel is False else 2
+        )
+        assert answer.finish_reason == "tool_calls" and not answer.message.content
+    tokens = plain.usage.completion_tokens
+    assert (tokens < len(TWO_CALLS[form])) == (parallel is False), "what follows the call is not generated"
 
 
 def test_a_call_that_the_model_begins_is_held_to_the_schema(api: openai.OpenAI, script: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_required_calls_are_valid(form: ToolFormat, special: bool) -> None:
         (ToolChoice("function", "draw-points"), True),
     ]
     for choice, parallel in wanted:
-        grammar = form.grammar(TOOLS, choice, parallel, names)
+        grammar = replace(form, parallel=parallel).grammar(TOOLS, choice, names)
         assert grammar is not None
         endings = 0
         for _ in range(6):
@@ -239,9 +240,41 @@ def test_an_answer_may_call_twice_where_calls_are_parallel(form: ToolFormat) -> 
     grammars, text = Grammars(Marked()), TWO_CALLS[form]  # type: ignore[arg-type]
     assert read(form, [text]) == ("", [("now", "{}")] * 2)
     for parallel in (True, False):
-        grammar = form.grammar(TOOLS, ToolChoice("required"), parallel)
+        grammar = replace(form, parallel=parallel).grammar(TOOLS, ToolChoice("required"))
         assert grammar is not None
         assert grammars.compile(grammar).mask().accept_bytes(text.encode()) == parallel
+
+
+@pytest.mark.parametrize("form", TWO_CALLS, ids=lambda form: form.name)
+@pytest.mark.parametrize("piece", [1, 3, 1000])
+def test_one_call_is_read_where_calls_are_not_parallel(form: ToolFormat, piece: int) -> None:
+    before = "" if form.bare else "Well. "
+    text = before + TWO_CALLS[form] + " Done."
+    pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
+    assert read(replace(form, parallel=False), pieces) == (before.strip(), [("now", "{}")])
+    broken = f"{before}{form.begins[0]}{'[' if form.listed else ''}"
+    broken += "now[ARGS]3" if form.argument_mark else '{"name": "now", x}'
+    assert read(replace(form, parallel=False), [broken + TWO_CALLS[form]])[1] == [("now", "")]
+
+
+@pytest.mark.parametrize("form", TWO_CALLS, ids=lambda form: form.name)
+@pytest.mark.parametrize("constrained", [True, False])
+def test_an_answer_that_may_be_text_ends_with_its_only_call(form: ToolFormat, constrained: bool) -> None:
+    # also if the call does not begin as the grammar demands, and so is not constrained
+    grammars, text = Grammars(Marked()), ("" if form.bare else "Is 5 < 6? ") + TWO_CALLS[form]  # type: ignore[arg-type]
+    for parallel in (True, False):
+        lazy = replace(form, parallel=parallel).lazy_grammar(TOOLS)
+        if not constrained:
+            lazy = replace(lazy, position=lambda text, whole: None)
+        mask, taken = grammars.mask(lazy), bytearray()
+        for token in text.encode():
+            assert mask.allows(token), taken
+            taken.append(token)
+            if mask.accept(token):
+                break
+        calls = read(form, [taken.decode()])[1]
+        assert calls == [("now", "{}")] * (2 if parallel else 1)
+        assert parallel == (taken.decode() == text)
 
 
 def test_text_may_follow_from_no_choice_and_auto() -> None:

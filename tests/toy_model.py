@@ -149,6 +149,7 @@ class ToyTokenizer:
     eos_ids = frozenset({EOS})
     add_bos = False
     special_ids = frozenset({BOS, EOS})
+    special_tokens: Sequence[str] = ()
     strips_space = False
 
     def token_bytes(self, token: int) -> bytes:
@@ -157,6 +158,10 @@ class ToyTokenizer:
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         add = self.add_bos if add_bos is None else add_bos
         return [BOS] * add + list(text.encode())
+
+    def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
+        assert not plain, "it has no special tokens in texts"
+        return self.encode(text, add_bos=add_bos)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")

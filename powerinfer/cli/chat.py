@@ -26,7 +26,6 @@ from powerinfer.cli.common import (
     config_flags,
     config_from,
     demonstration_note,
-    did_you_mean,
     model_flag,
     open_llm,
     option_names,
@@ -37,7 +36,7 @@ from powerinfer.cli.common import (
 )
 from powerinfer.cli.run import answer, ended_by, reading
 from powerinfer.config import EngineConfig
-from powerinfer.errors import EngineError, PowerInferError, RequestError
+from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.formats.chat import NEXT_TURN, plain_template
 from powerinfer.runtime.params import SamplingParams
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from powerinfer.config import EngineConfig
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -52,14 +52,6 @@ class Parser(argparse.ArgumentParser):
             message = f"{choice[1]} must be one of {choice[3]}, not {choice[2]}"
         message = message.replace("the following arguments are required:", "missing:")
         raise RequestError(f"{message}; see `{self.prog} --help`")
-
-
-def did_you_mean(word: str, known: Collection[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one; "" if none is near."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, known, n=1, cutoff=0.65)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _plain_formatter(prog: str) -> argparse.HelpFormatter:

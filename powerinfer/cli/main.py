@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import PowerInferError, RequestError, did_you_mean
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -120,8 +120,6 @@ def _dispatch(argv: list[str]) -> int:
         print(f"powerinfer {__version__}")
         return 0
     if verb not in VERBS:
-        from powerinfer.cli.common import did_you_mean
-
         raise RequestError(f"no verb {verb}{did_you_mean(verb, VERBS) or '; the verbs are ' + ', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

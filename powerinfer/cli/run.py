@@ -45,6 +45,7 @@ from powerinfer.runtime.request import Completion
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM, Stream
+    from powerinfer.runtime.sampling import TokenLogprob
 
 LARGEST = 16 << 20  # bytes of a prompt on stdin: more tokens than any context
 PATIENCE = 2.0  # seconds before it is said that the rest of the prompt is awaited on stdin
@@ -227,10 +228,13 @@ def describe(completion: Completion) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         document["logprobs"] = [
-            {"token_id": token, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
-            for token, one in zip(completion.token_ids, completion.logprobs, strict=True)
+            _logprob(one) | {"top": [_logprob(top) for top in one.top]} for one in completion.logprobs
         ]
     return document
+
+
+def _logprob(one: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": one.token_id, "text": one.text, "bytes": list(one.bytes), "logprob": one.logprob}
 
 
 def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class GpuLayers:
         inputs = [up] if gate is None else [gate, up]
         first = self._upload("ffn", *inputs, biases=biases[2 - len(inputs) : 2])
         second = self._upload("ffn", down, biases=biases[2:])
-        about, neurons, plain = self._config.layers[layer].ffn, up.rows, gate is None  # not the matrices themselves
+        about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm))

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 64
 
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""The roles of OpenAI's messages, and what the template gets."""
+
 NO_TEMPLATE = "this model has no chat template: use a plain prompt (--raw)"
 
 NEXT_TURN = "\nUser:"
@@ -154,6 +157,53 @@ def encode_chat(
     """
     text, plain = template.render(messages, tokenizer.special_tokens, add_generation_prompt, **options)
     return tokenizer.encode_masked(text, plain, add_bos=False)
+
+
+class MessageError(RequestError):
+    """A message that cannot be taken. where: the field that is wrong; unsupported: it is valid, but not here."""
+
+    def __init__(self, where: str, problem: str, unsupported: bool = False) -> None:
+        super().__init__(f"{where} {problem}")
+        self.where, self.unsupported = where, unsupported
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """OpenAI's messages as templates take them: contents are texts; parts of text are joined by line breaks.
+
+    MessageError for an unknown role, a content that is missing, and parts that are no text, such as images.
+    """
+    return [_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise MessageError(where, f'must be {{"role": ..., "content": ...}}, not {type(message).__name__}')
+    role, content = message.get("role"), message.get("content")
+    if role == "function":
+        raise MessageError(f"{where}.role 'function'", "is not supported: use tool", True)
+    if not isinstance(role, str) or role not in ROLES:
+        shown = "it is missing" if role is None else f"not {str(role)[:64]!r}"
+        raise MessageError(f"{where}.role", f"must be one of {', '.join(ROLES)}; {shown}")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if content is None:
+        raise MessageError(f"{where}.content", "is missing")
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(_text_of(part, f"{where}.content[{at}]") for at, part in enumerate(content))
+    elif not isinstance(content, str):
+        raise MessageError(f"{where}.content", f"must be a text or a list of parts, not {type(content).__name__}")
+    return {**message, "role": ROLES[role], "content": content}
+
+
+def _text_of(part: Any, where: str) -> str:
+    if not isinstance(part, Mapping):
+        raise MessageError(where, f'must be {{"type": "text", "text": ...}}, not {type(part).__name__}')
+    kind, text = part.get("type"), part.get("text")
+    if kind != "text":
+        raise MessageError(f"{where}.type {str(kind)[:64]!r}", "is not supported: this model takes text", True)
+    if not isinstance(text, str):
+        raise MessageError(f"{where}.text", "is missing")
+    return text
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,14 @@ class LazyGrammar:
 
     position: (the answer's text so far, or its end, whether that is all) -> where in it the part goes on after its
     beginning; None: it has not begun.
+
+    ends: makes, for one answer, a function that gets its text piece by piece and says whether the answer ends there;
+    None: it may go on after the part.
     """
 
     grammar: Grammar
     position: Callable[[str, bool], int | None]
+    ends: Callable[[], Callable[[str], bool]] | None = None
 
 
 def literal(text: str) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from secrets import choice as random_choice
 from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, Grammar, check_depth, json_text, literal
+from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, Grammar, LazyGrammar, check_depth, json_text, literal
 
 MAX_TOOLS = 128
 MAX_CALLS = 16  # of one answer, where a grammar says what is called
@@ -114,7 +114,8 @@ class ToolFormat:
     between calls. bare: an answer that begins with the object of a call needs no text before it. argument_mark: a call
     is the function's name, this text, and the arguments. arguments: their key. told: how the model learns of the
     functions: from the template's variable `tools` ("template"), from a field of the system message ("system"), or in
-    words of our own ("words"). short_ids: calls have ids of nine letters and digits.
+    words of our own ("words"). short_ids: calls have ids of nine letters and digits. parallel: an answer may have
+    several calls, which is a request's choice and not the family's.
     """
 
     name: str
@@ -128,6 +129,7 @@ class ToolFormat:
     arguments: str = "arguments"
     told: str = "template"
     short_ids: bool = False
+    parallel: bool = True
 
     @classmethod
     def of(cls, template: str | None) -> ToolFormat:
@@ -164,20 +166,19 @@ class ToolFormat:
         self,
         tools: Sequence[Tool],
         choice: ToolChoice,
-        parallel: bool = True,
         special: Mapping[str, int] | None = None,
         instead: Grammar | None = None,
     ) -> Grammar | None:
         """What an answer must match if it has to call: a certain function, or any; None: it may be text.
 
-        parallel: several calls are allowed. special: ids of the special tokens by their text. instead: JSON that may be
-        the answer instead of calls; RequestError if it is not a JSON schema.
+        special: ids of the special tokens by their text. instead: JSON that may be the answer instead of calls;
+        RequestError if it is not a JSON schema.
         """
         if choice.kind not in ("required", "function"):
             return None
         named = [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
         begin = "" if self.bare else _mark(self.begins[0], special or {})
-        calls = self._calls(begin, parallel and choice.kind == "required", special or {})
+        calls = self._calls(begin, self.parallel and choice.kind == "required", special or {})
         if instead is None:
             return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named, special or {})]))
         if instead.kind != "json_schema":
@@ -187,8 +188,23 @@ class ToolFormat:
 
     def call_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> Grammar:
         """What follows the position that `call_position` finds."""
-        calls = self._calls("", False, special or {})
+        calls = self._calls("", self.parallel and self.listed, special or {})
         return Grammar.lark("\n".join([f"start: {calls}", *self._objects(tools, special or {})]))
+
+    def lazy_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> LazyGrammar:
+        """What the calls of an answer must match, where it may be text; if they are not parallel, it ends with one."""
+        ends = None if self.parallel else self.call_end
+        return LazyGrammar(self.call_grammar(tools, special), self.call_position, ends)
+
+    def call_end(self) -> Callable[[str], bool]:
+        """For one answer: given its text piece by piece, says whether its first call has ended."""
+        parser = replace(self, parallel=False).parser()
+
+        def ended(text: str) -> bool:
+            parser.push(text)
+            return parser.ended
+
+        return ended
 
     def call_position(self, text: str, whole: bool) -> int | None:
         """Where in the text of an answer the first call goes on after its beginning; None: there is none so far.
@@ -390,7 +406,8 @@ def _with_system(messages: list[dict[str, Any]], text: str, fields: Mapping[str,
 class ToolParser:
     """Turns the text of an answer into text and calls, piece by piece, whatever the pieces.
 
-    White space beside calls is dropped. What begins like a call but has no function's name stays text.
+    White space beside calls is dropped. What begins like a call but has no function's name stays text. If calls are not
+    parallel, the answer ends with the first one, complete or broken; what follows it is dropped.
     """
 
     def __init__(self, form: ToolFormat, new_id: Callable[[], str]) -> None:
@@ -404,6 +421,7 @@ class ToolParser:
         self._last = False
         self._deltas: list[Delta] = []
         self.calls = 0  # with a name, so far
+        self.ended = False  # after the only call
 
     def push(self, text: str) -> list[Delta]:
         """What is certain after this piece of the answer."""
@@ -469,8 +487,15 @@ class ToolParser:
             self._deltas.append(ToolDelta(self.calls - 1, None, None, arguments))
         if not (call.ended or call.failed):
             return False
+        if not self._form.parallel:
+            self.ended, self._step = True, self._at_end
+            return True
         self._text, self._step = call.rest, self._after_call if call.ended else self._in_text
         return True
+
+    def _at_end(self) -> bool:
+        self._text = ""
+        return False
 
     def _no_call(self) -> bool:
         """The beginning was none: it is text, and so is what follows, unless a call begins in it."""

@@ -8,18 +8,26 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from powerinfer.errors import QueueFullError
-from powerinfer.progress import silent
-from powerinfer.runtime.engine import LLM, Message, Prompt
-from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.options import (
+    ChatOptions,
+    EngineOptions,
+    Message,
+    Prompt,
+    RequestOptions,
+    TemplateOptions,
+    check_names,
+)
+from powerinfer.runtime.params import SamplingParams, check_params
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 
 if TYPE_CHECKING:
     from powerinfer.progress import Progress
-    from powerinfer.runtime.sampling import TokenMask
 
+Prepare = Callable[[], Request]
 MAX_COMPILING = 16  # grammars, of one model, under way and waiting
 _compilers = ThreadPoolExecutor(4, "compile")
 
@@ -31,8 +39,9 @@ class AsyncLLM:
     """A loaded model, for asyncio.
 
         async with AsyncLLM("model.gguf") as llm:
-            async for event in llm.stream("The capital of France is"):
-                print(event.text, end="")
+            print((await llm.generate("The capital of France is", timeout=60)).text)
+            async for event in llm.chat_stream([{"role": "user", "content": "Why is the sky blue?"}]):
+                print(event.text, end="", flush=True)
 
     Arguments and errors as of `LLM`; the model is loaded in the calling thread. Every call takes, beside `params`:
 
@@ -43,10 +52,18 @@ class AsyncLLM:
     QueueFullError if `max_queue` requests wait already.
     """
 
-    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Any) -> None:
-        self.llm = LLM(model, progress=progress or silent, **options)
+    def __init__(
+        self, model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        self.llm = LLM(model, progress=progress, **options)
         self._mailbox: _Mailbox | None = None
         self._compiling = 0
+
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
+
+    def _repr_html_(self) -> str:
+        return self.llm._repr_html_()
 
     @classmethod
     def from_llm(cls, llm: LLM) -> AsyncLLM:
@@ -61,59 +78,37 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        salt: bytes = b"",
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
-        mask: TokenMask | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """Answer a prompt token by token. An invalid request raises RequestError at the first iteration."""
-        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return self._stream(partial(self._request, prompt, params, limits), params)
+        """Answer a prompt token by token. A prompt that cannot be answered raises its error at the first iteration."""
+        return self._stream(self._request(prompt, params, options), params)
 
     async def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        salt: bytes = b"",
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
-        mask: TokenMask | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Answer a prompt."""
-        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return await self._complete(partial(self._request, prompt, params, limits), params)
+        return await self._complete(self._request(prompt, params, options), params)
 
     def chat_stream(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        salt: bytes = b"",
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
-        mask: TokenMask | None = None,
-        **template_options: Any,
+        **options: Unpack[ChatOptions],
     ) -> AsyncStream:
         """Answer a conversation token by token, through the model's chat template."""
-        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return self._stream(partial(self._chat_request, messages, params, limits, template_options), params)
+        return self._stream(self._chat_request(messages, params, options), params)
 
     async def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        salt: bytes = b"",
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
-        mask: TokenMask | None = None,
-        **template_options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Completion:
         """Answer a conversation, through the model's chat template."""
-        limits = {"salt": salt, "timeout": timeout, "queue_timeout": queue_timeout, "mask": mask}
-        return await self._complete(partial(self._chat_request, messages, params, limits, template_options), params)
+        return await self._complete(self._chat_request(messages, params, options), params)
 
     async def close(self) -> None:
         """End running requests, as aborted, and free the model."""
@@ -125,19 +120,31 @@ class AsyncLLM:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None, limits: dict[str, Any]) -> Request:
-        return self.llm._runner.request(self.llm.encode(prompt), params or self.llm.default_params(), **limits)
+    def _request(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> Prepare:
+        """Makes the request, in any thread. The arguments are checked here."""
+        check_params(params)
+        check_names(options, RequestOptions.__annotations__, "AsyncLLM's call")
+
+        def prepare() -> Request:
+            return self.llm._runner.request(self.llm.encode(prompt), params or self.llm.default_params(), **options)
+
+        return prepare
 
     def _chat_request(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        limits: dict[str, Any],
-        template_options: dict[str, Any],
-    ) -> Request:
-        return self._request(self.llm.encode_chat(messages, **template_options), params, limits)
+        self, messages: Sequence[Message], params: SamplingParams | None, options: ChatOptions
+    ) -> Prepare:
+        check_params(params)
+        check_names(options, ChatOptions.__annotations__, "AsyncLLM's chat")
+        template = {name: value for name, value in options.items() if name in TemplateOptions.__annotations__}
+        own: Any = {name: value for name, value in options.items() if name not in template}
 
-    async def _prepared(self, prepare: Callable[[], Request], params: SamplingParams | None) -> Request:
+        def prepare() -> Request:
+            tokens = self.llm.encode_chat(messages, **template)  # type: ignore[arg-type]
+            return self.llm._runner.request(tokens, params or self.llm.default_params(), **own)
+
+        return prepare
+
+    async def _prepared(self, prepare: Prepare, params: SamplingParams | None) -> Request:
         """In threads: templates and tokenisers take long for long prompts, and some grammars do."""
         grammars = self.llm._runner._grammars
         if params is not None and params.grammar is not None and not grammars.knows(params.grammar):
@@ -154,7 +161,7 @@ class AsyncLLM:
         finally:
             self._compiling -= 1
 
-    async def _stream(self, prepare: Callable[[], Request], params: SamplingParams | None) -> AsyncStream:
+    async def _stream(self, prepare: Prepare, params: SamplingParams | None) -> AsyncStream:
         request = await self._prepared(prepare, params)
         answer = self._answer(request)
         request.every = True
@@ -169,7 +176,7 @@ class AsyncLLM:
         finally:
             self.llm._runner.abort([request])
 
-    async def _complete(self, prepare: Callable[[], Request], params: SamplingParams | None) -> Completion:
+    async def _complete(self, prepare: Prepare, params: SamplingParams | None) -> Completion:
         request = await self._prepared(prepare, params)
         answer = self._answer(request)
         try:

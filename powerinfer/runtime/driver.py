@@ -23,7 +23,7 @@ import numpy as np
 from powerinfer.devices import Batch, Executor
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
 from powerinfer.runtime.request import Request, StreamEvent
-from powerinfer.runtime.sampling import token_logprobs
+from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -58,12 +58,22 @@ class Driver:
     Other threads use `post`, `abort`, `stop`, `stats` and what is said to be theirs; the rest belongs to the thread.
     """
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, *, load_s: float, max_queue: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        spell: Callable[[int], bytes],
+        *,
+        load_s: float,
+        max_queue: int,
+    ) -> None:
+        """spell: the bytes of a token, for logprobs."""
         self.scheduler = scheduler
         self.live: dict[Request, None] = {}
         self.held = 0  # commands under way that must not meet idle work
         self.idle_work: Callable[[], bool] | None = None
         self._executor = executor
+        self._spell = spell
         self._load_s = load_s
         self._max_queue = max_queue
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -295,7 +305,7 @@ class Driver:
         count = request.params.logprobs
         logprobs = None
         if count is not None:
-            logprobs = token_logprobs(logits, token, count, self._logprob_scratch)
+            logprobs = token_logprob(logits, token, count, self._spell, self._logprob_scratch)
             request.logprobs.append(logprobs)
         request.last_token_time = time.perf_counter()
         if request.first_token_time is None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import RequestError
-from powerinfer.formats.chat import NO_TEMPLATE, encode_chat
+from powerinfer.formats.chat import NO_TEMPLATE, encode_chat, plain_messages
 from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.live import Live
-from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.options import (
+    EngineOptions,
+    Message,
+    Prompt,
+    SamplingOptions,
+    TemplateOptions,
+    check_prompts,
+    engine_config,
+    template_variables,
+    token_ids,
+)
+from powerinfer.runtime.params import SamplingParams, check_each, check_params
 from powerinfer.runtime.request import Completion, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
@@ -32,8 +44,6 @@ if TYPE_CHECKING:
     from powerinfer.runtime.runner import UseLogits
     from powerinfer.runtime.sampling import TokenMask
 
-Prompt = str | Sequence[int]
-
 POLL = 0.1  # seconds between two calls of a stream's `progress`
 
 SAMPLE = (
@@ -41,8 +51,6 @@ SAMPLE = (
     "nets to mend, 24 baskets to fill, and a letter to answer before the post left at noon."
 )
 """A text for measuring a model at load."""
-
-Message = Mapping[str, Any]
 
 Stream = Generator[StreamEvent, None, None]
 """An answer, token by token; closing it ends the request."""
@@ -53,34 +61,43 @@ class LLM:
 
         with LLM("model.gguf", threads=4) as llm:
             print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
+            print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+            for event in llm.stream("Once upon a time"):
+                print(event.text, end="", flush=True)
 
     `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
-    The keywords are the fields of `EngineConfig`. `progress(label, done, total)` is called while the model loads,
-    `check(checkpoint)` before its weights are read; it may raise.
+    The keywords are the fields of `EngineConfig`; what is not given is chosen for the machine and the model.
+    `progress(label, done, total)` is called while the model loads, `check(checkpoint)` before its weights are read; it
+    may raise.
+
     Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
-    Thread-safe; concurrent requests are batched, and computed by a thread of the model's own, which starts with the
-    first one. After a fork the model can only be used in the process that loaded it.
+    Thread-safe: concurrent requests are batched. After a fork the model can only be used in the process that loaded it.
+
+    tokenizer, template: of the model; template is None if it has none.
+    config: what the model is; engine: how it runs; load_s: seconds that loading took.
+    sampling: the model's own defaults; checkpoint: its files; notes: lines for the user about how it was loaded.
     """
 
     tokenizer: Tokenizer
     config: ModelConfig
     engine: EngineConfig
     template: ChatTemplate | None
-    sampling: SamplingDefaults  # the model's own, for `default_params`
-    load_s: float  # seconds
-    checkpoint: Checkpoint | None  # the model's files
-    notes: list[str]  # lines for the user about how the model was loaded
+    sampling: SamplingDefaults
+    load_s: float
+    checkpoint: Checkpoint | None
+    notes: list[str]
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
-        progress: Progress = silent,
-        check: Callable[[Checkpoint], object] = silent,
-        **options: Any,
+        progress: Progress | None = None,
+        check: Callable[[Checkpoint], object] | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         begin = time.perf_counter()
-        engine = _engine_config(options)
+        engine = engine_config(options)
+        progress = progress or silent
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.hub import recommended_sampling, resolve_model
         from powerinfer.hybrid.load import load_resolved
@@ -88,7 +105,8 @@ class LLM:
 
         checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
-        check(checkpoint)
+        if check is not None:
+            check(checkpoint)
         tokenizer = checkpoint.tokenizer()
         sampling = checkpoint.sampling_defaults()
         threads, line = limited_threads(engine.threads)
@@ -148,6 +166,30 @@ class LLM:
         self._executor = executor
         self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
 
+    def __repr__(self) -> str:
+        return f"LLM({', '.join(f'{name}={value!r}' for name, value in self._described().items())})"
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in self._described().items())
+        return f"<table>{''.join(rows)}</table>"
+
+    def _described(self) -> dict[str, str | int]:
+        """What the model is and how it runs, for people."""
+        checkpoint, choices = self.checkpoint, self._executor.choices
+        named = [] if checkpoint is None else [checkpoint.path.name]
+        size = f"{self.config.n_layers} layers"
+        if checkpoint is not None:
+            size = f"{checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}"
+        gpu = choices.get("gpu", "none").partition(",")[0]
+        return {
+            "model": self.config.name or next(iter(named), self.config.architecture),
+            "size": size,
+            "context": self.context,
+            "threads": int(choices.get("threads", str(self.engine.threads)).split()[0]),
+            "selector": choices.get("selector", self._sparsity.selector).partition(" (")[0],
+            "placement": "CPU" if gpu.startswith("none") else f"{gpu}, the rest on the CPU",
+        }
+
     @property
     def context(self) -> int:
         """Maximum number of tokens of a prompt with its answer."""
@@ -172,8 +214,10 @@ class LLM:
         """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
         self._runner.call(self._sparsity.clear)
 
-    def default_params(self, **given: Any) -> SamplingParams:
-        """`SamplingParams` with the model's own defaults (`sampling`) for what is not given.
+    def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
+        """`SamplingParams` with the model's own defaults for what is not given.
+
+            llm.generate("Once upon a time", llm.default_params(seed=1))
 
         They apply wherever params are None; a SamplingParams is used exactly as it is.
         """
@@ -222,6 +266,9 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Answer one prompt, or several together, in their order.
 
+            llm.generate("The capital of France is").text
+            [answer.text for answer in llm.generate(["One", "Two"], SamplingParams(temperature=0))]
+
         A prompt is text, in which special tokens are recognised, or token ids. `params` is one for all or one for each;
         None: `default_params`.
         `progress("answers", done, total)` is called as answers complete.
@@ -230,14 +277,10 @@ class LLM:
             if params is not None and not isinstance(params, SamplingParams):
                 raise RequestError("one prompt takes one SamplingParams")
             return self._complete([prompts], [params or self.default_params()], progress)[0]
-        if prompts and isinstance(prompts[0], int):
-            raise RequestError("prompts must be a text or a list: wrap the token ids of one prompt in a list")
+        check_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts came with {len(params)} SamplingParams: give one, or one for each"
-            )
+        check_each(params, len(prompts))
         return self._complete(prompts, params, progress)
 
     def stream(
@@ -246,39 +289,59 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         mask: TokenMask | None = None,
-        progress: Progress = silent,
+        progress: Progress | None = None,
     ) -> Stream:
         """Answer a prompt token by token. Closing the iterator, or leaving its loop, ends the request.
+
+            for event in llm.stream("Once upon a time"):
+                print(event.text, end="", flush=True)
 
         mask: which tokens may follow; used by this answer alone. `progress("reading the prompt", done, total)` is
         called, in tokens, until the first event and before it.
         """
+        check_params(params)
         request = self._runner.request(self.encode(prompt), params or self.default_params(), mask=mask)
-        return self._follow(request, progress)
+        return self._follow(request, progress or silent)
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **template: Unpack[TemplateOptions],
     ) -> Completion:
-        """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
-        return self._complete(
-            [self.encode_chat(messages, **template_options)], [params or self.default_params()], None
-        )[0]
+        """Answer a conversation through the model's chat template.
+
+            llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text
+
+        A content is a text, or OpenAI's list of parts {"type": "text", "text": ...}. `tools`, and the variables in
+        `chat_template_kwargs` such as {"enable_thinking": False}, are given to the template.
+        """
+        check_params(params)
+        return self._complete([self.encode_chat(messages, **template)], [params or self.default_params()], None)[0]
 
     def chat_stream(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **template: Unpack[TemplateOptions],
     ) -> Stream:
-        """Answer a conversation token by token. Earlier turns are taken from the prefix cache."""
-        return self.stream(self.encode_chat(messages, **template_options), params)
+        """Answer a conversation token by token; arguments as of `chat`. Earlier turns are found in the prefix cache."""
+        return self.stream(self.encode_chat(messages, **template), params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, ready to be answered. Special tokens in a text are recognised."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
 
-    def encode_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation, ready to be answered. Special tokens inside contents are plain text."""
+        variables = template_variables(template)
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(
+                'messages must be a list of {"role": ..., "content": ...}; generate and stream take a plain text'
+            )
         if self.template is None:
             raise RequestError(NO_TEMPLATE)
-        return encode_chat(self.tokenizer, self.template, messages, **template_options)
+        return encode_chat(self.tokenizer, self.template, plain_messages(messages), **variables)
 
     def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
         """Compute a text and pass its logits to `use(position, float32 [n, vocab])`, from position `first` on.
@@ -347,24 +410,6 @@ def _first(events: SimpleQueue[StreamEvent | None], request: Request, progress: 
             return event
         progress("reading the prompt", min(request.computed, request.n_prompt - 1), request.n_prompt)
     return events.get()
-
-
-def _engine_config(options: dict[str, Any]) -> EngineConfig:
-    """The options of `LLM` as an EngineConfig; RequestError for an invalid one."""
-    known = {field.name: field for field in fields(EngineConfig)}
-    for name, value in options.items():
-        if name not in known:
-            raise RequestError(f"LLM has no option {name!r}; its options are {', '.join(known)}")
-        default, choices = known[name].default, known[name].metadata.get("choices")
-        if choices and value is not None and value not in choices:
-            raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-        if type(default) is int:
-            least = known[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
-            if type(value) is not int or value < least:
-                raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if known[name].metadata.get("size") and value is not None and (type(value) is not int or value < 0):
-            raise RequestError(f"{name} must be a whole number of bytes or None, not {value!r}")
-    return EngineConfig(**options)
 
 
 def _check_context(engine: EngineConfig, config: ModelConfig) -> None:

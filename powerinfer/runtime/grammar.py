@@ -10,6 +10,7 @@ import json
 import re
 import threading
 import time
+from codecs import getincrementaldecoder
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -75,7 +76,7 @@ class Grammars:
     def mask(self, grammar: Grammar | LazyGrammar) -> GrammarMask | LazyMask:
         """The mask of one answer; errors and time as of `compile`."""
         if isinstance(grammar, LazyGrammar):
-            return LazyMask(self.compile(grammar.grammar), grammar.position)
+            return LazyMask(self.compile(grammar.grammar), grammar.position, grammar.ends and grammar.ends())
         return self.compile(grammar).mask()
 
     @property
@@ -248,11 +249,17 @@ class LazyMask:
     """A `TokenMask` for an answer that may be text: a grammar applies where a part of the answer begins.
 
     position: as in `LazyGrammar`. Until then, and after the part, every token is allowed, and so it is if the part does
-    not begin as the grammar demands.
+    not begin as the grammar demands. ends: given the answer's text piece by piece, says whether it ends there.
     """
 
-    def __init__(self, grammar: CompiledGrammar, position: Callable[[str, bool], int | None]) -> None:
-        self._grammar, self._position = grammar, position
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        position: Callable[[str, bool], int | None],
+        ends: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._grammar, self._position, self._ends = grammar, position, ends
+        self._decoder = getincrementaldecoder("utf-8")("ignore")
         self._data = b""  # the end of the text
         self._whole = True
         self._mask: GrammarMask | None = None
@@ -266,19 +273,23 @@ class LazyMask:
         return None if self._mask is None else self._mask.allowed()
 
     def accept(self, token: int) -> bool:
-        """Take the next token; the answer never has to end with it."""
-        if self._mask is not None:
-            if self._mask.accept(token):
-                self._mask = None
-            return False
-        self._data += self._grammar.vocabulary.token_bytes(token)
+        """Take the next token; whether the answer ends with it."""
+        data = self._grammar.vocabulary.token_bytes(token)
+        if self._mask is None:
+            self._look(data)
+        elif self._mask.accept(token):
+            self._mask = None
+        return self._ends is not None and self._ends(self._decoder.decode(data))
+
+    def _look(self, data: bytes) -> None:
+        """Whether the part begins with these bytes."""
+        self._data += data
         text = self._data.decode("utf-8", "ignore")
         at = self._position(text, self._whole)
         if at is not None:
             self._begin(text[at:])
         elif len(self._data) > _TAIL:
             self._data, self._whole = self._data[-_TAIL:], False
-        return False
 
     def _begin(self, text: str) -> None:
         self._data, self._whole = b"", False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import option
 from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import Grammar, LazyGrammar
+from powerinfer.runtime.options import SamplingOptions, check_names
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
@@ -18,6 +20,9 @@ MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one.
+
+        SamplingParams(temperature=0, max_tokens=64)
+        SamplingParams(regex="[0-9]{4}")
 
     grammar: what the answer's text must match. It can also be given as json_schema (a document, a JSON text or a
     pydantic model's class), regex, choice (texts) or, as in llama.cpp, as text in GBNF.
@@ -53,6 +58,13 @@ class SamplingParams:
     regex: InitVar[str | None] = None
     choice: InitVar[Sequence[str] | None] = None
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *values, **given):
+            """Misspelt names are refused with the nearest one."""
+            check_names(given, SamplingOptions.__annotations__, "SamplingParams")
+            return super().__new__(cls)
+
     def __post_init__(self, json_schema: Any, regex: str | None, choice: Sequence[str] | None) -> None:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
@@ -78,6 +90,22 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
+
+
+def check_params(params: object) -> None:
+    """RequestError for params of another type; None is fine."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be a SamplingParams, not {reprlib.repr(params)}")
+
+
+def check_each(params: object, count: int) -> None:
+    """RequestError unless there is a SamplingParams for each of `count` prompts."""
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise RequestError(f"params must be a SamplingParams or a list of them, not {reprlib.repr(params)}")
+    if len(params) != count:
+        raise RequestError(f"{count} prompts came with {len(params)} SamplingParams: give one, or one for each")
+    for one in params:
+        check_params(one)
 
 
 def _one_grammar(

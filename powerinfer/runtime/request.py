@@ -11,7 +11,7 @@ from powerinfer.errors import PowerInferError
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
-    from powerinfer.runtime.sampling import Sampler, TokenLogprobs
+    from powerinfer.runtime.sampling import Sampler, TokenLogprob
     from powerinfer.runtime.text import TextStream
 
 
@@ -36,7 +36,7 @@ class Completion:
     completion_tokens: int
     cached_tokens: int  # prompt tokens taken from the prefix cache
     timings: Timings
-    logprobs: list[TokenLogprobs] | None = None  # one per token id, if requested
+    logprobs: list[TokenLogprob] | None = None  # one per token id, if requested: its text, bytes, and the likeliest
 
 
 class StreamEvent(NamedTuple):
@@ -44,7 +44,7 @@ class StreamEvent(NamedTuple):
 
     text: str  # new final text; may be empty (half a character, the start of a stop string)
     token_id: int | None  # None in an event that only ends an aborted stream
-    logprobs: TokenLogprobs | None = None
+    logprobs: TokenLogprob | None = None
     finish_reason: str | None = None
     completion: Completion | None = None
 
@@ -91,7 +91,7 @@ class Request:
         self.row = -1  # row of the page table while it runs
 
         self.pieces: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[TokenLogprob] = []
         self.completion: Completion | None = None  # set when it has ended, unless it failed:
         self.error: PowerInferError | None = None
         self.submit_time = time.perf_counter()

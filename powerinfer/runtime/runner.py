@@ -57,7 +57,9 @@ class Runner:
             mixed_chunk=engine.mixed_chunk,
             prefix_cache=engine.prefix_cache,
         )
-        self._driver = Driver(executor, self._scheduler, load_s=load_s, max_queue=engine.max_queue)
+        self._driver = Driver(
+            executor, self._scheduler, tokenizer.token_bytes, load_s=load_s, max_queue=engine.max_queue
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "_driver"):

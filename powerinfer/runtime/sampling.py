@@ -42,11 +42,18 @@ _FEW = 32  # below this part of the vocabulary the logits of the allowed tokens 
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
 
 
-class TokenLogprobs(NamedTuple):
-    """Natural-log probabilities under the model itself: before bias, penalties and temperature."""
+class TokenLogprob(NamedTuple):
+    """A token and its natural-log probability under the model itself: before bias, penalties and temperature."""
 
-    logprob: float  # of the chosen token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
+    token_id: int
+    logprob: float
+    bytes: bytes  # of the token alone, which may be a part of a character
+    top: tuple[TokenLogprob, ...] = ()  # of a chosen token: the most likely ones in its place, best first
+
+    @property
+    def text(self) -> str:
+        """The token's text; bytes that are no character on their own become U+FFFD."""
+        return self.bytes.decode("utf-8", "replace")
 
 
 class TokenMask(Protocol):
@@ -241,16 +248,21 @@ def largest(logits: Float32, count: int) -> Ids:
     return ids[order]
 
 
-def token_logprobs(logits: Float32, token: int, count: int, scratch: Float32 | None = None) -> TokenLogprobs:
+def token_logprob(
+    logits: Float32, token: int, count: int, spell: Callable[[int], bytes], scratch: Float32 | None = None
+) -> TokenLogprob:
     """Log-probabilities, by log-softmax of the logits, of `token` and of the `count` most likely tokens.
 
-    `scratch`, float32 [vocab], is overwritten.
+    spell: the bytes of a token. `scratch`, float32 [vocab], is overwritten.
     """
     highest = float(logits.max())
     weights = np.subtract(logits, np.float32(highest), out=scratch)
     log_total = highest + float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64)))
-    top = tuple((int(i), float(logits[i]) - log_total) for i in largest(logits, count)) if count else ()
-    return TokenLogprobs(float(logits[token]) - log_total, top)
+
+    def of(token: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        return TokenLogprob(token, float(logits[token]) - log_total, spell(token), top)
+
+    return of(token, tuple(of(int(i)) for i in largest(logits, count)) if count else ())
 
 
 @contextmanager

@@ -227,7 +227,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
     with _template_errors(llm):
         messages, options = chat_prompt(llm, body, tools)
-        return llm.encode_chat(messages, **options)
+        return llm.encode_chat(messages, chat_template_kwargs=options)
 
 
 def _render(llm: LLM, body: Conversation) -> str:

@@ -80,7 +80,9 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
         choice = read_tool_choice(body.tool_choice, tools)
     except RequestError as error:
         raise ApiError(400, str(error), param="tool_choice") from None
-    return Tools(tools, choice, None if choice.kind == "none" else _format(llm))
+    if choice.kind == "none":
+        return Tools(tools, choice, None)
+    return Tools(tools, choice, replace(_format(llm), parallel=body.parallel_tool_calls is not False))
 
 
 def chat_prompt(
@@ -101,16 +103,15 @@ def constrained(llm: LLM, body: Sampling, params: SamplingParams, tools: Tools |
     if tools is None or tools.form is None:
         return params if wanted is None else replace(params, grammar=wanted)
     form, special = tools.form, _special_marks(llm, tools.form)
-    parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
     grammar: Grammar | LazyGrammar | None
     if tools.choice.kind != "auto":
         if wanted is not None:
             raise ApiError(400, "an answer that must be a call has no other format", param="tool_choice")
-        grammar = form.grammar(tools.tools, tools.choice, parallel, special)
+        grammar = form.grammar(tools.tools, tools.choice, special)
     elif wanted is not None:
-        grammar = form.grammar(tools.tools, ToolChoice("required"), parallel, special, instead=wanted)
+        grammar = form.grammar(tools.tools, ToolChoice("required"), special, instead=wanted)
     else:
-        grammar = LazyGrammar(form.call_grammar(tools.tools, special), form.call_position)
+        grammar = form.lazy_grammar(tools.tools, special)
     return replace(params, grammar=grammar, skip_special_tokens=not special)
 
 

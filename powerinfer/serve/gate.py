@@ -38,8 +38,9 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class GateLimits(NamedTuple):
-    """max_body: bytes; body_seconds: to send it; requests: in progress, those that wait included."""
+    """max_headers, max_body: bytes; body_seconds: to send it; requests: in progress, those that wait included."""
 
+    max_headers: int  # of the path and the headers
     max_body: int
     body_seconds: float
     requests: int
@@ -107,6 +108,10 @@ class Gate:
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The body of a request that may go on; ApiError for any other."""
+        # the HTTP parser limits only what it has to wait for: headers that come in one piece may be larger
+        lines = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["path"]) + len(scope["query_string"]) + lines > self._limits.max_headers:
+            raise ApiError(431, f"the headers exceed {self._limits.max_headers} bytes", code="headers_too_large")
         self._check_host(headers.get(b"host", b""))
         if scope["path"] not in OPEN and self._keys:
             other = b"Bearer " + headers.get(b"x-api-key", b"") if is_anthropic(scope["path"]) else b""

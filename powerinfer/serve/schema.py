@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from powerinfer.formats.chat import MessageError, plain_messages
 from powerinfer.formats.grammar import MAX_SOURCE
 from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.formats.tool_calls import MAX_TOOLS
@@ -292,44 +293,32 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""The roles of a request, and what the template gets."""
-
-
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: texts in parts are joined by line breaks. ApiError for other contents."""
-    return [_plain_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    """Messages as a chat template takes them. ApiError for what a template cannot take."""
+    for n, message in enumerate(messages):
+        for name, value in (message.model_extra or {}).items():
+            if value not in (None, [], ""):
+                raise not_supported(f"messages[{n}].{name[:64]}")
+    try:
+        return plain_messages([_given(message) for message in messages])
+    except MessageError as error:
+        code = "unsupported_parameter" if error.unsupported else None
+        raise ApiError(400, str(error), param=error.where, code=code) from None
 
 
-def _plain_message(message: Message, where: str) -> dict[str, Any]:
-    if message.role == "function":
-        raise not_supported(f"{where}.role 'function'", ": use tool")
-    if message.role not in ROLES:
-        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    for name, value in (message.model_extra or {}).items():
-        if value not in (None, [], ""):
-            raise not_supported(f"{where}.{name[:64]}")
-    content = message.content if message.content is not None or not message.tool_calls else ""
-    if content is None:
-        raise ApiError(400, f"{where}.content is missing", param=f"{where}.content")
-    if not isinstance(content, str):
-        content = "\n".join(_text_of(part, f"{where}.content[{n}]") for n, part in enumerate(content))
-    plain = {"role": ROLES[message.role], "content": content}
+def _given(message: Message) -> dict[str, Any]:
+    """What a message says; its parts as they are."""
+    content: Any = message.content
+    if isinstance(content, list):
+        content = [{"type": part.type, "text": part.text} for part in content]
     extra = {
         "name": message.name,
         "reasoning_content": message.reasoning_content,
         "tool_calls": message.tool_calls or None,
         "tool_call_id": message.tool_call_id,
     }
-    return plain | {name: value for name, value in extra.items() if value is not None}
-
-
-def _text_of(part: Part, where: str) -> str:
-    if part.type != "text":
-        raise not_supported(f"{where}.type {part.type!r}", ": this model takes text")
-    if part.text is None:
-        raise ApiError(400, f"{where}.text is missing", param=f"{where}.text")
-    return part.text
+    given = {name: value for name, value in extra.items() if value is not None}
+    return {"role": message.role, "content": content, **given}
 
 
 def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.errors import RequestError
-from powerinfer.runtime.sampling import TokenLogprobs, token_logprobs
+from powerinfer.runtime.sampling import TokenLogprob, token_logprob
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.shapes import Echo, Logprobs, add_logprobs, text_logprobs
 
@@ -26,7 +26,7 @@ class _Stopped(Exception):
     """Nobody waits for the scores any more."""
 
 
-async def score(llm: LLM, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
+async def score(llm: LLM, tokens: list[int], count: int) -> list[TokenLogprob | None]:
     """For each token its logprob and those of the `count` most likely ones; None for the first.
 
     The tokens must be valid and fit the context. ApiError (503) if the cache has no room for them now.
@@ -40,15 +40,15 @@ async def score(llm: LLM, tokens: list[int], count: int) -> list[TokenLogprobs |
         raise
 
 
-def _score(llm: LLM, tokens: list[int], count: int, stop: threading.Event) -> list[TokenLogprobs | None]:
-    scores: list[TokenLogprobs | None] = [None]
+def _score(llm: LLM, tokens: list[int], count: int, stop: threading.Event) -> list[TokenLogprob | None]:
+    scores: list[TokenLogprob | None] = [None]
     scratch = np.empty(llm.config.vocab_size, np.float32)
 
     def use(position: int, logits: NDArray[np.float32]) -> None:
         if stop.is_set():
             raise _Stopped
         for row, token in zip(logits, tokens[position + 1 :], strict=False):
-            scores.append(token_logprobs(row, token, count, scratch))
+            scores.append(token_logprob(row, token, count, llm.tokenizer.token_bytes, scratch))
 
     if len(tokens) > 1:
         try:

@@ -96,7 +96,9 @@ def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -
     """All layers around the routes. requests: that the engine takes, those that wait included."""
     app = build_app(service)
     endpoints = frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path)
-    limits = GateLimits(config.max_body, config.receive_timeout, requests + IN_PROGRESS, config.log_prompts)
+    limits = GateLimits(
+        MAX_HEADERS, config.max_body, config.receive_timeout, requests + IN_PROGRESS, config.log_prompts
+    )
     # with a key, what another host name leads to is not answered anyway
     hosts = LOCAL_HOSTS | {config.host.lower()} if is_local(config.host) and not keys else None
     gate: App = Gate(app, keys, hosts, limits, service.metrics, endpoints)

@@ -18,7 +18,7 @@ from powerinfer.formats.tool_calls import ToolDelta, ToolFormat, ToolParser
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.request import Completion, StreamEvent
-    from powerinfer.runtime.sampling import TokenLogprobs
+    from powerinfer.runtime.sampling import TokenLogprob
     from powerinfer.serve.api_error import ApiError
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI gives for minus infinity, which JSON does not have
@@ -156,8 +156,8 @@ class ChatShape(Shape):
     def delta(self, index: int, event: StreamEvent) -> Delta:
         delta = Delta(event.text, None, event.finish_reason)
         if event.logprobs is not None and event.token_id is not None:
-            one = self._token(event.token_id, event.logprobs.logprob)
-            one["top_logprobs"] = [self._token(token, logprob) for token, logprob in event.logprobs.top]
+            one = _token(event.logprobs)
+            one["top_logprobs"] = [_token(top) for top in event.logprobs.top]
             delta = delta._replace(logprobs={"content": [one]})
         return delta if self._form is None else self._parsed(index, delta, self._form)
 
@@ -203,10 +203,9 @@ class ChatShape(Shape):
     def _part(index: int, delta: dict[str, Any], logprobs: Logprobs | None = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._tokenizer.token_bytes(token)
-        text = spelled.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+
+def _token(one: TokenLogprob) -> dict[str, Any]:
+    return {"token": one.text, "logprob": max(one.logprob, LOWEST_LOGPROB), "bytes": list(one.bytes)}
 
 
 def pieces(parser: ToolParser, text: str, last: bool) -> list[str | ToolDelta]:
@@ -262,14 +261,14 @@ class TextShape(Shape):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def text_logprobs(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs | None, offset: int) -> Logprobs:
+def text_logprobs(tokenizer: Tokenizer, token: int, logprobs: TokenLogprob | None, offset: int) -> Logprobs:
     """A token's entry in the logprobs of a text completion; logprobs None: the first token of a prompt has none."""
     text = tokenizer.token_text(token)
     if logprobs is None:
         return {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [offset]}
     top: dict[str, float] = {}
-    for one, logprob in logprobs.top:  # of tokens with the same text, the likeliest
-        top.setdefault(tokenizer.token_text(one), max(logprob, LOWEST_LOGPROB))
+    for one in logprobs.top:  # of tokens with the same text, the likeliest
+        top.setdefault(one.text, max(one.logprob, LOWEST_LOGPROB))
     own = max(logprobs.logprob, LOWEST_LOGPROB)
     top.setdefault(text, own)
     return {"tokens": [text], "token_logprobs": [own], "top_logprobs": [top], "text_offset": [offset]}

@@ -1,0 +1,161 @@
+"""The keywords of the Python API as types, for editors and type checkers; and how those given are checked."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError, did_you_mean
+
+if TYPE_CHECKING:
+    from powerinfer.formats.grammar import Grammar, LazyGrammar
+    from powerinfer.runtime.sampling import TokenMask
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig`."""
+
+    threads: int
+    context: int
+    kv_type: Literal["f16", "q8_0", "f32"]
+    prefill_chunk: int
+    mixed_chunk: int
+    max_batch: int
+    max_queue: int
+    prefix_cache: bool
+    quantize: Literal["q8_0", "q4_0"] | None
+    selector: Literal["auto", "all", "exact", "predicted", "threshold"]
+    trial: bool
+    retrial: bool
+    threshold: float | None
+    prepared: str | None
+    recall_every: int
+    gpu: str
+    vram: int | None
+    ram: int | None
+    adjust: bool
+    isa: str | None
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    skip_special_tokens: bool
+    grammar: Grammar | LazyGrammar | str | None
+    json_schema: Any
+    regex: str | None
+    choice: Sequence[str] | None
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a call of `AsyncLLM` takes beside the prompt and `params`."""
+
+    salt: bytes
+    timeout: float | None
+    queue_timeout: float | None
+    mask: TokenMask | None
+
+
+class TemplateOptions(TypedDict, total=False):
+    """What a chat template is given beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatOptions(RequestOptions, TemplateOptions, total=False):
+    """What a chat of `AsyncLLM` takes beside the messages and `params`."""
+
+
+def check_names(given: Collection[str], known: Collection[str], where: str) -> None:
+    """RequestError for a keyword that `where` does not have."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            raise RequestError(f"{where} has no option {name!r}{hint}")
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The options of `LLM` as an EngineConfig; RequestError for an invalid one."""
+    known = {field.name: field for field in fields(EngineConfig)}
+    check_names(options, known, "LLM")
+    for name, value in options.items():
+        default, choices = known[name].default, known[name].metadata.get("choices")
+        if choices and value is not None and value not in choices:
+            raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        if type(default) is bool and type(value) is not bool:
+            raise RequestError(f"{name} must be True or False, not {value!r}")
+        if type(default) is int:
+            least = known[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
+            if type(value) is not int or value < least:
+                raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if known[name].metadata.get("size") and value is not None and (type(value) is not int or value < 0):
+            raise RequestError(f"{name} must be a whole number of bytes or None, not {value!r}")
+    return EngineConfig(**options)
+
+
+def token_ids(prompt: object) -> list[int]:
+    """The ids of a prompt that is given as tokens; RequestError for anything else."""
+    if isinstance(prompt, Mapping) or (
+        isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt)
+    ):
+        raise RequestError("a prompt is a text or a list of token ids; messages are for chat and chat_stream")
+    try:
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise TypeError
+        ids: list[Any] = list(prompt)
+        return [_whole(one) for one in ids] if set(map(type, ids)) - {int} else ids
+    except TypeError:
+        raise RequestError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}") from None
+
+
+def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template; RequestError for one that it may not be given."""
+    check_names(given, TemplateOptions.__annotations__, "chat")
+    variables = dict(given.get("chat_template_kwargs") or {})
+    if wrong := sorted(_OURS & variables.keys()):
+        raise RequestError(f"chat_template_kwargs may not set {', '.join(wrong)}")
+    return variables | ({"tools": given["tools"]} if given.get("tools") is not None else {})
+
+
+_OURS = frozenset(("messages", "special_tokens", "template", "tokenizer"))  # what `formats.chat.encode_chat` is given
+
+
+def _whole(value: Any) -> int:
+    """A token id; TypeError for what is none. Integers of numpy are some."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError
+    return int(value)
+
+
+def check_prompts(prompts: object) -> None:
+    """RequestError for what is no list of prompts."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(f"prompts must be a text or a list of prompts, not {reprlib.repr(prompts)}")
+    if prompts and isinstance(prompts[0], int):
+        raise RequestError("prompts must be a text or a list: wrap the token ids of one prompt in a list")
+    if prompts and isinstance(prompts[0], Mapping):
+        token_ids(prompts)  # refuses it
