@@ -160,7 +160,7 @@ class ServedModel:
     # ---------------------------------------------------------------- loading and unloading
 
     async def load(self, budget: Budget) -> None:
-        """Load it. PowerInferError if that fails."""
+        """Load it. PowerInferError if that fails, ApiError if the server ends."""
         self.failure, self._loading = None, True
         try:
             await self._load(budget)
@@ -175,7 +175,7 @@ class ServedModel:
         except PowerInferError:
             raise
         except Stopped:
-            raise PowerInferError("the server ends") from None
+            raise ApiError(503, "the server is shutting down", code="aborted") from None
         except MemoryError:
             raise PowerInferError("out of memory; a smaller --context or model needs less") from None
         except asyncio.CancelledError:

@@ -199,8 +199,9 @@ class Service:
         try:
             await model.load(Budget())
         except PowerInferError as error:
-            if not self.ending():
-                model.failure = error
+            model.failure = error
+        except ApiError:
+            assert self.ending()
 
     async def _load(self, model: ServedModel, policy: Policy) -> None:
         async with self._turn:
