@@ -198,7 +198,6 @@ class ServedModel:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        self.failure = None
         for name, value in asdict(engine.llm.stats()).items():
             self._past[name] = self._past.get(name, 0) + value
         await asyncio.to_thread(self.view.close)

@@ -253,6 +253,7 @@ class Service:
             timer.cancel()
         if model.held:
             await model.unload()
+            model.failure = None
             await asyncio.to_thread(_collect)
 
     async def close(self) -> None:
