@@ -202,7 +202,6 @@ class ServedModel:
             self._past[name] = self._past.get(name, 0) + value
         await asyncio.to_thread(self.view.close)
         await engine.close()
-        log("info", "unloaded", model=self.name)
 
     # ---------------------------------------------------------------- for people and clients
 

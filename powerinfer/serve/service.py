@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from powerinfer.errors import PowerInferError
 from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.served import Budget, ServedModel, Source, in_thread
 from powerinfer.system import available_memory, resident_memory, total_memory
@@ -254,6 +255,7 @@ class Service:
         if model.held:
             await model.unload()
             model.failure = None
+            log("info", "unloaded", model=model.name)
             await asyncio.to_thread(_collect)
 
     async def close(self) -> None:
