@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -26,6 +26,7 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
 from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
+from powerinfer.serve.embeddings import EmbeddingsRequest
 from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
 from powerinfer.serve.page import add_page
@@ -42,6 +43,10 @@ from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import ChatShape, Echo, Logprobs, Shape, TextShape, Usage, add_logprobs, encode_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PING_SECONDS = 10.0  # without an event, after which a stream sends a comment, so that no proxy gives it up
 
@@ -146,6 +151,19 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             raise model.refusal(error) or error from None
         shape = TextShape(*_shape_of(model, request, body), echoes)
         return await _answer(model, request, body, shape, prompts, params if body.generates else None)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
+        if llm.why_no_embeddings is not None:
+            raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
+        texts = await run_in_threadpool(_encode_prompts, llm, body.texts(llm.config.d_model))
+        _check_texts(llm, texts)
+        count = request.state.facts["prompt_tokens"] = sum(map(len, texts))
+        vectors = await _embedded(model, texts, request.state.salt)
+        name = body.model or model.name
+        return await run_in_threadpool(lambda: json_response(body.answer(name, vectors, count)))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -272,6 +290,31 @@ def _check_prompts(llm: LLM, prompts: list[list[int]], params: SamplingParams | 
                 param="prompt" if len(tokens) >= llm.context else "max_tokens",
                 code="context_length_exceeded",
             )
+
+
+def _check_texts(llm: LLM, texts: list[list[int]]) -> None:
+    for tokens in texts:
+        _check_ids(llm, tokens, "input")
+        if not tokens:
+            raise ApiError(400, "input: a text has no tokens", param="input")
+        if len(tokens) > llm.context:
+            raise ApiError(
+                400,
+                f"a text of {len(tokens)} tokens does not fit the context of {llm.context} tokens: shorten or split it",
+                param="input",
+                code="context_length_exceeded",
+            )
+
+
+async def _embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
+    """The embeddings of checked texts. ApiError if there are none now."""
+    begin = time.perf_counter()
+    try:
+        return await model.engine.embed(texts, salt=salt, timeout=model.timeout, queue_timeout=model.queue_timeout)
+    except Exception as error:
+        if type(error) is RequestError:  # the texts are fine: there is no engine any more
+            raise ApiError(503, "the server is shutting down", code="aborted") from None
+        raise model.refusal(error, time.perf_counter() - begin) or error from None
 
 
 async def _echoes(
