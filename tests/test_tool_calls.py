@@ -25,12 +25,10 @@ from powerinfer.formats.tool_calls import (
     MISTRAL,
     MISTRAL_NAMED,
     PHI4_MINI,
-    ToolChoice,
-    ToolDelta,
     ToolFormat,
-    read_tool_choice,
-    read_tools,
 )
+from powerinfer.formats.tool_parser import ToolDelta
+from powerinfer.formats.tools import ToolChoice, read_tool_choice, read_tools
 from powerinfer.runtime.grammar import Grammars, LazyMask
 
 WEATHER = {
@@ -472,4 +470,4 @@ def test_tool_choice() -> None:
 
 
 def test_every_format_has_a_row_or_is_the_fallback() -> None:
-    assert {form.name for *_, form in tool_calls._ROWS} | {"generic"} == {form.name for form in FORMATS}
+    assert {row.format.name for row in tool_calls._ROWS} | {"generic"} == {form.name for form in FORMATS}

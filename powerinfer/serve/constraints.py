@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import Grammar, LazyGrammar, response_format
-from powerinfer.formats.tool_calls import Tool, ToolChoice, ToolFormat, read_tool_choice, read_tools
+from powerinfer.formats.tool_calls import ToolFormat
+from powerinfer.formats.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.schema import ChatRequest, Conversation, Sampling, conversation, template_options
 

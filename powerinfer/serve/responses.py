@@ -17,6 +17,9 @@ from powerinfer.serve.dialect import (
     Strict,
     Tools,
     chat_request,
+    format_of,
+    function_call,
+    function_choice,
     function_tool,
     needed,
     text_of,
@@ -107,11 +110,8 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
 def _message(item: Item, where: str) -> dict[str, Any]:
     item.refuse_extra(where, ("id", "status", "phase"))
     if item.type == "function_call":
-        function = {
-            "name": needed(item.name, f"{where}.name"),
-            "arguments": needed(item.arguments, f"{where}.arguments"),
-        }
-        call = {"id": needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+        name, given = needed(item.name, f"{where}.name"), needed(item.arguments, f"{where}.arguments")
+        call = function_call(needed(item.call_id, f"{where}.call_id"), name, given)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
         output = text_of(needed(item.output, f"{where}.output"), PARTS, f"{where}.output", PART_IGNORED)
@@ -136,15 +136,12 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
         return choice
     if choice.get("type") != "function":
         raise not_supported(f"tool_choice.type {str(choice.get('type'))[:64]!r}")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    return function_choice(choice.get("name"))
 
 
 def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """`text.format` as /v1/chat/completions has it."""
-    for name, value in (text or {}).items():
-        if name != "format" and value is not None and (name, value) != ("verbosity", "medium"):
-            raise not_supported(f"text.{name[:64]}")
-    given = (text or {}).get("format")
+    given = format_of(text, "text", {"verbosity": "medium"})
     if given is None:
         return None
     if not isinstance(given, dict):
@@ -262,11 +259,10 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    chat = usage.document()
     return {
-        "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": chat["prompt_tokens_details"]["cached_tokens"]},
-        "output_tokens": chat["completion_tokens"],
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.generated,
         "output_tokens_details": {"reasoning_tokens": 0},  # the API's own: an answer has no reasoning items
-        "total_tokens": chat["total_tokens"],
+        "total_tokens": usage.prompt + usage.generated,
     }

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from powerinfer.formats.chat import MessageError, plain_messages
 from powerinfer.formats.grammar import MAX_SOURCE
 from powerinfer.formats.sampling_defaults import SamplingDefaults
-from powerinfer.formats.tool_calls import MAX_TOOLS
+from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
 
