@@ -393,7 +393,7 @@ class PlanConfig:
     )
     policy: str = option(
         "time",
-        "time: minimise the predicted time per token; ilp: the paper's integer program, maximise activations on the "
+        "time: minimise the estimated time per token; ilp: the paper's integer program, maximise activations on the "
         "GPU; greedy: by firing frequency; random",
         choices=("time", "ilp", "greedy", "random"),
     )
