@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -26,7 +27,7 @@ from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
 from powerinfer.serve.constraints import constrained, read_chat_tools
 from powerinfer.serve.embeddings import EmbeddingsRequest
-from powerinfer.serve.live import LIVE, LiveView
+from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
 from powerinfer.serve.page import add_page
 from powerinfer.serve.prompts import (
@@ -48,6 +49,7 @@ from powerinfer.serve.schema import (
     Sampling,
     TokenizeRequest,
 )
+from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import ChatShape, Logprobs, Shape, TextShape, Usage, add_logprobs, encode_json
 
@@ -147,8 +149,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
         try:
             params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             wanted = params.max_tokens or 1 if body.generates else 0
@@ -156,41 +158,40 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             check_prompts(llm, prompts, params if body.generates else None)
             echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
-            raise service.refusal(error) or error from None
-        shape = TextShape(*_shape_of(service, request, body), echoes)
-        return await _answer(service, request, body, shape, prompts, params if body.generates else None)
+            raise model.refusal(error) or error from None
+        shape = TextShape(*_shape_of(model, request, body), echoes)
+        return await _answer(model, request, body, shape, prompts, params if body.generates else None)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
         if llm.why_no_embeddings is not None:
             raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
         given = body.texts(llm.config.d_model)
         texts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens)
         check_texts(llm, texts)
         count = request.state.facts["prompt_tokens"] = sum(map(len, texts))
-        vectors = await _embedded(service, texts, request.state.salt)
-        name = body.model or service.names[0]
+        vectors = await _embedded(model, texts, request.state.salt)
+        name = body.model or model.name
         return await run_in_threadpool(lambda: json_response(body.answer(name, vectors, count)))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountRequest) -> Response:
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
         chat = body.to_chat()
-        service.check_model(chat.model)
-        llm = service.engine.llm
+        model = await service.use(chat.model, request.state.leases)
+        llm = model.llm
         try:
             tokens, _ = await run_in_threadpool(encode_chat, llm, chat, read_chat_tools(llm, chat))
         except Exception as error:
-            raise service.refusal(error) or error from None
+            raise model.refusal(error) or error from None
         return json_response({"input_tokens": len(tokens)})
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        llm = (await service.use(body.model, request.state.leases)).llm
         text, special = body.text(), body.parse_special is not False
         tokens = await run_in_threadpool(
             llm.tokenizer.encode, text, special=special, add_bos=None if body.adds else False
@@ -201,22 +202,21 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        llm = (await service.use(body.model, request.state.leases)).llm
         body.check_extra()
-        llm = service.engine.llm
         check_ids(llm, body.tokens, "tokens")
         text = await run_in_threadpool(llm.tokenizer.decode, body.tokens, skip_special=False)
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template")
-    async def apply_template(body: Conversation) -> Response:
-        service.check_model(body.model)
+    async def apply_template(body: Conversation, request: Request) -> Response:
+        model = await service.use(body.model, request.state.leases)
         body.check_extra()
         try:
-            return json_response({"prompt": await run_in_threadpool(render, service.engine.llm, body)})
+            return json_response({"prompt": await run_in_threadpool(render, model.llm, body)})
         except Exception as error:
-            raise service.refusal(error) or error from None
+            raise model.refusal(error) or error from None
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -231,18 +231,19 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        service.check_model(model_id)
         return json_response(_model(service, model_id))
 
     @app.get("/v1/engine")
-    async def engine() -> Response:
-        return json_response(await run_in_threadpool(_describe, service))
-
-    view = LiveView()
+    async def engine(request: Request, model: str | None = None) -> Response:
+        if model is None and service.only is None:
+            about = [{"name": one.name, "status": one.status, "loads": one.loads} for one in service.models]
+            return json_response({"version": __version__, "models": about})
+        return json_response(await run_in_threadpool(_describe, service.peek(model, request.state.leases)))
 
     @app.get(LIVE)
-    async def live() -> Response:
-        return json_response(await run_in_threadpool(view.frame, service.engine.llm))
+    async def live(request: Request, model: str | None = None) -> Response:
+        found = service.peek(model, request.state.leases)
+        return json_response(await run_in_threadpool(found.view.frame, found.llm))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -252,42 +253,39 @@ def _add_state(app: FastAPI, service: Service) -> None:
 # ---------------------------------------------------------------- answers
 
 
-def _shape_of(service: Service, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
-    tokenizer = service.engine.llm.tokenizer
-    return request.state.request_id, body.model or service.names[0], tokenizer, body.include_usage
+def _shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
+    return request.state.request_id, body.model or model.name, model.llm.tokenizer, body.include_usage
 
 
 async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., Shape]) -> Response:
     """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
-    service.check_model(body.model)
-    llm = service.engine.llm
+    model = await service.use(body.model, request.state.leases)
+    llm = model.llm
     try:
         tools = read_chat_tools(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens, dropped = await run_in_threadpool(fitted_chat, llm, body, tools, params)
     except Exception as error:
-        raise service.refusal(error) or error from None
+        raise model.refusal(error) or error from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
-    made = shape(params, *_shape_of(service, request, body), tools.form)
-    return await _answer(service, request, body, made, [tokens], params)
+    made = shape(params, *_shape_of(model, request, body), tools.form)
+    return await _answer(model, request, body, made, [tokens], params)
 
 
-async def _embedded(service: Service, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
+async def _embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
     """The embeddings of checked texts. ApiError if there are none now."""
     begin = time.perf_counter()
     try:
-        return await service.engine.embed(
-            texts, salt=salt, timeout=service.timeout, queue_timeout=service.queue_timeout
-        )
+        return await model.engine.embed(texts, salt=salt, timeout=model.timeout, queue_timeout=model.queue_timeout)
     except Exception as error:
         if type(error) is RequestError:  # the texts are fine: there is no engine any more
             raise ApiError(503, "the server is shutting down", code="aborted") from None
-        raise service.refusal(error, time.perf_counter() - begin) or error from None
+        raise model.refusal(error, time.perf_counter() - begin) or error from None
 
 
 async def _answer(
-    service: Service,
+    model: ServedModel,
     request: Request,
     body: Sampling,
     shape: Shape,
@@ -297,10 +295,11 @@ async def _answer(
     """A stream or a whole answer. params None: the answer is the prompt alone."""
     usage = Usage(prompts)
     jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
-    llm = service.engine.llm
-    limits = Limits(service.timeout, service.queue_timeout, request.state.salt, llm.engine.max_batch)
-    events = answers(service.engine, jobs, limits, service.metrics, PING_SECONDS)
-    run = _Run(service, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
+    limits = Limits(
+        model.timeout, model.queue_timeout, request.state.salt, model.llm.engine.max_batch, model.name
+    )  # fmt: skip
+    events = answers(model.engine, jobs, limits, model.metrics, PING_SECONDS)
+    run = _Run(model, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
     try:
         if not body.stream:
             return json_response(await run.whole())
@@ -321,7 +320,7 @@ class _Run:
 
     def __init__(
         self,
-        service: Service,
+        model: ServedModel,
         shape: Shape,
         events: Answers,
         usage: Usage,
@@ -329,7 +328,7 @@ class _Run:
         count: int,
         facts: dict[str, Any],
     ) -> None:
-        self._service, self._shape, self._usage, self._n, self._count = service, shape, usage, n, count
+        self._model, self._shape, self._usage, self._n, self._count = model, shape, usage, n, count
         self._facts = facts
         self._begin = time.perf_counter()
         self._events = self._read(events)
@@ -347,7 +346,7 @@ class _Run:
                             self._usage.add(item[1].completion, first=item[0] % self._n == 0)
                     yield item
         except Exception as error:
-            raise self._service.refusal(error, time.perf_counter() - self._begin) or error from None
+            raise self._model.refusal(error, time.perf_counter() - self._begin) or error from None
         finally:
             self._facts |= {"prompt_tokens": self._usage.prompt, "completion_tokens": generated}
 
@@ -406,23 +405,29 @@ class _Run:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    """A row of /v1/models, with llama-server's status. max_model_len: null for one that is not loaded."""
+    model = service.find(name)
+    if service.only is not None and not model.ready:
+        raise model.not_ready()
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "powerinfer",
-        "max_model_len": service.engine.llm.context,
+        "max_model_len": model.llm.context if model.ready else None,
+        "status": {"value": "loaded" if model.ready else model.status},
     }
 
 
-def _describe(service: Service) -> dict[str, Any]:
+def _describe(model: ServedModel) -> dict[str, Any]:
     """/v1/engine: what runs, where it is placed and why, and what its sparse layers do."""
-    llm = service.engine.llm
+    llm = model.llm
     config = llm.config
     return {
         "version": __version__,
+        "process": os.getpid(),
         "model": {
-            "names": service.names,
+            "names": model.source.names,
             "name": config.name,
             "architecture": config.architecture,
             "layers": config.n_layers,
