@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from powerinfer.serve import service as service_module
 from powerinfer.serve.served import Budget, Source
 from powerinfer.serve.server import Server, make_server
 from powerinfer.serve.service import Policy
+from powerinfer.system import resident_memory
 
 ASK = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
@@ -442,3 +445,24 @@ def test_files_of_a_folder_are_served(tmp_path: Path) -> None:
             answer = http.post("/v1/completions", json={"prompt": "abc", "model": "broken"})
             assert answer.status_code == 500 and "broken.gguf" in answer.json()["error"]["message"]
         assert statuses(server) == {"broken": "unloaded", "one": "ok", "two": "unloaded"}
+
+
+def test_memory_falls_when_a_model_is_unloaded(smollm2: Path) -> None:
+    engine = EngineConfig(threads=1, context=512)
+    alive: list[weakref.ref[LLM]] = []
+    loaded: list[int] = []
+
+    def load(progress: Any, budget: Budget) -> LLM:
+        llm = serve._load("small", smollm2, engine, progress, budget)
+        alive.append(weakref.ref(llm))
+        loaded.append(resident_memory())
+        return llm
+
+    source = Source(("small",), load, partial(serve._needs, smollm2, engine))
+    server = make_server([source], ServeConfig(port=0), 64, Policy(keep_alive=0.0))
+    with running(server):
+        well(server, "small")
+        until(lambda: not server.service.models[0].held and alive[0]() is None)
+        until(lambda: resident_memory() < loaded[0] - smollm2.stat().st_size * 3 // 4)
+        well(server, "small")
+        until(lambda: len(alive) == 2 and alive[1]() is None)
