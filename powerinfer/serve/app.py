@@ -46,6 +46,7 @@ from powerinfer.serve.schema import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
+    ModelRequest,
     Sampling,
     TokenizeRequest,
 )
@@ -227,7 +228,18 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
+        await service.refresh()
         return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @app.post("/models/load")
+    async def load(body: ModelRequest) -> Response:
+        await service.preload(body.model)
+        return json_response({"success": True})
+
+    @app.post("/models/unload")
+    async def unload(body: ModelRequest) -> Response:
+        await service.unload(body.model)
+        return json_response({"success": True})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
