@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
-from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
+from powerinfer.errors import CLOSED, EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
 from powerinfer.runtime.request import Request, StreamEvent
 from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
@@ -405,7 +405,7 @@ class Driver:
 
 
 def _closed() -> PowerInferError:
-    return RequestError("the model was closed")
+    return RequestError(CLOSED)
 
 
 _running: set[Driver] = set()  # those whose threads run

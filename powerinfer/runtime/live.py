@@ -73,7 +73,7 @@ class Live:
         self._first = getattr(cpu, "first_layer", 0)
         self._counted = [layer for layer in self._own if self._why_not(layer) is None]
         self._before: dict[int, tuple[int, int]] = {}  # by layer: tokens and bytes of the FFN's own counters
-        runner.call(self._begin)
+        runner.ask(self._begin)
 
     def look(self, bins: int = 128) -> list[LiveLayer]:
         """All layers, since the last look or the beginning, in at most `bins` bins; taken between two steps."""

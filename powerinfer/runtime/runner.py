@@ -143,6 +143,15 @@ class Runner:
             raise error
         return value  # type: ignore[return-value]
 
+    def ask(self, work: Callable[[], T]) -> T:
+        """`call` of what needs the model. PowerInferError if the model was closed."""
+
+        def checked() -> T:
+            self._driver.check()
+            return work()
+
+        return self.call(checked)
+
     def within(self, make: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """`make()`, entered and left between two steps. RequestError if the model was closed."""
         self._driver.check()
@@ -232,6 +241,7 @@ class Runner:
     def close(self) -> None:
         """End running requests and close the executor. May be called twice."""
         self._driver.close()
+        self._grammars.close()
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         self._driver.check()
