@@ -392,6 +392,9 @@ class Program:
     def residual(self, tokens: int) -> NDArray[np.float32]:
         """The residual stream x, [tokens, d_model]: the program's own memory, which may be written."""
 
+    def hidden_states(self, rows: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """out [rows, d_model] = norm(x) with the head's norm: rows of the last step."""
+
     @property
     def size(self) -> int: ...
     @property

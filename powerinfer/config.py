@@ -5,6 +5,7 @@ Every default and every help text lives here once; the command line and the Pyth
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
 
     flags: other names of its flag. unlimited: a number that the command line reads as None.
+    duration: the field is a number of seconds, which the command line also accepts as 5m or 1h, or -1 for None.
     least: the smallest integer allowed; default: 0 if the field's default is 0, else 1. size: the field is a number of
     bytes, which the command line also accepts as 8GiB or 500MB.
     """
@@ -112,15 +114,64 @@ class AttentionConfig:
         return None
 
 
+class FfnKind(ABC):
+    """What every kind of FFN says about itself, whatever it consists of.
+
+    Kinds whose neurons are not told apart (`neurons` is None) are always computed whole, and placed with their layer.
+    """
+
+    activation: str  # for people
+    gated: bool  # its first product has two matrices
+
+    @property
+    def neurons(self) -> FfnConfig | None:
+        """Itself, where it is a sum of neurons that are profiled, selected, bundled and placed one by one."""
+        return None
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Numbers of a token between its matrices, for buffers."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What it is, for people."""
+
+    @abstractmethod
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
+
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Settings that do not go together; None: there are none."""
+
+    def share_read(self, tokens: int) -> float:
+        """Of its weights, the share that a step of so many tokens reads, as far as that can be expected."""
+        return 1.0
+
+
 @dataclass(frozen=True)
-class FfnConfig:
-    """The FFN of one layer: a sum of neurons."""
+class FfnConfig(FfnKind):
+    """An FFN that is one sum of neurons."""
 
     size: int  # neurons
     activation: str = "silu"  # of ACTIVATIONS
     threshold: float = 0.0  # fatrelu: what the gate must exceed
     gated: bool = True  # False: no gate matrix, the activation is applied to up
     bias: bool = False
+
+    @property
+    def neurons(self) -> FfnConfig:
+        return self
+
+    @property
+    def width(self) -> int:
+        return self.size
+
+    @property
+    def title(self) -> str:
+        return f"FFN of {self.size} neurons, {self.activation}{'' if self.gated else ' without a gate'}"
 
     @property
     def rectified(self) -> bool:
@@ -133,12 +184,10 @@ class FfnConfig:
         return ("gate", "up", "down") if self.gated else ("up", "down")
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
-        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
         for name in self.matrices:
             yield from _matrix(name, *((d_model, self.size) if name == "down" else (self.size, d_model)), self.bias)
 
     def problem(self) -> str | None:
-        """Settings that do not go together; None: there are none."""
         if self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
@@ -162,10 +211,17 @@ class LayerConfig:
     """
 
     attention: AttentionConfig
-    ffn: FfnConfig
+    ffn: FfnKind
     norms: str = "pre"
     parallel: bool = False  # attention and FFN both read the layer's input
     shared_norm: bool = False  # parallel, with one norm for both
+
+    @property
+    def neurons(self) -> FfnConfig:
+        """Its FFN, which must be a sum of neurons: `ModelConfig.why_whole` is for models with others."""
+        neurons = self.ffn.neurons
+        assert neurons is not None, f"{self.ffn.title}: its neurons are not told apart"
+        return neurons
 
 
 def uniform(n_layers: int, layer: LayerConfig) -> tuple[LayerConfig, ...]:
@@ -199,8 +255,17 @@ class ModelConfig:
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """Neurons of each layer."""
-        return tuple(layer.ffn.size for layer in self.layers)
+        """Neurons of each layer; 0 where they are not told apart (`FfnKind.neurons`)."""
+        return tuple(0 if layer.ffn.neurons is None else layer.ffn.neurons.size for layer in self.layers)
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why all neurons are computed, and nothing is prepared for them; None where every FFN is a sum of neurons."""
+        others = [layer.ffn.title for layer in self.layers if layer.ffn.neurons is None]
+        if not others:
+            return None
+        which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
+        return f"{which}, whose neurons are not told apart"
 
     @property
     def n_neurons(self) -> int:
@@ -209,8 +274,8 @@ class ModelConfig:
 
     @property
     def widest_ffn(self) -> int:
-        """Neurons of the largest FFN, for buffers."""
-        return max(self.ffn_sizes)
+        """Numbers of a token within the widest FFN, for buffers: its neurons."""
+        return max(layer.ffn.width for layer in self.layers)
 
     @property
     def activations(self) -> str:
@@ -220,18 +285,18 @@ class ModelConfig:
     @property
     def activations_never_zero(self) -> str:
         """The same, of those that are never exactly zero."""
-        every = (layer.ffn for layer in self.layers)
-        return ", ".join(dict.fromkeys(ffn.activation for ffn in every if not ffn.rectified))
+        every = (layer.ffn.neurons for layer in self.layers)
+        return ", ".join(dict.fromkeys(ffn.activation for ffn in every if ffn is not None and not ffn.rectified))
 
     @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero in every layer."""
-        return all(layer.ffn.rectified for layer in self.layers)
+        return self.why_whole is None and all(layer.neurons.rectified for layer in self.layers)
 
     @property
     def partly_rectified(self) -> bool:
         """Whether they are in some layer: it can be computed sparsely without loss."""
-        return any(layer.ffn.rectified for layer in self.layers)
+        return self.why_whole is None and any(layer.neurons.rectified for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -358,6 +423,15 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8080, "port to listen on; 0: any free one", metavar="N", least=0)
     alias: Sequence[str] = option((), "name of the model in the API (repeatable); default: its file's", metavar="NAME")
+    keep_alive: float | None = option(
+        300.0,
+        "of several models: how long one stays loaded without a request, such as 30s, 5m or 1h; 0: not at all; -1: "
+        "always (default 5m)",
+        duration=True,
+    )
+    max_models: int = option(
+        0, "of several models: maximum number that are loaded at a time; 0: as many as memory holds", metavar="N"
+    )
     api_key_file: str | None = option(
         None, "file of API keys, one a line; the environment's POWERINFER_API_KEY adds more", metavar="FILE"
     )

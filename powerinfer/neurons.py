@@ -110,7 +110,8 @@ class Profile:
     A neuron fires for a token when its product h is not zero; of a model whose activations are never exactly zero,
     when |act(gate . n)| (plain FFN: |act(up . n)|) exceeds the layer's threshold (CATS, arXiv 2404.08763).
 
-    tokens: of all corpora together. counts: for each layer int64 [neurons], the tokens that the neuron fired for.
+    tokens: of all corpora together. counts: for each layer int64 [neurons], the tokens that the neuron fired for; empty
+    where neurons are not told apart.
     corpora, corpus_tokens, corpus_counts: the same for each corpus alone, counts int64 [corpora, neurons] for each
     layer; a synthetic profile has none. active: for each layer int64 [101], the tokens by the share of the
     layer's neurons that fired for them, in whole per cent, rounded down. reuse: for each layer, of the neurons that
@@ -135,7 +136,7 @@ class Profile:
         assert not self.corpora or sum(self.corpus_tokens) == self.tokens
         for counts, each, active in zip(self.counts, self.corpus_counts, self.active, strict=True):
             assert counts.dtype == each.dtype == active.dtype == np.int64
-            assert counts.ndim == 1 and len(counts) and counts.min() >= 0 and counts.max() <= self.tokens
+            assert counts.ndim == 1 and ((counts >= 0) & (counts <= self.tokens)).all()
             assert each.shape == (len(self.corpora), len(counts)) and active.shape == (101,)
             assert not self.corpora or (each.sum(axis=0) == counts).all()
 

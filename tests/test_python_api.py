@@ -191,9 +191,7 @@ def test_a_model_describes_itself() -> None:
     llm = toy_llm(context=256)
     llm._executor.choices |= {"threads": "2 (given)", "gpu": "none (no CUDA device)", "selector": "exact in 3 (x)"}
     said = repr(llm)
-    assert said == (
-        "LLM(model='toy', size='1 layers', context=256, threads=2, selector='exact in 3', placement='CPU')"
-    )
+    assert said == ("LLM(model='toy', size='1 layers', context=256, threads=2, selector='exact in 3', placement='CPU')")
     assert repr(AsyncLLM.from_llm(llm)) == f"Async{said}"
     llm._executor.choices["gpu"] = "3 layers on <b>, given"
     page = llm._repr_html_()

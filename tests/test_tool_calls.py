@@ -25,12 +25,10 @@ from powerinfer.formats.tool_calls import (
     MISTRAL,
     MISTRAL_NAMED,
     PHI4_MINI,
-    ToolChoice,
-    ToolDelta,
     ToolFormat,
-    read_tool_choice,
-    read_tools,
 )
+from powerinfer.formats.tool_parser import ToolDelta
+from powerinfer.formats.tools import ToolChoice, read_tool_choice, read_tools
 from powerinfer.runtime.grammar import Grammars, LazyMask
 
 WEATHER = {
@@ -252,7 +250,7 @@ def test_one_call_is_read_where_calls_are_not_parallel(form: ToolFormat, piece: 
     text = before + TWO_CALLS[form] + " Done."
     pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
     assert read(replace(form, parallel=False), pieces) == (before.strip(), [("now", "{}")])
-    broken = f'{before}{form.begins[0]}{"[" if form.listed else ""}'
+    broken = f"{before}{form.begins[0]}{'[' if form.listed else ''}"
     broken += "now[ARGS]3" if form.argument_mark else '{"name": "now", x}'
     assert read(replace(form, parallel=False), [broken + TWO_CALLS[form]])[1] == [("now", "")]
 
@@ -472,4 +470,4 @@ def test_tool_choice() -> None:
 
 
 def test_every_format_has_a_row_or_is_the_fallback() -> None:
-    assert {form.name for *_, form in tool_calls._ROWS} | {"generic"} == {form.name for form in FORMATS}
+    assert {row.format.name for row in tool_calls._ROWS} | {"generic"} == {form.name for form in FORMATS}

@@ -2,8 +2,8 @@
 
 A token stores one number in its slot of the paged cache, made from its own id and the number in the slot before, read
 through the page table. Its logits are drawn from a hash of all the numbers it can see, read through the page table
-too. So a wrong page, position, order or reuse changes what is generated. `reference_logits` says the same without
-pages.
+too; its hidden state is made from its own number. So a wrong page, position, order or reuse changes what is generated.
+`reference_logits` says the same without pages.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import StreamEvent
 
 BOS, EOS, VOCAB = 256, 257, 258
+D_MODEL = 6
 PRIME = 2**31 - 1
 
 
@@ -50,6 +51,19 @@ def reference_logits(tokens: Sequence[int]) -> np.ndarray:
     return logits_of(np.asarray(values))
 
 
+def state_of(value: int) -> np.ndarray:
+    """The hidden state of a token whose slot holds `value`."""
+    return np.random.default_rng(value).normal(0, 1, D_MODEL).astype(np.float32)
+
+
+def reference_embedding(tokens: Sequence[int]) -> np.ndarray:
+    total, value = np.zeros(D_MODEL), 0
+    for token in tokens:
+        value = next_value(value, token)
+        total += state_of(value)
+    return (total / np.sqrt(total @ total)).astype(np.float32)
+
+
 def reference_greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Greedy answer, the token that ends it included."""
     tokens = list(prompt)
@@ -67,6 +81,7 @@ class ToyExecutor:
     def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64) -> None:
         self.n_pages, self.page_size, self.max_tokens = n_pages, page_size, max_tokens
         self.store = np.full((n_pages, page_size), -(2**40), np.int64)
+        self.values: list[int] = []  # of the tokens of the last call
         self.sizes: list[int] = []  # tokens of each call
         self.positions: list[int] = []  # of every token computed
         self.sequences: list[int] = []  # how many requests each call served
@@ -94,12 +109,14 @@ class ToyExecutor:
             self._allowed.acquire()
         if number in self.fail_at:
             raise self.fail_at.pop(number)
+        self.values = []
         for token, position, row in zip(batch.tokens, batch.positions, batch.rows, strict=True):
             before = self._slots(batch, row, position)
             value = int(before[-1]) if position else 0
             page = batch.page_table[row, position // self.page_size]
             assert page >= 0
-            self.store[page, position % self.page_size] = next_value(value, int(token))
+            self.values.append(next_value(value, int(token)))
+            self.store[page, position % self.page_size] = self.values[-1]
         self.sizes.append(len(batch.tokens))
         self.positions += batch.positions.tolist()
         self.sequences.append(changes)
@@ -107,6 +124,10 @@ class ToyExecutor:
             logits_of(self._slots(batch, batch.rows[at], batch.positions[at] + 1)) for at in batch.logit_rows.tolist()
         ]
         return np.asarray(rows, np.float32).reshape(len(rows), VOCAB)
+
+    def hidden_states(self, rows: np.ndarray) -> np.ndarray:
+        assert rows.dtype == np.int32
+        return np.stack([state_of(self.values[row]) for row in rows])
 
     def let(self, calls: int = 1) -> None:
         """Let calls of a held executor go on."""
@@ -172,7 +193,7 @@ class ToyTokenizer:
 
 def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
     config = ModelConfig(
-        architecture="toy", d_model=1, vocab_size=VOCAB, context_length=context,
+        architecture="toy", d_model=D_MODEL, vocab_size=VOCAB, context_length=context,
         norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(1, 1, 1), FfnConfig(1)),),
     )  # fmt: skip
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
-    from powerinfer.config import LayerConfig, ModelConfig
+    from powerinfer.config import LayerConfig, ModelConfig, RopeConfig
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.predictor_file import PredictorFile
@@ -54,7 +54,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         document = describe(checkpoint)
         document["choices"] = _choices(checkpoint, engine, bar, out)
     document["prepared"] = prepared(checkpoint, engine.prepared)
-    _show(document, out)
+    _show(document, checkpoint.config, out)
     out.document(document)
     return 0
 
@@ -73,7 +73,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "sizes": _sizes(config),
         "tied_embeddings": config.tied_embeddings,
         "norm_eps": config.norm_eps,
-        "layers": _kinds(config),
+        "layers": [{"numbers": numbers, **dataclasses.asdict(layer)} for layer, numbers in _kinds(config).items()],
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": tokenizer is not None and checkpoint.chat_template() is not None,
@@ -90,12 +90,12 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     return sizes | {"vocab_size": config.vocab_size, "context_length": config.context_length}
 
 
-def _kinds(config: ModelConfig) -> list[dict[str, Any]]:
-    """The kinds of layers: their numbers and their configuration."""
+def _kinds(config: ModelConfig) -> dict[LayerConfig, list[int]]:
+    """The kinds of layers, and the numbers of those of each kind."""
     kinds: dict[LayerConfig, list[int]] = {}
     for number, layer in enumerate(config.layers):
         kinds.setdefault(layer, []).append(number)
-    return [{"numbers": numbers, **dataclasses.asdict(layer)} for layer, numbers in kinds.items()]
+    return kinds
 
 
 def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
@@ -166,14 +166,14 @@ def _choices(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, o
     return machine | {"selector": f"{found.selection.selector} ({found.selection.why})", "gpu": f"{gpu} ({found.why})"}
 
 
-def _show(document: dict[str, Any], out: Output) -> None:
+def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
     sizes = document["sizes"]
     lines = {
         "model": document["name"] or document["path"],
         "file": f"{document['path']} ({document['source']}, {document['file_bytes'] / 1e6:.1f} MB)",
         "architecture": f"{document['architecture']}, {document['parameters'] / 1e6:.1f} M parameters",
         "layers": f"{sizes['n_layers']} of width {sizes['d_model']}",
-        **_layer_lines(document["layers"]),
+        **_layer_lines(_kinds(config)),
         "attention": _attention(sizes),
         "context": f"{sizes['context_length']} tokens",
         "vocabulary": f"{sizes['vocab_size']} tokens, {_ends(document['tokenizer'])}",
@@ -260,30 +260,30 @@ def _span(values: list[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def _layer_lines(kinds: list[dict[str, Any]]) -> dict[str, str]:
+def _layer_lines(kinds: dict[LayerConfig, list[int]]) -> dict[str, str]:
     """A line for each kind of layer; below each other, with their numbers, where there are several."""
     from powerinfer.cli.bench import ranges
 
     if len(kinds) == 1:
-        return {"each layer": _layer(kinds[0])}
-    lines = [f"{len(kind['numbers'])} ({ranges(kind['numbers'])}): {_layer(kind)}" for kind in kinds]
+        return {"each layer": _layer(next(iter(kinds)))}
+    lines = [f"{len(numbers)} ({ranges(numbers)}): {_layer(layer)}" for layer, numbers in kinds.items()]
     return {"kinds of them": f"\n{'':<14}".join(lines)}
 
 
-def _layer(kind: dict[str, Any]) -> str:
-    attention, ffn = kind["attention"], kind["ffn"]
-    parts = [f"FFN of {ffn['size']} neurons, {ffn['activation']}{'' if ffn['gated'] else ' without a gate'}"]
-    parts += [_rope(attention["rope"])] if attention["rope"] else []
-    parts += [f"window of {attention['window']}"] if attention["window"] else []
-    biases = {"q, k, v": attention["qkv_bias"], "o": attention["o_bias"], "FFN": ffn["bias"]}
+def _layer(layer: LayerConfig) -> str:
+    attention, ffn = layer.attention, layer.ffn.neurons
+    parts = [layer.ffn.title]
+    parts += [_rope(attention.rope)] if attention.rope else []
+    parts += [f"window of {attention.window}"] if attention.window else []
+    biases = {"q, k, v": attention.qkv_bias, "o": attention.o_bias, "FFN": ffn is not None and ffn.bias}
     parts += [f"biases of {', '.join(name for name, has in biases.items() if has)}"] if any(biases.values()) else []
-    parts += [f"q and k normalised by {attention['qk_norm']}"] if attention["qk_norm"] else []
-    parts += [NORMS[kind["norms"]]] if kind["norms"] in NORMS else []
-    parts += ["attention and FFN in parallel"] if kind["parallel"] else []
+    parts += [f"q and k normalised by {attention.qk_norm}"] if attention.qk_norm else []
+    parts += [NORMS[layer.norms]] if layer.norms in NORMS else []
+    parts += ["attention and FFN in parallel"] if layer.parallel else []
     return "; ".join(parts)
 
 
-def _rope(rope: dict[str, Any]) -> str:
-    pairs = "interleaved pairs" if rope["interleaved"] else "pairs of halves"
-    scaling = f", {rope['scaling']} scaling by {rope['factor']:g}" if rope["scaling"] else ""
-    return f"RoPE theta {rope['theta']:g}, {rope['dim']} dimensions in {pairs}{scaling}"
+def _rope(rope: RopeConfig) -> str:
+    pairs = "interleaved pairs" if rope.interleaved else "pairs of halves"
+    scaling = f", {rope.scaling} scaling by {rope.factor:g}" if rope.scaling else ""
+    return f"RoPE theta {rope.theta:g}, {rope.dim} dimensions in {pairs}{scaling}"

@@ -144,6 +144,8 @@ def _show_bytes(document: PlanDocument, out: Output) -> None:
     out.line(f"{'in all':<22}" + "".join(f"{_size(sum(tiers[tier].values())):>12}" for tier in used))
     neurons = [{tier: getattr(layer, tier) for tier in TIER_NAMES} for layer in document.layers]
     total = sum(sum(layer.values()) for layer in neurons)
+    if not total:  # of no FFN are the neurons told apart
+        return
     out.line(
         f"{'share of neurons':<22}"
         + "".join(f"{tenths_of_percent(sum(layer[tier] for layer in neurons) / total):>12}" for tier in used)

@@ -364,6 +364,15 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   p.run(step, first, last);
 }
 
+void hidden_states(Program& p, Ints rows, OutFloats2 out) {
+  require((int64_t)out.shape(1) == p.sizes.d_model && out.shape(0) == rows.shape(0),
+          "the hidden states have another shape than (rows, d_model)");
+  for (size_t i = 0; i < rows.shape(0); i++)
+    require(rows.data()[i] >= 0 && rows.data()[i] < p.sizes.max_tokens, "a row is outside the step");
+  nb::gil_scoped_release release;
+  p.hidden_states(rows.data(), (int64_t)rows.shape(0), out.data());
+}
+
 void bind_constants(nb::module_& m) {
   m.doc() =
       "The native module: packed weights, kernels of every instruction-set level, and programs of fused operators.\n\n"
@@ -753,6 +762,8 @@ void bind_program(nb::module_& m) {
                                                               nb::find(p), {p.ldx, 1});
           },
           "tokens"_a, "The residual stream x, [tokens, d_model]: the program's own memory, which may be written.")
+      .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(),
+           "out [rows, d_model] = norm(x) with the head's norm: rows of the last step.")
       .def_prop_ro("size", &Program::size)
       .def_prop_rw(
           "timed", [](const Program& p) { return p.timed; },

@@ -404,6 +404,7 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
   check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
         "the head's projection does not lead from the width of the model to embed_dim");
   check_norm(norm, sizes.d_model, "the final norm");
+  final_norm_ = std::make_shared<const Norm>(norm);
   head_panels = w->panels;
   add(std::make_shared<Head>(std::move(norm), std::move(project), std::move(w), workspace->pool->threads()));
 }

@@ -130,6 +130,20 @@ void Program::run(const Step& step, size_t first, size_t last) {
   workspace->pool->run(prepare, job);
 }
 
+void Program::hidden_states(const int32_t* rows, int64_t count, float* out) {
+  check((bool)final_norm_, "a program without a head has no hidden states");
+  workspace->pool->run([&](int thread) {
+    int64_t begin, end;
+    share(count, 1, workspace->pool->threads(), thread, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      const float* row = x + rows[i] * ldx;
+      float* to = out + i * sizes.d_model;
+      if (*final_norm_) final_norm_->apply(workspace->kernels, row, to);
+      else std::copy(row, row + sizes.d_model, to);
+    }
+  });
+}
+
 std::vector<std::pair<std::string, double>> Program::take_times() {
   std::vector<std::pair<std::string, double>> taken;
   workspace->pool->between_jobs([&] {

@@ -104,7 +104,7 @@ class Program {
   void attention(int layer, int window);    // attended = softmax(q k) v
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   void normalise(Norm norm);                                                   // x = norm(x)
-  // logits = w . project . norm(x); project may be null
+  // logits = w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
@@ -115,6 +115,8 @@ class Program {
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
   void run(const Step& step, size_t first, size_t last);
+  // out [count, d_model] = norm(x), the head's: rows of the last step.
+  void hidden_states(const int32_t* rows, int64_t count, float* out);
   // Seconds spent in each operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
@@ -159,6 +161,7 @@ class Program {
   void rotate(int thread, const Step& step);
   void check_layer(int layer) const;
 
+  std::shared_ptr<const Norm> final_norm_;  // null: there is no head
   std::vector<Rope> ropes_;
   std::vector<int32_t> rotated_;  // the positions that their angles are of
   Arena memory_;

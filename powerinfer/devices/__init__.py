@@ -41,6 +41,13 @@ class Executor(Protocol):
         """
         ...
 
+    def hidden_states(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The hidden states after the final norm, float32 [n, d_model], of tokens of the last `forward`.
+
+        rows: int32 [n], their indices in its batch. The logits that `forward` returned stay valid.
+        """
+        ...
+
     def traced(self) -> AbstractContextManager[Trace]:
         """Trace the steps within this context. RequestError if no layer runs on a GPU."""
         ...

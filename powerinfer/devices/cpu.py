@@ -286,6 +286,12 @@ class CpuExecutor:
             self._run_observed(batch, self._observed)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
+    def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
+        """As of `Executor`; of one that has the head."""
+        out = np.empty((len(rows), self.d_model), np.float32)
+        self._program.hidden_states(rows, out)
+        return out
+
     def embedded(self, batch: Batch) -> Float32:
         """Check the batch and embed its tokens: the residual stream, float32 [T, d_model], where `finish` reads it."""
         self._make_room(batch)

@@ -70,7 +70,7 @@ class PartMaker:
         """
         counts = None
         if isinstance(bundles, np.ndarray):
-            rows, neurons = bundles, neurons or self.config.layers[layer].ffn.size
+            rows, neurons = bundles, neurons or self.config.ffn_sizes[layer]
         else:
             rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
             biases = [_placed(bundles, bias) for bias in biases[:2]]
@@ -98,7 +98,7 @@ class PartMaker:
         return _native.Predictor(self._pack(inner), self._pack(outer), about.threshold, about.floor)
 
     def _spec(self, layer: int, biases: Biases) -> _native.NeuronSpec:
-        about = self.config.layers[layer].ffn
+        about = self.config.layers[layer].neurons
         return _native.NeuronSpec(about.activation, about.threshold, *biases[:2])
 
 
@@ -122,7 +122,7 @@ class CpuFfn:
     ) -> None:
         self.op = op
         self.matrices = [one for one in matrices if one is not None]
-        self.neurons = self.matrices[0].rows if matrices else parts.config.layers[layer].ffn.size
+        self.neurons = self.matrices[0].rows if matrices else parts.config.ffn_sizes[layer]
         self._parts = parts
         self._layer = layer
         self._biases = biases

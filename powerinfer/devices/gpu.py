@@ -75,6 +75,7 @@ class GpuLayers:
         self._bytes: Counter[str] = Counter()
         self._layers = [GpuLayer(index, config.layers[index].parallel) for index in range(layers)]
         self._head: Operator | None = None
+        self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         heads = [(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in config.layers[:layers]]
@@ -196,7 +197,7 @@ class GpuLayers:
         inputs = [up] if gate is None else [gate, up]
         first = self._upload("ffn", *inputs, biases=biases[2 - len(inputs) : 2])
         second = self._upload("ffn", down, biases=biases[2:])
-        about, neurons, plain = self._config.layers[layer].ffn, up.rows, gate is None  # not the matrices themselves
+        about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm))
@@ -245,7 +246,7 @@ class GpuLayers:
             logits = out(x if inner is None else inner(x))
             self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
-        self._head = Operator("head", -1, run)
+        self._head, self._final_norm = Operator("head", -1, run), norm
         self._rewired()
 
     @property
@@ -310,6 +311,16 @@ class GpuLayers:
             self.few_tokens += len(step.x)
             self.few_steps += 1
         return result
+
+    def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
+        """As `Executor.hidden_states`; of layers that have the head. PowerInferError when the device fails."""
+        assert self.has_head
+        torch = import_torch()
+        failures = gpu_failures(f"normalising {len(rows)} tokens", "lower --prefill-chunk or --vram")
+        with failures, current(self.device), torch.inference_mode():
+            x = self.buffers.residual(torch.from_numpy(rows).to(self.device))
+            values: Float32 = _normalised(self._final_norm, x).cpu().numpy()
+        return values
 
     def _begin(self, batch: Batch, x: Float32) -> Step:
         """Upload a step."""
@@ -401,7 +412,7 @@ class GpuLayers:
         for layer in self._layers:
             layer.close()
         self._layers.clear()
-        self._head = self._operators = None
+        self._head = self._final_norm = self._operators = None
         self._recorder = self._recordings = None
         for name in ("_cache", "buffers", "link", "_rotations"):
             self.__dict__.pop(name, None)

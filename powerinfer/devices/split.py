@@ -57,6 +57,9 @@ class SplitExecutor:
         with span(self.trace, "cpu", "layers and head", -1):
             return self.cpu.finish(batch)
 
+    def hidden_states(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self.gpu.hidden_states(rows) if self.gpu.has_head else self.cpu.hidden_states(rows)
+
     @contextmanager
     def traced(self) -> Iterator[Trace]:
         """Trace the steps within this context; operators that sum neurons elsewhere add their own spans.

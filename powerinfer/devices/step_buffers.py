@@ -67,6 +67,10 @@ class StepBuffers:
         total = None if self._total is None else self._total[:tokens]
         return Step(on_device, positions, rows, slots, page_table, logit_rows, total=total)
 
+    def residual(self, rows: Tensor) -> Tensor:
+        """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
+        return self._x.index_select(0, rows)
+
     def logits(self, rows: int) -> Tensor:
         """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
         if rows > len(self._host_logits):

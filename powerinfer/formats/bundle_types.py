@@ -71,8 +71,8 @@ def tensor_name(checkpoint: Checkpoint, matrix: str, layer: int) -> str:
 
 
 def tensor_names(checkpoint: Checkpoint, matrix: str) -> list[str]:
-    layers = enumerate(checkpoint.config.layers)
-    return [tensor_name(checkpoint, matrix, number) for number, layer in layers if matrix in layer.ffn.matrices]
+    every = enumerate(layer.ffn.neurons for layer in checkpoint.config.layers)
+    return [tensor_name(checkpoint, matrix, number) for number, ffn in every if ffn and matrix in ffn.matrices]
 
 
 def by_neuron(name: str) -> bool:

@@ -89,6 +89,7 @@ class PreparedFile:
         self.path = prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
         self._fingerprint = checkpoint.fingerprint
         self._quantize = checkpoint.quantize
+        self._why_none = checkpoint.config.why_whole
         command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
         command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
         command += ["--prepared", prepared] if prepared is not None else []
@@ -108,6 +109,8 @@ class PreparedFile:
         ModelError if there is none, or it is damaged, or was made for another model, with another --quantize, or by a
         version with another format. The caller checks which tensors there are.
         """
+        if self._why_none is not None:
+            raise ModelError(f"{self.path} is of no use: {self._why_none}")
         if not self.exists():
             raise ModelError(f"there is no {self.path}; `{self.command}` makes it")
         try:

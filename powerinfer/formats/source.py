@@ -79,7 +79,7 @@ def predictor_shapes(
         first = stored.get(names(f"layers.{layer}.predictor_in"))
         rank = max(1, first.shape[0]) if first is not None else 1
         yield f"layers.{layer}.predictor_in", (rank, config.d_model)
-        yield f"layers.{layer}.predictor_out", (config.layers[layer].ffn.size, rank)
+        yield f"layers.{layer}.predictor_out", (config.ffn_sizes[layer], rank)
 
 
 def collect(

@@ -312,7 +312,7 @@ class _GpuSamples(Samples):
         n = shape[1]
         layout, bundles = self.bundles(kind, shape, cpu.choose_threads(0)[0])
         every = np.arange(n, dtype=np.int32)
-        return layout, gpu.resident(layout, bundles, every, self._device, self.config(shape, 1).layers[0].ffn)
+        return layout, gpu.resident(layout, bundles, every, self._device, self.config(shape, 1).layers[0].neurons)
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
         """(sparse_us, sync_us): extra time of a layer for a sparse FFN, and for an exchange with an idle CPU."""

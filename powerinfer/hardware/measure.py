@@ -53,7 +53,7 @@ def measured(
 
 
 def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
-    """This machine's memories, for what depends on bytes alone; its rates are placeholders.
+    """This machine's memories, for what depends on bytes alone; all of its rates are 1.
 
     What the GPU's driver and libraries take of either memory is not known before it is measured, and counts as nothing.
     """

@@ -87,7 +87,7 @@ class HybridFfn:
         self.layer = layer
         self.stage = stage
         self.on_input: Callable[[Tensor], None] | None = None
-        self._config = cpu.config.layers[layer].ffn
+        self._config = cpu.config.layers[layer].neurons
         self._layers = layers
         self._link = layers.link
         self._bundles = bundles

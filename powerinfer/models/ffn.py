@@ -15,7 +15,7 @@ def sum_neurons(
     own: OwnFfn[Norm] | None,
 ) -> None:
     """x += out_norm(the neurons' sum of norm(x)); own: wires the FFN in the checkpoint's place."""
-    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].ffn.matrices
+    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].neurons.matrices
     biases = [vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
     if own is not None:
         for part in parts:

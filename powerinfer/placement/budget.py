@@ -117,7 +117,7 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
 def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: bool, dense: bool = False) -> Footprint:
     """Bytes on a GPU with the first `layers` layers, at least one, and with `head` the output head.
 
-    Neurons do not count; with `dense` the FFNs are dense, and count.
+    Neurons do not count, but FFNs whose neurons are not told apart; with `dense` the FFNs are dense, and all count.
     """
     assert hardware.gpu is not None
     held = {
@@ -129,8 +129,9 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: 
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
-    if dense:
-        held["ffn"] = sum(map(_stored, model.ffn[:layers]))
+    whole = sum(_stored(model.ffn[layer] if dense else model.whole_ffn(layer)) for layer in range(layers))
+    if dense or whole:
+        held["ffn"] = whole
     if head:
         held["head"] = _stored((model.head, *model.projections[1:]))
     return held
@@ -142,7 +143,7 @@ def in_ram(
     """Bytes in RAM beside a GPU with the first `layers` layers, and with `head` the output head.
 
     host_bytes: what the GPU's libraries take in RAM. panels: all FFNs are dense, and those of the other layers count;
-    else no neurons do.
+    else only those whose neurons are not told apart.
     """
     config = model.config
     scratch = model.scratch_bytes(work.tokens, work.requests)
@@ -159,8 +160,10 @@ def in_ram(
         "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None)),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
     }
-    if panels:
-        held["panels"] = sum(map(_panels, model.ffn[layers:]))
+    every = range(layers, config.n_layers)
+    dense = sum(_panels(model.ffn[layer] if panels else model.whole_ffn(layer)) for layer in every)
+    if panels or dense:
+        held["panels"] = dense
     return held
 
 
@@ -196,7 +199,7 @@ def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, d
 
 def _groups(model: Model, layers: int) -> int:
     """Groups of bundles of the first layers."""
-    return sum(n_groups(layer.ffn.size) for layer in model.config.layers[:layers])
+    return sum(n_groups(size) for size in model.config.ffn_sizes[:layers])
 
 
 def shared_on_gpu(model: Model, layers: int) -> int:
@@ -228,10 +231,11 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
         staging = _staging(model, work, layers, gpu_left, left)
         gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
         return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundle.pitch, True, False, staging)
-    panels, dense = sum(map(_panels, model.ffn)), work.selector == "all"
+    whole, dense = cpu.get("panels", 0), work.selector == "all"
+    panels = sum(map(_panels, model.ffn)) - whole
     keep = panels + (0 if dense else bundles) <= left
     if keep:
-        cpu["panels"] = panels
+        cpu["panels"] = panels + whole
         left -= panels
     return Claims(0, False, {}, cpu, 0, left, model.bundle.stride, not (dense and keep), keep)
 
@@ -249,7 +253,7 @@ def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> Reques
 
 def _staging(model: Model, work: Workload, gpu_layers: int, gpu_left: int, left: int) -> int:
     """Bytes of a staging buffer: the most with which all neurons still fit. 0 if no prompt needs one."""
-    sizes = [-(-layer.ffn.size // GROUP) for layer in model.config.layers]
+    sizes = [-(-size // GROUP) for size in model.config.ffn_sizes]
     gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundle.pitch
     if work.selector == "all" or work.chunk <= kernels.FEW or gpu_left // gpu_group >= sum(sizes[:gpu_layers]):
         return 0

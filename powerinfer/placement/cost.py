@@ -109,7 +109,7 @@ def expected(
 
 def by_group(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[Any]:
     """Sums of the values from each start up to the next; 0 for groups that a smaller layer does not have."""
-    missing = max(0, int(starts[-1]) + 1 - len(values))
+    missing = max(0, int(starts.max(initial=-1)) + 1 - len(values))
     return np.asarray(np.add.reduceat(np.pad(values, (0, missing)), starts))
 
 
@@ -168,14 +168,18 @@ def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -
 def attention_seconds(
     device: Device, model: Model, layer: int, kv_type: str, past: int, batch: int, panels: bool
 ) -> float:
-    """A layer's attention, `past` tokens of each of `batch` requests in the cache: input, attention, projection."""
+    """A layer's attention, `past` tokens of each of `batch` requests in the cache: input, attention, projection.
+
+    With the FFN, if its neurons are not told apart.
+    """
     config = model.config.layers[layer]
     window = config.attention.window
     seen = past if window is None else min(past, window)
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
     norms = 2 if config.norms == "post" else 0  # separate operators
     fixed = 1e-6 * (3 + norms) * device.op_us
-    return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed
+    ffn = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels)
+    return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + ffn
 
 
 def end_seconds(device: Device, model: Model, panels: bool) -> float:
@@ -217,8 +221,8 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     """FFNs on the CPU alone, from the dense matrices if `panels`, else from bundles; infinite for k > 0."""
     layers, nothing = model.config.n_layers, np.zeros(expected.sums.shape[:2])
     kept = model.ffn if panels else ((),) * layers
-    sizes = model.config.ffn_sizes
-    each = [neuron_seconds(cpu, model.bundles[layer], way, kept[layer], sizes[layer]) for layer in range(layers)]
+    about = zip(model.bundles, kept, model.config.ffn_sizes, strict=True)
+    each = [neuron_seconds(cpu, layout, way, matrices, max(1, size)) for layout, matrices, size in about]
     seconds = np.full_like(nothing, np.inf)
     seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
     return FfnTime(nothing, seconds, nothing.copy())

@@ -220,7 +220,7 @@ class Plan:
         tiers: dict[str, Footprint] = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
         if self.claims.bundles:
             for tier, name in _NAMES.items():
-                tiers[name]["ffn"] = sum(layer[tier] for layer in self._neuron_bytes)
+                tiers[name]["ffn"] = tiers[name].get("ffn", 0) + sum(layer[tier] for layer in self._neuron_bytes)
         if self.staging:
             own = staged_in_ram(self.staging)
             tiers["gpu"]["staging"] = tiers["cpu"]["staging"] = own
@@ -477,12 +477,20 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
     """Bytes that a step without a GPU reads: dense matrices, keys and values, and the FFNs' on the selector's way."""
     model = request.model
     dense = sum(one.panels for layer in model.attention for one in layer) + model.head.panels
-    kv = model.kv_bytes(request.kv_type, request.past, request.batch)
+    whole = sum(_whole_bytes(request, layer, panels=True) for layer in range(model.config.n_layers))
+    kv = whole + model.kv_bytes(request.kv_type, request.past, request.batch)
     if request.goes == "predicted":
         dense += sum(one.panels for pair in model.predictors for one in pair)
     if request.goes == "all" and claims.panels:
-        return float(dense + kv + sum(one.panels for layer in model.ffn for one in layer))
+        told_apart = (each for each, size in zip(model.ffn, model.config.ffn_sizes, strict=True) if size)
+        return float(dense + kv + sum(one.panels for layer in told_apart for one in layer))
     return float(dense + kv + (expected.all * _step_neurons(model, request.goes)).sum())
+
+
+def _whole_bytes(request: PlanRequest, layer: int, panels: bool = False) -> float:
+    """Bytes that a step reads of an FFN whose neurons are not told apart: in panels (CPU), or as a GPU stores them."""
+    nbytes = sum(one.panels if panels else one.stored for one in request.model.whole_ffn(layer))
+    return request.model.config.layers[layer].ffn.share_read(request.batch) * nbytes
 
 
 def _step_neurons(model: Model, selector: str) -> list[Float64]:
@@ -552,7 +560,9 @@ def _placed(
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
     """The share of the bytes of weights of a step that the GPU reads."""
     model, first = request.model, claims.gpu_layers
-    attention = [sum(one.stored for one in layer) for layer in model.attention]
+    attention = [
+        sum(one.stored for one in own) + _whole_bytes(request, layer) for layer, own in enumerate(model.attention)
+    ]
     predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
     whole = sum(attention) + sum(predictors) + model.head.stored + of_all_neurons
     gpu = sum(attention[:first]) + sum(predictors[:first]) + claims.gpu_head * model.head.stored
@@ -631,7 +641,7 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
 def _groups_for(mass: Float64, share: float) -> int:
     """The number of most frequent groups that carry that share of the model's activations."""
     each = np.sort(np.diff(mass, axis=1), axis=None)[::-1]
-    if share == 1:
+    if share == 1 or not len(each):
         return len(each)
     carried = np.cumsum(each)
     return int(np.searchsorted(carried, share * carried[-1]) + 1) if carried[-1] else 0

@@ -62,7 +62,7 @@ def power_law(mean: float, skew: float, n: int) -> Float64:
     mean: from 0, exclusive, to 1; TOP and above gives TOP for all. skew: from 0, all alike, to 20.
     """
     assert 0 < mean <= 1 and 0 <= skew <= _MOST_SKEW
-    if mean >= TOP:
+    if mean >= TOP or not n:
         return np.full(n, TOP)
     ranks = np.arange(n)
     shape = (2.0 * ranks + 1) ** -skew  # largest first, from 1

@@ -168,7 +168,8 @@ def model_subject(
             raise RequestError(
                 f"there is no profile of {checkpoint.path}: `{place.command}` makes it, or --hot-share X assumes a skew"
             )
-        text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
+        makes = f"; `{place.command}` makes it" if config.why_whole is None else ""
+        text = f"that all neurons count alike, since there is no profile{makes}"
         return Subject(model, assumed_profile(_EVEN, config.ffn_sizes), selector, (text,))
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:

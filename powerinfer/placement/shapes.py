@@ -67,7 +67,8 @@ class Matrix:
 class Model:
     """The contents of a model, layer by layer.
 
-    attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them; vectors: bytes of
+    attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them, or what another kind
+    of FFN has; vectors: bytes of
     norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint: of the
@@ -94,6 +95,10 @@ class Model:
     def weight_bytes(self) -> int:
         """Bytes of attention, FFNs and tables, as they are stored."""
         return sum(one.stored for layer in (*self.attention, *self.ffn) for one in layer) + self.tables
+
+    def whole_ffn(self, layer: int) -> tuple[Matrix, ...]:
+        """The matrices of an FFN that is placed with its layer, because its neurons are not told apart; else ()."""
+        return self.ffn[layer] if self.config.layers[layer].ffn.neurons is None else ()
 
     @cached_property
     def weight_type(self) -> str:
@@ -149,7 +154,8 @@ class Model:
 
     def gpu_neuron_of(self, layer: int) -> int:
         """Bytes of one neuron on a GPU, `gpu_shared` aside: its rows, its biases, where its group is, its counter."""
-        bundles, bias = self.bundles[layer], self.config.layers[layer].ffn.bias
+        bundles, ffn = self.bundles[layer], self.config.layers[layer].ffn.neurons
+        bias = ffn is not None and ffn.bias
         first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
         across = bundles.down_type == ACROSS
         down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
@@ -176,7 +182,7 @@ class Model:
         config = self.config
         every = [layer.attention for layer in config.layers]
         heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
-        ffns = [(1 + layer.ffn.gated, layer.ffn.size) for layer in config.layers]
+        ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
         row = 5 * config.d_model + max(heads, *((2 * first + 5) * size // 2 for first, size in ffns)) + 2 * piece
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
@@ -272,7 +278,7 @@ def described_model(
     )
     wanted_rank = share * bare.parameters / (config.n_layers * config.d_model + config.n_neurons)
     rank = int(min(wanted_rank, MOST_PREDICTOR * bare.weight_bytes / bytes_of_rank)) // 32 * 32
-    if not rank or config.d_model % 32:
+    if not rank or config.d_model % 32 or config.why_whole is not None:
         return bare
     types = _PREDICTOR_TYPE, _PREDICTOR_TYPE
     return replace(bare, predictors=tuple(_predictor(config, layer, rank, *types) for layer in range(config.n_layers)))
@@ -302,8 +308,8 @@ def _model(
     known = dict(shapes(config))
 
     def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
-        rows, cols = known[tensor]
-        return _matrix(rows, cols, type_of(tensor), packed_rows)
+        *outer, cols = known[tensor]
+        return _matrix(prod(outer), cols, type_of(tensor), packed_rows)
 
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
@@ -319,7 +325,7 @@ def _model(
         bundles=layouts,
         attention=tuple(map(attention, range(config.n_layers))),
         ffn=tuple(
-            tuple(matrix(layer + part) for part in one.ffn.matrices)
+            tuple(matrix(layer + name) for name, shape in one.ffn.tensors(config.d_model) if len(shape) > 1)
             for layer, one in zip(layers, config.layers, strict=True)
         ),
         vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),

@@ -49,6 +49,9 @@ class Silenced:
         with self._executor.observed(None, self._thresholds, silence=True) if decoded else nullcontext():
             return self._executor.forward(batch)
 
+    def hidden_states(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._executor.hidden_states(rows)
+
     def close(self) -> None:
         pass  # it belongs to the caller
 

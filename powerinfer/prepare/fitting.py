@@ -131,15 +131,15 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     The FFN's norm (weight, bias, subtraction of the mean) is folded into the weights.
     """
     config, own, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
-    parts = ["gate", "up"] if own.ffn.activation == "drelu" else ["gate" if own.ffn.gated else "up"]
+    parts = ["gate", "up"] if own.neurons.activation == "drelu" else ["gate" if own.neurons.gated else "up"]
     result = []
     for part in parts:
         weights = np.array(checkpoint.take(name + part).float32(), np.float32)
         offset = np.zeros(len(weights), np.float32)
         if checkpoint.has(f"{name}{part}_bias"):
             offset += checkpoint.take(f"{name}{part}_bias").float32()
-        if own.ffn.activation == "fatrelu":
-            offset -= np.float32(own.ffn.threshold)
+        if own.neurons.activation == "fatrelu":
+            offset -= np.float32(own.neurons.threshold)
         if own.norms in ("pre", "both"):
             norm = name + ("attn_norm" if own.shared_norm else "ffn_norm")
             if checkpoint.has(norm + "_bias"):

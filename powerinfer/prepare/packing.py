@@ -26,6 +26,7 @@ from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
 from powerinfer.progress import Progress, silent
+from powerinfer.sparsity.selection import check_neurons
 from powerinfer.system import usable_cores
 
 Squares = NDArray[np.float64]
@@ -74,11 +75,13 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: RowTypes, progress
 
     Memory: about 40 MB for each core while d_model is below 4096, in proportion to it above, and one matrix where the
     checkpoint itself converts it (--quantize, types without kernels); the source's pages are released layer by layer.
-    ModelError for weights that a type cannot hold, PowerInferError if the file cannot be written; no partial file
-    remains. progress: called with ("packing neurons", neurons done, neurons).
+    RequestError for FFNs whose neurons are not told apart, ModelError for weights that a type cannot hold,
+    PowerInferError if the file cannot be written; no partial file remains.
+    progress: called with ("packing neurons", neurons done, neurons).
     """
     begin = time.perf_counter()
     config = checkpoint.config
+    check_neurons(config, "pack")
     layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
     squares = {name: np.zeros(2) for name in (*gate_and_up(config.layers), "down")}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK

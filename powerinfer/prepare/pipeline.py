@@ -17,7 +17,7 @@ from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.prepare.counting import Task
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsity.selection import auto
+from powerinfer.sparsity.selection import auto, check_neurons
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
@@ -296,6 +296,7 @@ def check(work: Work) -> None:
     from powerinfer.kernels import cpu
     from powerinfer.prepare import training
 
+    check_neurons(work.checkpoint.config, "prepare")
     cpu.choices(work.engine)
     if work.why_no_training is None:
         training.need_torch()

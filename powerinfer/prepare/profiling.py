@@ -13,6 +13,7 @@ from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.errors import RequestError
 from powerinfer.prepare.counting import Task
 from powerinfer.progress import Progress, Say, silent
+from powerinfer.sparsity.selection import check_neurons
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -57,6 +58,7 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
     from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora, read_windows
 
     config = checkpoint.config
+    check_neurons(config, "profile")
     if options.window > config.context_length:
         raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
     corpora = open_corpora(options.corpus)

@@ -34,6 +34,7 @@ from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.prepare.fitting import Fitted, LayerFit, Stored, split_rows
 from powerinfer.progress import Progress, silent
+from powerinfer.sparsity.selection import check_neurons
 
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
@@ -85,6 +86,7 @@ def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -
 
 def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
     """RequestError if the model cannot have predictors, or an option is out of its range."""
+    check_neurons(checkpoint.config, "train")
     if not checkpoint.config.rectified:
         raise RequestError(
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "

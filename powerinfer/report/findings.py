@@ -108,7 +108,8 @@ def of_plan(plan: PlanDocument, path: Path) -> Findings:
 
 def _layers(sizes: Sequence[int]) -> str:
     """How many layers there are, of how many neurons each."""
-    return f"{len(sizes)} layers of {' or '.join(map(str, sorted(set(sizes))))} neurons"
+    each = sorted({size for size in sizes if size})
+    return f"{len(sizes)} layers" + (f" of {' or '.join(map(str, each))} neurons" if each else "")
 
 
 def _found(

@@ -10,24 +10,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
+
 from powerinfer.errors import QueueFullError
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.options import (
     ChatOptions,
+    EmbeddingOptions,
     EngineOptions,
     Message,
     Prompt,
     RequestOptions,
     TemplateOptions,
     check_names,
+    several,
 )
 from powerinfer.runtime.params import SamplingParams, check_params
-from powerinfer.runtime.request import Completion, Request, StreamEvent
+from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from powerinfer.progress import Progress
 
-Prepare = Callable[[], Request]
+Prepare = Callable[[], AnswerRequest]
 MAX_COMPILING = 16  # grammars, of one model, under way and waiting
 _compilers = ThreadPoolExecutor(4, "compile")
 
@@ -110,6 +116,28 @@ class AsyncLLM:
         """Answer a conversation, through the model's chat template."""
         return await self._complete(self._chat_request(messages, params, options), params)
 
+    async def embed(self, texts: str | Sequence[Prompt], **options: Unpack[EmbeddingOptions]) -> NDArray[np.float32]:
+        """The embeddings of texts, float32 [n, d_model], as of `LLM.embed`; the options are for each of them.
+
+        Only `max_batch` of them are with the engine at a time, so that one call does not fill its queue.
+        """
+        check_names(options, EmbeddingOptions.__annotations__, "AsyncLLM's embed")
+        turns = asyncio.Semaphore(self.llm.engine.max_batch)
+
+        async def one(text: Prompt) -> NDArray[np.float32]:
+            async with turns:
+                request = await asyncio.to_thread(partial(self.llm._embedding, text, **options))
+                return await self._embedded(request)
+
+        tasks = [asyncio.create_task(one(text)) for text in several(texts)]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return np.stack(found) if found else np.empty((0, self.llm.config.d_model), np.float32)
+
     async def close(self) -> None:
         """End running requests, as aborted, and free the model."""
         await asyncio.to_thread(self.llm.close)
@@ -125,7 +153,7 @@ class AsyncLLM:
         check_params(params)
         check_names(options, RequestOptions.__annotations__, "AsyncLLM's call")
 
-        def prepare() -> Request:
+        def prepare() -> AnswerRequest:
             return self.llm._runner.request(self.llm.encode(prompt), params or self.llm.default_params(), **options)
 
         return prepare
@@ -138,13 +166,13 @@ class AsyncLLM:
         template = {name: value for name, value in options.items() if name in TemplateOptions.__annotations__}
         own: Any = {name: value for name, value in options.items() if name not in template}
 
-        def prepare() -> Request:
+        def prepare() -> AnswerRequest:
             tokens = self.llm.encode_chat(messages, **template)  # type: ignore[arg-type]
             return self.llm._runner.request(tokens, params or self.llm.default_params(), **own)
 
         return prepare
 
-    async def _prepared(self, prepare: Prepare, params: SamplingParams | None) -> Request:
+    async def _prepared(self, prepare: Prepare, params: SamplingParams | None) -> AnswerRequest:
         """In threads: templates and tokenisers take long for long prompts, and some grammars do."""
         grammars = self.llm._runner._grammars
         if params is not None and params.grammar is not None and not grammars.knows(params.grammar):
@@ -188,6 +216,18 @@ class AsyncLLM:
             assert request.error is not None
             raise request.error
         return request.completion
+
+    async def _embedded(self, request: EmbeddingRequest) -> NDArray[np.float32]:
+        answer = self._answer(request)
+        try:
+            self.llm._runner.submit([request])
+            await answer.next()
+        finally:
+            self.llm._runner.abort([request])
+        if request.embedding is None:
+            assert request.error is not None
+            raise request.error
+        return request.embedding
 
     def _answer(self, request: Request) -> _Answer:
         """Where the events of a request arrive."""

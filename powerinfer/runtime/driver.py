@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from powerinfer.devices import Batch, Executor
+from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
-from powerinfer.runtime.request import Request, StreamEvent
+from powerinfer.runtime.request import AnswerRequest, Request, StreamEvent
 from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
 
@@ -276,30 +276,52 @@ class Driver:
         for request in self.scheduler.started:
             self._prompt_tokens += request.n_prompt
             self._cached_tokens += request.cached
-        logits = self._forward(batch)
+        logits = self._rows(lambda: self._executor.forward(batch), self.scheduler.planned)
         if logits is not None:
             for row, request in enumerate(self.scheduler.commit()):
                 try:
                     self._accept(request, logits[row])
                 except PowerInferError as error:  # this request failed: the others continue
                     self._fail(request, error)
+            self._embed()
         self._steps += 1
         self._step_s += time.perf_counter() - begin
         return True
 
-    def _forward(self, batch: Batch) -> NDArray[np.float32] | None:
-        """The logits; None if the step failed, and with it its requests."""
+    def _rows(
+        self, compute: Callable[[], NDArray[np.float32]], requests: Iterable[Request]
+    ) -> NDArray[np.float32] | None:
+        """What the executor computes; None if it failed, and with it the requests."""
         try:
-            return self._executor.forward(batch)
+            return compute()
         except MemoryError:
             failure = PowerInferError("out of memory; a smaller context or model needs less")
         except PowerInferError as error:
             failure = error
-        for request in self.scheduler.planned:
+        for request in requests:
             self._fail(request, failure)
         return None
 
-    def _accept(self, request: Request, logits: NDArray[np.float32]) -> None:
+    def _embed(self) -> None:
+        """Add what the step computed of embeddings, and end those that are complete."""
+        parts = self.scheduler.embedded
+        if not parts:
+            return
+        rows = np.concatenate([np.arange(first, first + count, dtype=np.int32) for _, first, count in parts])
+        states = self._rows(lambda: self._executor.hidden_states(rows), [request for request, _, _ in parts])
+        if states is None:
+            return
+        ends = np.cumsum([count for _, _, count in parts])
+        for (request, _, count), end in zip(parts, ends.tolist(), strict=True):
+            try:
+                request.add(states[end - count : end])
+            except PowerInferError as error:
+                self._fail(request, error)
+            else:
+                if request.ended:
+                    self._leave(request, None)
+
+    def _accept(self, request: AnswerRequest, logits: NDArray[np.float32]) -> None:
         """Sample the next token of a request, and end the request if it was the last."""
         token = request.sampler.sample(logits)
         count = request.params.logprobs
@@ -329,7 +351,7 @@ class Driver:
         elif request.every:
             self._outbox.append((request, StreamEvent(text, token, logprobs)))
 
-    def _complete(self, request: Request, reason: str, event: StreamEvent) -> None:
+    def _complete(self, request: AnswerRequest, reason: str, event: StreamEvent) -> None:
         completion = request.complete(reason, self._load_s)
         self._leave(request, event._replace(finish_reason=reason, completion=completion))
 
@@ -348,9 +370,12 @@ class Driver:
         for request in requests:
             if request in self.live:
                 self._aborted += 1
-                text = request.text.flush()
-                request.pieces.append(text)
-                self._complete(request, "abort", StreamEvent(text, None))
+                if isinstance(request, AnswerRequest):
+                    text = request.text.flush()
+                    request.pieces.append(text)
+                    self._complete(request, "abort", StreamEvent(text, None))
+                else:
+                    self._fail(request, _closed() if self._over is None else self._over())
 
     def _deliver(self) -> None:
         """Tell those who wait for requests what happened."""

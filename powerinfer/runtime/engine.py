@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Unpack, overload
+
+import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
@@ -19,6 +22,7 @@ from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
+    EmbeddingOptions,
     EngineOptions,
     Message,
     Prompt,
@@ -26,16 +30,19 @@ from powerinfer.runtime.options import (
     TemplateOptions,
     check_prompts,
     engine_config,
+    several,
     template_variables,
     token_ids,
 )
 from powerinfer.runtime.params import SamplingParams, check_each, check_params
-from powerinfer.runtime.request import Completion, Request, StreamEvent
+from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
 from powerinfer.system import limited_threads
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint
@@ -328,6 +335,30 @@ class LLM:
         """Answer a conversation token by token; arguments as of `chat`. Earlier turns are found in the prefix cache."""
         return self.stream(self.encode_chat(messages, **template), params)
 
+    def embed(self, texts: str | Sequence[Prompt], progress: Progress | None = None) -> NDArray[np.float32]:
+        """The embeddings of texts, float32 [n, d_model]: each the mean of its tokens' hidden states after the final
+        norm, scaled to length 1.
+
+        A text is one, or token ids; one text alone gives one row. `progress("embeddings", done, total)` is called as
+        they complete. RequestError for a model that has none (`why_no_embeddings`).
+        """
+        requests = [self._embedding(text) for text in several(texts)]
+        self._run(requests, "embeddings", progress)
+        found = [request.embedding for request in requests if request.embedding is not None]
+        return np.stack(found) if found else np.empty((0, self.config.d_model), np.float32)
+
+    @property
+    def why_no_embeddings(self) -> str | None:
+        """Why this model cannot embed texts; None if it can."""
+        if self.config.embed_dim:
+            return "this model projects its hidden states to another width before its head: it has no embeddings"
+        return None
+
+    def _embedding(self, prompt: Prompt, **options: Unpack[EmbeddingOptions]) -> EmbeddingRequest:
+        if self.why_no_embeddings is not None:
+            raise RequestError(self.why_no_embeddings)
+        return self._runner.embedding(self.encode(prompt), **options)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, ready to be answered. Special tokens in a text are recognised."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
@@ -365,27 +396,31 @@ class LLM:
     def _complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Progress | None
     ) -> list[Completion]:
-        """Run prompts together until all have ended. An error or Ctrl-C ends the others."""
+        """Answer prompts together."""
         runner = self._runner
         requests = [runner.request(self.encode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
-        ended: SimpleQueue[StreamEvent | None] = SimpleQueue()
+        self._run(requests, "answers", progress)
+        return [request.completion for request in requests if request.completion is not None]
+
+    def _run(self, requests: Sequence[Request], label: str, progress: Progress | None) -> None:
+        """Run requests together until all have ended. An error, which is raised, or Ctrl-C ends the others."""
+        ended: SimpleQueue[Request] = SimpleQueue()
         for request in requests:
-            request.deliver = ended.put
+            request.deliver = partial(_ended, ended, request)
         try:
-            runner.submit(requests)
+            self._runner.submit(requests)
             for done in range(1, len(requests) + 1):
-                if ended.get() is None:
+                if ended.get().error is not None:
                     break
                 if progress is not None:
-                    progress("answers", done, len(requests))
+                    progress(label, done, len(requests))
         finally:
-            runner.abort(requests)
+            self._runner.abort(requests)
         for request in requests:
             if request.error is not None:
                 raise request.error
-        return [request.completion for request in requests if request.completion is not None]
 
-    def _follow(self, request: Request, progress: Progress) -> Stream:
+    def _follow(self, request: AnswerRequest, progress: Progress) -> Stream:
         events: SimpleQueue[StreamEvent | None] = SimpleQueue()
         request.deliver, request.every = events.put, True
         try:
@@ -400,6 +435,10 @@ class LLM:
             raise request.error
         finally:
             self._runner.abort([request])
+
+
+def _ended(queue: SimpleQueue[Request], request: Request, event: StreamEvent | None) -> None:
+    queue.put(request)
 
 
 def _first(events: SimpleQueue[StreamEvent | None], request: Request, progress: Progress) -> StreamEvent | None:

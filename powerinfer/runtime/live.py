@@ -71,13 +71,15 @@ class Live:
         cpu = getattr(executor, "cpu", executor)  # of one that is split
         self._own: Mapping[int, CpuFfn] = getattr(cpu, "ffns", {})
         self._first = getattr(cpu, "first_layer", 0)
-        self._counted = [layer for layer in self._own if self._why_not(layer) is None]
+        self._layers = [layer for layer, size in enumerate(config.ffn_sizes) if size]
+        self._counted = [layer for layer in self._layers if layer in self._own and self._why_not(layer) is None]
         self._before: dict[int, tuple[int, int]] = {}  # by layer: tokens and bytes of the FFN's own counters
         runner.ask(self._begin)
 
     def look(self, bins: int = 128) -> list[LiveLayer]:
-        """All layers, since the last look or the beginning, in at most `bins` bins; taken between two steps."""
-        return self._runner.call(lambda: [self._layer(layer, bins) for layer in range(self._config.n_layers)])
+        """All layers whose neurons are told apart, since the last look or the beginning, in at most `bins` bins; taken
+        between two steps."""
+        return self._runner.call(lambda: [self._layer(layer, bins) for layer in self._layers])
 
     def close(self) -> None:
         """Count no more."""
@@ -101,13 +103,13 @@ class Live:
             return None
         if layer not in self._own:
             return "a whole layer on the GPU: firing is not counted there" if layer < self._first else "not known"
-        ffn = self._config.layers[layer].ffn
+        ffn = self._config.layers[layer].neurons
         if ffn.rectified or self._sparsity.way(layer) != "dense":
             return None
         return f"every neuron is computed: {ffn.activation} is never exactly zero"
 
     def _layer(self, layer: int, bins: int) -> LiveLayer:
-        neurons = self._config.layers[layer].ffn.size
+        neurons = self._config.ffn_sizes[layer]
         edges = bin_edges(neurons, min(bins, neurons))
         split, own, why_not = self._sparsity.split().get(layer), self._own.get(layer), self._why_not(layer)
         tokens, fired, on_gpu, seconds = 0, None, np.zeros(neurons), (0.0, 0.0)

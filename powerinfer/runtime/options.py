@@ -70,12 +70,17 @@ class SamplingOptions(TypedDict, total=False):
     choice: Sequence[str] | None
 
 
-class RequestOptions(TypedDict, total=False):
-    """What a call of `AsyncLLM` takes beside the prompt and `params`."""
+class EmbeddingOptions(TypedDict, total=False):
+    """What a call of `AsyncLLM` takes beside texts to embed."""
 
     salt: bytes
     timeout: float | None
     queue_timeout: float | None
+
+
+class RequestOptions(EmbeddingOptions, total=False):
+    """What a call of `AsyncLLM` takes beside the prompt and `params`."""
+
     mask: TokenMask | None
 
 
@@ -159,3 +164,11 @@ def check_prompts(prompts: object) -> None:
         raise RequestError("prompts must be a text or a list: wrap the token ids of one prompt in a list")
     if prompts and isinstance(prompts[0], Mapping):
         token_ids(prompts)  # refuses it
+
+
+def several(texts: str | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One text or several, as several; RequestError for what is neither."""
+    if isinstance(texts, str):
+        return [texts]
+    check_prompts(texts)
+    return texts

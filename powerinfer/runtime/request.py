@@ -1,16 +1,21 @@
-"""Completions and stream events, and the state of a request (`Request`)."""
+"""Completions and stream events, and the state of a request: of an answer, or of an embedding."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from powerinfer.errors import PowerInferError
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from powerinfer.runtime.sampling import Sampler, TokenLogprob
     from powerinfer.runtime.text import TextStream
 
@@ -52,9 +57,44 @@ class StreamEvent(NamedTuple):
 class Request:
     """The state of a request. The scheduler owns the second group of fields, the driver the third.
 
-    deliver: called on the driver's thread, between steps, with the event that ends the answer, or with None if there is
-    an error; with `every`, also with each event before. It must be fast; if it raises, the request is aborted.
+    deliver: called on the driver's thread, between steps, with the event that ends an answer, or with None at the end
+    of everything else. It must be fast; if it raises, the request is aborted.
     """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> None:
+        """salt: requests with different salts share no cached prefix; timeouts: seconds after the submission."""
+        self.tokens = list(prompt)  # the prompt, then what was generated
+        self.n_prompt = len(self.tokens)
+        self.salt = salt
+        self.timeout = timeout  # until the end
+        self.queue_timeout = queue_timeout  # until the start
+        self.deliver: Callable[[StreamEvent | None], object] | None = None
+
+        self.computed = 0  # tokens whose keys and values are in `pages`
+        self.cached = 0  # prompt tokens found in the prefix cache at the first admission
+        self.pages: list[int] = []
+        self.keys: list[bytes] = []  # keys of the pages that `tokens` fills
+        self.published = 0  # leading pages that are in the prefix cache
+        self.row = -1  # row of the page table while it runs
+
+        self.error: PowerInferError | None = None
+        self.submit_time = time.perf_counter()
+        self.start_time: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None
+
+
+class AnswerRequest(Request):
+    """A prompt to be answered. every: deliver each event, not only the last."""
 
     def __init__(
         self,
@@ -69,39 +109,23 @@ class Request:
         timeout: float | None = None,
         queue_timeout: float | None = None,
     ) -> None:
-        """salt: requests with different salts share no cached prefix; timeouts: seconds after the submission."""
+        super().__init__(prompt, salt=salt, timeout=timeout, queue_timeout=queue_timeout)
         self.params = params
-        self.tokens = list(prompt)  # the prompt, then what was generated
-        self.n_prompt = len(self.tokens)
         self.max_new = max_new
         self.sampler = sampler
         self.text = text
         self.stop_ids = stop_ids
-        self.salt = salt
-        self.timeout = timeout  # until the end
-        self.queue_timeout = queue_timeout  # until the start
-        self.deliver: Callable[[StreamEvent | None], object] | None = None
         self.every = False
-
-        self.computed = 0  # tokens whose keys and values are in `pages`
-        self.cached = 0  # prompt tokens found in the prefix cache at the first admission
-        self.pages: list[int] = []
-        self.keys: list[bytes] = []  # keys of the pages that `tokens` fills
-        self.published = 0  # leading pages that are in the prefix cache
-        self.row = -1  # row of the page table while it runs
 
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
-        self.completion: Completion | None = None  # set when it has ended, unless it failed:
-        self.error: PowerInferError | None = None
-        self.submit_time = time.perf_counter()
-        self.start_time: float | None = None
+        self.completion: Completion | None = None  # set when it has ended, unless it failed
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
 
     @property
     def ended(self) -> bool:
-        return self.completion is not None or self.error is not None
+        return self.completion is not None or super().ended
 
     def complete(self, reason: str, load_s: float) -> Completion:
         """End it: set and return the completion."""
@@ -128,6 +152,37 @@ class Request:
             prefill_tok_s=_rate(self.n_prompt - self.cached, first - start),
             decode_tok_s=_rate(generated - 1, last - first),
         )
+
+
+class EmbeddingRequest(Request):
+    """A text to be embedded. Every one of its tokens is computed: it neither reads nor fills the prefix cache."""
+
+    embedding: NDArray[np.float32] | None = None  # [d_model], set when it has ended, unless it failed
+    _sum: NDArray[np.float64]
+
+    @property
+    def ended(self) -> bool:
+        return self.embedding is not None or super().ended
+
+    def add(self, states: NDArray[np.float32]) -> None:
+        """The hidden states [n, d_model] of the n tokens that were computed last; after all of them, the embedding.
+
+        PowerInferError if they are not finite.
+        """
+        if self.computed == len(states):  # the first ones, perhaps again
+            self._sum = np.zeros(states.shape[1])
+        for state in states:  # in order, so that the sum has the same bits whatever the chunks
+            self._sum += state
+        if self.computed == self.n_prompt:
+            self.embedding = unit(self._sum)
+
+
+def unit(vector: NDArray[np.float64]) -> NDArray[np.float32]:
+    """The vector scaled to length 1; one of zeros stays. PowerInferError if it is not finite."""
+    length = float(np.sqrt(vector @ vector))
+    if not math.isfinite(length):
+        raise PowerInferError("the model computed hidden states that are not finite: its weights may be damaged")
+    return (vector / (length or 1.0)).astype(np.float32)
 
 
 def _rate(count: int, seconds: float) -> float | None:

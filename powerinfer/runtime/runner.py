@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from powerinfer.errors import RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.runtime.request import Request
+from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request
 from powerinfer.runtime.sampling import Sampler, TokenMask
 from powerinfer.runtime.scheduler import Scheduler
 from powerinfer.runtime.text import TextStream
@@ -74,7 +74,7 @@ class Runner:
         timeout: float | None = None,
         queue_timeout: float | None = None,
         mask: TokenMask | None = None,
-    ) -> Request:
+    ) -> AnswerRequest:
         """A checked request, to be submitted. RequestError if it is invalid, or if the model was closed.
 
         A grammar of `params` is compiled meanwhile; it and `mask` exclude each other.
@@ -88,26 +88,35 @@ class Runner:
                 f"the prompt of {len(prompt)} tokens and {wanted} to generate do not fit the context of "
                 f"{self.context} tokens: shorten the prompt, lower max_tokens or raise the context"
             )
-        if not isinstance(salt, bytes):
-            raise RequestError(f"salt must be bytes, not {salt!r}")
         if params.grammar is not None:
             if mask is not None:
                 raise RequestError("a mask and a grammar were given: give one")
             mask = self._grammars.mask(params.grammar)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_ids
-        request = Request(
+        request = AnswerRequest(
             prompt,
             params,
             max_new=max_new,
             sampler=Sampler(params, self._executor.vocab_size, prompt, self._scratch, mask),
             text=TextStream(self._tokenizer.stream(params.skip_special_tokens), params.stop),
             stop_ids=eos.union(params.stop_token_ids),
-            salt=salt,
-            timeout=_seconds("timeout", timeout),
-            queue_timeout=_seconds("queue_timeout", queue_timeout),
+            **_limits(salt, timeout, queue_timeout),
         )
         self._scheduler.extend_keys(request)
         return request
+
+    def embedding(
+        self,
+        prompt: Sequence[int],
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> EmbeddingRequest:
+        """A checked request for a text's embedding, to be submitted. Errors as of `request`."""
+        self._check_prompt(prompt)
+        self._check_fits(prompt)
+        return EmbeddingRequest(prompt, **_limits(salt, timeout, queue_timeout))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all before the next step. What happens to them is told to their `deliver`."""
@@ -192,8 +201,7 @@ class Runner:
         """
         assert step > 0
         self._check_prompt(tokens)
-        if len(tokens) > self.context:
-            raise RequestError(f"{len(tokens)} tokens do not fit the context of {self.context} tokens")
+        self._check_fits(tokens)
         driver, cache, pages = self._driver, self._scheduler.cache, list[int]()
 
         def begin() -> None:
@@ -243,6 +251,10 @@ class Runner:
         self._driver.close()
         self._grammars.close()
 
+    def _check_fits(self, tokens: Sequence[int]) -> None:
+        if len(tokens) > self.context:
+            raise RequestError(f"{len(tokens)} tokens do not fit the context of {self.context} tokens")
+
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         self._driver.check()
         if not prompt:
@@ -250,6 +262,14 @@ class Runner:
         if min(prompt) < 0 or max(prompt) >= self._executor.vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < self._executor.vocab_size)
             raise RequestError(f"the prompt holds token {wrong}, but the model has {self._executor.vocab_size} tokens")
+
+
+def _limits(salt: bytes, timeout: float | None, queue_timeout: float | None) -> dict[str, Any]:
+    """Of a request, checked: RequestError for an invalid one."""
+    if not isinstance(salt, bytes):
+        raise RequestError(f"salt must be bytes, not {salt!r}")
+    seconds = {"timeout": timeout, "queue_timeout": queue_timeout}
+    return {"salt": salt, **{name: _seconds(name, value) for name, value in seconds.items()}}
 
 
 def _seconds(name: str, value: float | None) -> float | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from powerinfer.devices import Batch
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
-from powerinfer.runtime.request import Request
+from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request
 
 
 class WaitingRequests:
@@ -119,11 +119,23 @@ class Scheduler:
         self._choose()
         return self._fill()
 
-    def commit(self) -> list[Request]:
+    @property
+    def embedded(self) -> list[tuple[EmbeddingRequest, int, int]]:
+        """The embeddings of the planned step, each with its first token in the batch and their number."""
+        found, at = [], 0
+        for request, count in self._work:
+            if isinstance(request, EmbeddingRequest):
+                found.append((request, at, count))
+            at += count
+        return found
+
+    def commit(self) -> list[AnswerRequest]:
         """The planned step was computed. Returns the requests that have logits, in the order of their rows."""
         ready = []
         for request, count in self._work:
             request.computed += count
+            if not isinstance(request, AnswerRequest):
+                continue
             if request.computed // self.page_size > request.published and self.cache.reuse:
                 self._publish(request)
             if request.computed == len(request.tokens):
@@ -262,7 +274,7 @@ class Scheduler:
                 row_of[at : at + count] = request.row
             at += count
             n_rows = max(n_rows, request.row + 1)
-            if start + count == len(request.tokens):
+            if start + count == len(request.tokens) and isinstance(request, AnswerRequest):
                 logit_rows[n_logits] = at - 1
                 n_logits += 1
         batch = self._batch

@@ -7,6 +7,7 @@ order in which the model writes them. `BlockShape` builds them; its subclasses w
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from powerinfer.formats.tool_calls import MAX_TOOLS, ToolDelta, ToolFormat
+from powerinfer.formats.tool_calls import ToolFormat
+from powerinfer.formats.tool_parser import ToolDelta
+from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_SEED, MAX_TEMPLATE_OPTIONS, Body, ChatRequest
 from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json, pieces
@@ -105,6 +108,24 @@ def function_tool(tool: Mapping[str, Any], parameters: str, at: int, ignored: Se
     return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
 
 
+def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """An earlier call as /v1/chat/completions has it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_choice(name: Any) -> dict[str, Any]:
+    """`tool_choice` for a certain function, as /v1/chat/completions has it."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def format_of(settings: Mapping[str, Any] | None, where: str, neutral: Mapping[str, Any] | None = None) -> Any:
+    """The field `format` of some settings; ApiError for any other, but with the value that asks for nothing."""
+    for name, value in (settings or {}).items():
+        if name != "format" and value is not None and value != (neutral or {}).get(name):
+            raise not_supported(f"{where}.{name[:64]}")
+    return (settings or {}).get("format")
+
+
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
@@ -139,29 +160,29 @@ class BlockShape(ChatShape):
         self._blocks: list[Block] = []
         self._reason = "length"
 
+    @abstractmethod
     def _opened(self, block: Block) -> Iterator[dict[str, Any]]:
         """Events that begin a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _grown(self, block: Block, text: str) -> dict[str, Any]:
         """The event of text that was added to a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
         """Events that end a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begun(self, usage: Usage) -> list[dict[str, Any]]:
         """Events before the first block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ended(self, usage: Usage) -> list[dict[str, Any]]:
         """Events after the last block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _broken(self, error: ApiError) -> dict[str, Any]:
         """The event that ends a stream with an error."""
-        raise NotImplementedError
 
     def begin(self, count: int, usage: Usage) -> list[bytes]:
         return [_sent(event) for event in self._begun(usage)]

@@ -18,6 +18,9 @@ from powerinfer.serve.dialect import (
     TextPart,
     Tools,
     chat_request,
+    format_of,
+    function_call,
+    function_choice,
     function_tool,
     needed,
     text_of,
@@ -139,8 +142,8 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
 
 
 def _call(block: ContentBlock, where: str) -> dict[str, Any]:
-    function = {"name": needed(block.name, f"{where}.name"), "arguments": needed(block.input, f"{where}.input")}
-    return {"id": needed(block.id, f"{where}.id"), "type": "function", "function": function}
+    name, given = needed(block.name, f"{where}.name"), needed(block.input, f"{where}.input")
+    return function_call(needed(block.id, f"{where}.id"), name, given)
 
 
 def _result(block: ContentBlock, where: str) -> dict[str, Any]:
@@ -169,17 +172,14 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
         raise ApiError(400, "tool_choice.disable_parallel_tool_use must be a boolean", param="tool_choice")
     parallel = None if single is None else not single
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}, parallel
+        return function_choice(choice.get("name")), parallel
     if not isinstance(kind, str) or kind not in CHOICES:
         raise ApiError(400, "tool_choice.type must be auto, any, tool or none", param="tool_choice")
     return CHOICES[kind], parallel
 
 
 def _response_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    for name, value in (config or {}).items():
-        if name != "format" and value is not None:
-            raise not_supported(f"output_config.{name[:64]}")
-    given = (config or {}).get("format")
+    given = format_of(config, "output_config")
     if given is None:
         return None
     if not isinstance(given, dict) or given.keys() != {"type", "schema"} or given["type"] != "json_schema":
@@ -268,10 +268,8 @@ def _content(block: Block) -> dict[str, Any]:
 
 def _usage(usage: Usage) -> dict[str, int]:
     """Anthropic counts the tokens that were cached apart."""
-    chat = usage.document()
-    cached = chat["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": chat["prompt_tokens"] - cached,
-        "cache_read_input_tokens": cached,
-        "output_tokens": chat["completion_tokens"],
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.generated,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ from powerinfer.serve.dialect import (
     Strict,
     Tools,
     chat_request,
+    format_of,
+    function_call,
+    function_choice,
     function_tool,
     needed,
     text_of,
@@ -35,7 +38,6 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "truncation": ("disabled",),
     "reasoning": ({},),
     "include": ([], ["reasoning.encrypted_content"]),  # there are no reasoning items
     "top_logprobs": (0,),
@@ -74,6 +76,7 @@ class ResponsesRequest(Asked):
     tools: Tools | None = None
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     def to_chat(self) -> ChatRequest:
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
@@ -87,6 +90,7 @@ class ResponsesRequest(Asked):
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
+            truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
         )
 
 
@@ -107,11 +111,8 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
 def _message(item: Item, where: str) -> dict[str, Any]:
     item.refuse_extra(where, ("id", "status", "phase"))
     if item.type == "function_call":
-        function = {
-            "name": needed(item.name, f"{where}.name"),
-            "arguments": needed(item.arguments, f"{where}.arguments"),
-        }
-        call = {"id": needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+        name, given = needed(item.name, f"{where}.name"), needed(item.arguments, f"{where}.arguments")
+        call = function_call(needed(item.call_id, f"{where}.call_id"), name, given)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
         output = text_of(needed(item.output, f"{where}.output"), PARTS, f"{where}.output", PART_IGNORED)
@@ -136,15 +137,12 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
         return choice
     if choice.get("type") != "function":
         raise not_supported(f"tool_choice.type {str(choice.get('type'))[:64]!r}")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    return function_choice(choice.get("name"))
 
 
 def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """`text.format` as /v1/chat/completions has it."""
-    for name, value in (text or {}).items():
-        if name != "format" and value is not None and (name, value) != ("verbosity", "medium"):
-            raise not_supported(f"text.{name[:64]}")
-    given = (text or {}).get("format")
+    given = format_of(text, "text", {"verbosity": "medium"})
     if given is None:
         return None
     if not isinstance(given, dict):
@@ -197,7 +195,7 @@ class ResponsesShape(BlockShape):
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
             "tools": asked.tools or [],
             "top_p": self._params.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation or "disabled",
             "usage": None if usage is None else _usage(usage),
         }
 
@@ -262,11 +260,10 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    chat = usage.document()
     return {
-        "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": chat["prompt_tokens_details"]["cached_tokens"]},
-        "output_tokens": chat["completion_tokens"],
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.generated,
         "output_tokens_details": {"reasoning_tokens": 0},  # the API's own: an answer has no reasoning items
-        "total_tokens": chat["total_tokens"],
+        "total_tokens": usage.prompt + usage.generated,
     }

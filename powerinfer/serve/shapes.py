@@ -7,13 +7,15 @@ sends is the shape's, too, so that another API is another shape.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from powerinfer import __version__
-from powerinfer.formats.tool_calls import ToolDelta, ToolFormat, ToolParser
+from powerinfer.formats.tool_calls import ToolFormat
+from powerinfer.formats.tool_parser import ToolDelta, ToolParser
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -49,24 +51,24 @@ class Usage:
 
     def __init__(self, prompts: Sequence[list[int]]) -> None:
         self.prompt = sum(map(len, prompts))
-        self._generated = self._cached = 0
+        self.generated = self.cached = 0
 
     def add(self, completion: Completion, first: bool) -> None:
         """first: it is the first answer to its prompt."""
-        self._generated += completion.completion_tokens
-        self._cached += completion.cached_tokens if first else 0
+        self.generated += completion.completion_tokens
+        self.cached += completion.cached_tokens if first else 0
 
     def document(self) -> dict[str, Any]:
         """The API's usage object."""
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self._generated,
-            "total_tokens": self.prompt + self._generated,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
-class Shape:
+class Shape(ABC):
     """One kind of answer. name: of the whole object; chunk_name: of a chunk of a stream."""
 
     name = chunk_name = prefix = ""
@@ -79,21 +81,21 @@ class Shape:
         self._tokenizer = tokenizer
         self._include_usage = include_usage
 
+    @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of the first chunk of an answer; None: there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, index: int, event: StreamEvent) -> Delta:
         """What an event adds to answer `index`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of the chunks for a delta, one chunk each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
         """A whole answer."""
-        raise NotImplementedError
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """The answer to a request without `stream`."""

@@ -132,7 +132,7 @@ def attach(
         else:
             executor.choices["trial"] = f"measured earlier ({saved.path})"
     else:
-        skips = [name == "threshold" or layer.ffn.rectified for layer in checkpoint.config.layers]
+        skips = [name == "threshold" or layer.neurons.rectified for layer in checkpoint.config.layers]
         verdicts = forced(skips, ways[-1], sizes)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)

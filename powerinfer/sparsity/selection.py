@@ -55,8 +55,16 @@ DENSE = Selection("all", ASKED)
 """Every neuron is computed."""
 
 
+def check_neurons(config: ModelConfig, what: str) -> None:
+    """RequestError if the model has FFNs whose neurons are not told apart. what: needs them; the error begins so."""
+    if config.why_whole is not None:
+        raise RequestError(f"{what}: {config.why_whole}; the model runs with --selector all")
+
+
 def check_suited(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration cannot use the selector."""
+    if selector != "all":
+        check_neurons(config, f"selector {selector}")
     suited = {"exact": config.partly_rectified, "predicted": config.rectified}
     if suited.get(selector, True):
         return
@@ -81,6 +89,8 @@ def auto(
     predictors, thresholds: for planning only, where the selector is then stated to the user, who has to request it to
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
     """
+    if config.why_whole is not None:
+        return "all", config.why_whole
     if not config.partly_rectified:
         return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
     if lacking is not None:
@@ -108,6 +118,8 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     name, why = choose(checkpoint, engine, lacking)
     if (name, engine.selector) == ("all", "auto"):
         return Selection(name, why)
+    if name != "all":
+        check_neurons(checkpoint.config, f"selector {name}")
     thresholds = _thresholds(checkpoint, engine, name)
     if name == "all":
         return Selection(name, why)
