@@ -78,6 +78,7 @@ USES: dict[str, Callable[[LLM], object]] = {
     "chat_stream": lambda llm: list(llm.chat_stream([{"role": "user", "content": "ab"}])),
     "grammar": lambda llm: llm.generate("ab", SamplingParams(regex="a+")),
     "score": lambda llm: llm.score([1, 2], 1, lambda *_: None),
+    "embed": lambda llm: llm.embed("ab"),
     "sparsity": lambda llm: llm.sparsity,
     "clear_sparsity": lambda llm: llm.clear_sparsity(),
     "bytes_per_token": lambda llm: llm.bytes_per_token,
