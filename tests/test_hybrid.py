@@ -382,6 +382,8 @@ def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
         def call(self, work: Any) -> Any:
             return work()
 
+        ask = call
+
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
