@@ -67,6 +67,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     several = args.models is not None or len(args.model or ()) > 1
     _check_flags(args, several)
     logs.set_up()
+    if config.ray is not None:
+        _serve_on_ray(args, config, engine, out)
+        out.document({})
+        return 0
     made = (_serve_several if several else _serve_one)(args, config, engine, out)
     try:
         made.live()
@@ -78,19 +82,36 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _check_flags(args: argparse.Namespace, several: bool) -> None:
     """RequestError for flags that are for one model, or for several, and there is another number."""
-    for flag in ("keep_alive", "max_models") if not several else ("alias", "prepared"):
+    for flag in ("keep_alive", "max_models") if not several else ("alias", "prepared", "ray"):
         if flag in vars(args):
             wanted = "several models: --models, or -m more than once" if not several else "one model"
             raise RequestError(f"--{flag.replace('_', '-')} is for {wanted}")
 
 
-def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+def _one(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tuple[str, ...], Path]:
+    """The names and the path of the model."""
     from powerinfer.hub import resolve_model
-    from powerinfer.serve import logs, server
-    from powerinfer.serve.served import Source
 
     name, model = _named(args.model[0]) if args.model else (None, None)
     path = resolve_model(model, say=out.note, agree=agreed)
+    return tuple(config.alias) or (name or _name(model, path),), path
+
+
+def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> None:
+    try:
+        from powerinfer.serve import ray_app
+    except ImportError as error:
+        raise RequestError(f"--ray needs {error.name}: pip install 'powerinfer[ray]'") from None
+
+    names, path = _one(args, config, out)
+    ray_app.run(path, names, engine, config, _requests(engine))
+
+
+def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+    from powerinfer.serve import logs, server
+    from powerinfer.serve.served import Source
+
+    names, path = _one(args, config, out)
 
     def load(progress: Progress, budget: Budget) -> LLM:
         llm = load_llm(path, engine, progress)
@@ -98,7 +119,6 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
             logs.log("info", note)
         return llm
 
-    names = tuple(config.alias) or (name or _name(model, path),)
     return server.make_server([Source(names, load)], config, _requests(engine))
 
 

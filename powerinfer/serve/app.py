@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -424,6 +425,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
     config = llm.config
     return {
         "version": __version__,
+        "process": os.getpid(),
         "model": {
             "names": model.source.names,
             "name": config.name,

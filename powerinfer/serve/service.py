@@ -191,10 +191,12 @@ class Service:
 
     # ---------------------------------------------------------------- loading, one at a time
 
-    async def start(self) -> None:
+    def start(self) -> asyncio.Task[None] | None:
         """Begin to load the only model."""
-        if self.only is not None:
-            self._tasks[self.only] = asyncio.create_task(self._load_only(self.only))
+        if self.only is None:
+            return None
+        task = self._tasks[self.only] = asyncio.create_task(self._load_only(self.only))
+        return task
 
     async def _load_only(self, model: ServedModel) -> None:
         try:
