@@ -222,7 +222,7 @@ def test_close_while_streaming() -> None:
             executor.let()
             assert (await anext(stream)).token_id == answered("hello")[0]
             closing = asyncio.create_task(model.close())
-            while not llm._runner._driver._closing:
+            while not llm._runner._driver.closing:
                 await asyncio.sleep(0.001)
             executor.release()
             rest = [event async for event in stream]

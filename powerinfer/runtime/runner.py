@@ -13,7 +13,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
-from powerinfer.errors import RequestError
+from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
@@ -153,10 +153,11 @@ class Runner:
         return value  # type: ignore[return-value]
 
     def ask(self, work: Callable[[], T]) -> T:
-        """`call` of what needs the model. PowerInferError if the model was closed."""
+        """`call` of what needs the model's memory. RequestError if the model was closed."""
 
         def checked() -> T:
-            self._driver.check()
+            if self._driver.closing:
+                raise RequestError(CLOSED)
             return work()
 
         return self.call(checked)
