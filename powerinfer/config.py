@@ -432,6 +432,9 @@ class ServeConfig:
     max_models: int = option(
         0, "of several models: maximum number that are loaded at a time; 0: as many as memory holds", metavar="N"
     )
+    ray: str | None = option(
+        None, "replicas of one model on Ray Serve: their number, or the fewest and the most, such as 1-4", metavar="N"
+    )
     api_key_file: str | None = option(
         None, "file of API keys, one a line; the environment's POWERINFER_API_KEY adds more", metavar="FILE"
     )
