@@ -159,10 +159,13 @@ def _load_planned(resolved: Resolved, start: Held, progress: Progress) -> tuple[
     failures = 0
     while True:
         assert start.plan is not None
+        split = None
         try:
             split = _planned_split(resolved, start.plan)
             return load_split(resolved, split, progress), split, start, failures
         except GpuMemoryError:
+            if split is not None:
+                split.close()
             failures += 1
             less = less_after_failure(start.plan, failures)
             if less is None or not less.fits:

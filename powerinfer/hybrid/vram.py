@@ -149,7 +149,7 @@ def hold_budget(
             problem = _over_budget(lacking, vram)
             grow = tight = False
         except GpuMemoryError as error:
-            problem, failures = error, failures + 1
+            problem, failures = error.with_traceback(None), failures + 1  # its frames hold tensors of the step
             less = None if plan is None else less_after_failure(plan, failures)
             grow, tight = False, True
         if less is None or split is None:
