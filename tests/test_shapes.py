@@ -197,7 +197,7 @@ def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
         found = find_shape(given)
         assert found.config.activations == "relu" and found.law == FAMILIES["reglu-7b"]
     with pytest.raises(RequestError, match=r"neither a config.json nor one of opt-6.7b, "):
-        find_shape("mixtral-8x7b")
+        find_shape("mixtral-8x70b")
 
 
 @pytest.mark.parametrize(
