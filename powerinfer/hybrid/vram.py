@@ -251,7 +251,7 @@ def _neuron_bytes(split: NeuronSplit) -> int:
 def _move(split: NeuronSplit, plan: Plan) -> None:
     """Move neurons to match another plan: first the layers that lose some, to make room."""
     placement = plan.placement(plan.request.profile)
-    hot = {ffn.layer: placement.parts(ffn.layer)[Tier.GPU] for ffn in split.ffns}
+    hot = {ffn.layer: placement.by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
     for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
         failed = ffn.neurons is None and len(ffn.hot) > 0  # by running out of memory
         if failed or len(hot[ffn.layer]) != len(ffn.hot):

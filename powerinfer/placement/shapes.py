@@ -382,7 +382,7 @@ def _llama(
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
 
     config: ModelConfig
@@ -390,20 +390,20 @@ class Shape:
     predictor: float = PREDICTOR_SHARE
 
 
-SHAPES: dict[str, Shape] = {
-    "opt-6.7b": Shape(_opt(32, 4096, 32), FAMILIES["opt"]),
-    "opt-13b": Shape(_opt(40, 5120, 40), FAMILIES["opt"], 0.0671),
-    "opt-30b": Shape(_opt(48, 7168, 56), FAMILIES["opt"]),
-    "opt-66b": Shape(_opt(64, 9216, 72), FAMILIES["opt"], 0.0488),
-    "opt-175b": Shape(_opt(96, 12288, 96), FAMILIES["opt"]),
-    "falcon-7b": Shape(_falcon(32, 4544, 71, 1), FAMILIES["falcon"]),
-    "falcon-40b": Shape(_falcon(60, 8192, 128, 8), FAMILIES["falcon"], 0.0868),
-    "llama-7b": Shape(_llama(32, 4096, 32, 32, 11008), FAMILIES["reglu-7b"]),
-    "llama-13b": Shape(_llama(40, 5120, 40, 40, 13824), FAMILIES["reglu-13b"]),
-    "llama-70b": Shape(_llama(80, 8192, 64, 8, 28672), FAMILIES["reglu-70b"], 0.0808),
-    "llama-70b-swiglu": Shape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
-    "bamboo-7b": Shape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
-    "mistral-7b": Shape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
+SHAPES: dict[str, ModelShape] = {
+    "opt-6.7b": ModelShape(_opt(32, 4096, 32), FAMILIES["opt"]),
+    "opt-13b": ModelShape(_opt(40, 5120, 40), FAMILIES["opt"], 0.0671),
+    "opt-30b": ModelShape(_opt(48, 7168, 56), FAMILIES["opt"]),
+    "opt-66b": ModelShape(_opt(64, 9216, 72), FAMILIES["opt"], 0.0488),
+    "opt-175b": ModelShape(_opt(96, 12288, 96), FAMILIES["opt"]),
+    "falcon-7b": ModelShape(_falcon(32, 4544, 71, 1), FAMILIES["falcon"]),
+    "falcon-40b": ModelShape(_falcon(60, 8192, 128, 8), FAMILIES["falcon"], 0.0868),
+    "llama-7b": ModelShape(_llama(32, 4096, 32, 32, 11008), FAMILIES["reglu-7b"]),
+    "llama-13b": ModelShape(_llama(40, 5120, 40, 40, 13824), FAMILIES["reglu-13b"]),
+    "llama-70b": ModelShape(_llama(80, 8192, 64, 8, 28672), FAMILIES["reglu-70b"], 0.0808),
+    "llama-70b-swiglu": ModelShape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
+    "bamboo-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
+    "mistral-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
 }
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
 
@@ -411,7 +411,7 @@ Mixtures of experts are missing on purpose: the engine does not run them.
 """
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> ModelShape:
     """A model by its name in `SHAPES`, or by a config.json (or its folder), whose family decides how neurons fire.
 
     RequestError where there is neither; ModelError for a configuration that the engine does not run.
@@ -430,7 +430,7 @@ def find_shape(name: str) -> Shape:
     config = read_config(metadata, path.parent)
     check(config, str(path))
     _check_size(config)
-    return Shape(config, law_of(config))
+    return ModelShape(config, law_of(config))
 
 
 def law_of(config: ModelConfig) -> Law:

@@ -41,7 +41,7 @@ from powerinfer.serve.schema import (
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.service import Service
-from powerinfer.serve.shapes import ChatShape, Echo, Logprobs, Shape, TextShape, Usage, add_logprobs, encode_json
+from powerinfer.serve.shapes import AnswerShape, ChatShape, Echo, Logprobs, TextShape, Usage, add_logprobs, encode_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -337,7 +337,7 @@ def _shape_of(service: Service, request: Request, body: Sampling) -> tuple[str, 
     return request.state.request_id, body.model or service.names[0], tokenizer, body.include_usage
 
 
-async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., Shape]) -> Response:
+async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., AnswerShape]) -> Response:
     """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
     service.check_model(body.model)
     llm = service.engine.llm
@@ -356,7 +356,7 @@ async def _answer(
     service: Service,
     request: Request,
     body: Sampling,
-    shape: Shape,
+    shape: AnswerShape,
     prompts: list[list[int]],
     params: SamplingParams | None,
 ) -> Response:
@@ -388,7 +388,7 @@ class _Run:
     def __init__(
         self,
         service: Service,
-        shape: Shape,
+        shape: AnswerShape,
         events: Answers,
         usage: Usage,
         n: int,
