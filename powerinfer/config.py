@@ -15,6 +15,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that carries its help text (and `choices`, `metavar`) to the command line.
 
     flags: other names of its flag. unlimited: a number that the command line reads as None.
+    duration: the field is a number of seconds, which the command line also accepts as 5m or 1h, or -1 for None.
     least: the smallest integer allowed; default: 0 if the field's default is 0, else 1. size: the field is a number of
     bytes, which the command line also accepts as 8GiB or 500MB.
     """
@@ -422,6 +423,15 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8080, "port to listen on; 0: any free one", metavar="N", least=0)
     alias: Sequence[str] = option((), "name of the model in the API (repeatable); default: its file's", metavar="NAME")
+    keep_alive: float | None = option(
+        300.0,
+        "of several models: how long one stays loaded without a request, such as 30s, 5m or 1h; 0: not at all; -1: "
+        "always (default 5m)",
+        duration=True,
+    )
+    max_models: int = option(
+        0, "of several models: maximum number that are loaded at a time; 0: as many as memory holds", metavar="N"
+    )
     api_key_file: str | None = option(
         None, "file of API keys, one a line; the environment's POWERINFER_API_KEY adds more", metavar="FILE"
     )

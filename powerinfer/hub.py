@@ -214,6 +214,30 @@ def list_stored() -> list[StoredModel]:
     return [model for model in found if model is not None]
 
 
+def models_in(folder: str | Path) -> dict[str, Path]:
+    """The models that lie in a folder, by the names that `pull` would give them: GGUF files, and folders with a
+    config.json. RequestError if it cannot be read, or if two have the same name.
+    """
+    found: dict[str, Path] = {}
+    try:
+        entries = sorted(Path(folder).expanduser().iterdir())
+    except OSError as error:
+        raise RequestError(f"cannot read the folder {folder}: {error.strerror}") from None
+    for path in entries:
+        shard = _SHARD.search(path.stem)
+        first = shard is None or shard[0].startswith("-00001-")
+        if path.suffix == ".gguf" and first and "mmproj" not in path.name.lower() and path.is_file():
+            name = _SHARD.sub("", path.stem).lower()
+        elif (path / "config.json").is_file():
+            name = path.name.lower()
+        else:
+            continue
+        if name in found:
+            raise RequestError(f"{found[name]} and {path} are both named {name}: rename one")
+        found[name] = path
+    return found
+
+
 def find_stored(name: str) -> StoredModel | None:
     """The complete model of that name, ignoring case; None if there is none."""
     model = _read_manifest(_folder_of(name))

@@ -16,6 +16,7 @@ from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.runtime.engine import LLM
+from powerinfer.serve.served import Source
 from powerinfer.serve.server import Server, make_server
 
 TEMPLATE = (
@@ -67,7 +68,15 @@ def serving(llm: LLM, **config: Any) -> Iterator[Server]:
     """A server that answers, at `server.url`."""
     options = ServeConfig(**{"port": 0, "drain": 2.0, **config})
     requests = llm.engine.max_batch + llm.engine.max_queue
-    server = make_server(lambda progress: llm, ["toy"], options, requests)
+    server = make_server([Source(("toy",), lambda progress, budget: llm)], options, requests)
+    with running(server):
+        until(lambda: server.service.status != "loading")
+        yield server
+
+
+@contextmanager
+def running(server: Server) -> Iterator[None]:
+    """A server in a thread, until it listens."""
     failures = server.failures = []  # type: ignore[attr-defined]
 
     def live() -> None:
@@ -79,8 +88,8 @@ def serving(llm: LLM, **config: Any) -> Iterator[Server]:
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        until(lambda: server.started and server.service.status != "loading")
-        yield server
+        until(lambda: server.started)
+        yield
     finally:
         server.should_exit = True
         thread.join(30)

@@ -302,13 +302,14 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
     with client(server) as http:
         http.get("/" + "x" * 100)
     after = figures()
-    assert after["powerinfer_generated_tokens_total"] == before["powerinfer_generated_tokens_total"] + 4
-    assert after["powerinfer_prompt_tokens_total"] == before["powerinfer_prompt_tokens_total"] + 54
-    first = "powerinfer_first_token_seconds_count"
-    assert after[first] == before[first] + 1
-    between = "powerinfer_inter_token_seconds_count"
-    assert after[between] == before[between] + 3
-    assert after["powerinfer_kv_pages"] == 64 and after["powerinfer_waiting_requests"] == 0
+    generated, prompts = (f'powerinfer_{what}_tokens_total{{model="toy"}}' for what in ("generated", "prompt"))
+    assert after[generated] == before[generated] + 4
+    assert after[prompts] == before[prompts] + 54
+    first = 'powerinfer_first_token_seconds_count{model="toy"}'
+    assert after[first] == before.get(first, 0) + 1
+    between = 'powerinfer_inter_token_seconds_count{model="toy"}'
+    assert after[between] == before.get(between, 0) + 3
+    assert after['powerinfer_kv_pages{model="toy"}'] == 64 and after['powerinfer_waiting_requests{model="toy"}'] == 0
     refused = 'powerinfer_requests_total{endpoint="/v1/completions",status="400"}'
     assert after[refused] == before.get(refused, 0) + 1
     assert after['powerinfer_requests_total{endpoint="other",status="404"}'] >= 1

@@ -202,7 +202,7 @@ def test_formats_of_a_response(api: openai.OpenAI, script: Any) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True}, "background", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"truncation": "middle"}, "truncation", "'auto' or 'disabled'"),
         ({"reasoning": {"effort": "low"}}, "reasoning", "not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"max_tokens": 3}, "max_tokens", "unknown field"),

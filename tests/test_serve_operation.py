@@ -34,6 +34,7 @@ from powerinfer.serve import gate
 from powerinfer.serve.keys import Keys, read_keys
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.page import FILES as PAGE
+from powerinfer.serve.served import Source
 from powerinfer.serve.server import MAX_HEADERS, Server, check, is_local, make_server
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -140,11 +141,11 @@ def test_who_may_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     load = pytest.fail  # nothing is loaded
     for host in ("0.0.0.0", "::", ""):
         with pytest.raises(RequestError, match="--insecure"):
-            make_server(load, ["x"], ServeConfig(host=host, port=0), 1)  # type: ignore[arg-type]
+            make_server([Source(("x",), load)], ServeConfig(host=host, port=0), 1)  # type: ignore[arg-type]
     for options in ({"insecure": True}, {}):
         if not options:
             monkeypatch.setenv("POWERINFER_API_KEY", "key")
-        made = make_server(load, ["x"], ServeConfig(host="0.0.0.0", port=0, **options), 1)  # type: ignore[arg-type]
+        made = make_server([Source(("x",), load)], ServeConfig(host="0.0.0.0", port=0, **options), 1)  # type: ignore[arg-type]
         made._listening.close()
 
 
@@ -564,17 +565,17 @@ def test_the_log_has_ids_and_no_prompts(server: Server, caplog: pytest.LogCaptur
 def test_it_listens_while_the_model_loads() -> None:
     go = threading.Event()
 
-    def load(progress: Any) -> LLM:
+    def load(progress: Any, budget: Any) -> LLM:
         progress("loading weights", 1, 4)
         assert go.wait(30)
         return served_llm()
 
-    server = make_server(load, ["toy"], ServeConfig(port=0), 8)
+    server = make_server([Source(("toy",), load)], ServeConfig(port=0), 8)
     thread = threading.Thread(target=server.live)
     thread.start()
     try:
         with client(server) as http:
-            until(lambda: server.service.progress)
+            until(lambda: server.service.models[0].progress)
             answer = http.get("/health")
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
             loading = {"label": "loading weights", "done": 1, "total": 4}
@@ -596,13 +597,13 @@ def test_loading_that_is_in_vain() -> None:
     """An end while it loads does not wait for the load; a load that fails ends the server, with the reason."""
     begun = threading.Event()
 
-    def load(progress: Any) -> LLM:
+    def load(progress: Any, budget: Any) -> LLM:
         while True:
             progress("loading weights", 1, 4)
             begun.set()
             time.sleep(0.01)
 
-    server = make_server(load, ["toy"], ServeConfig(port=0), 8)
+    server = make_server([Source(("toy",), load)], ServeConfig(port=0), 8)
     thread = threading.Thread(target=server.live)
     thread.start()
     assert begun.wait(30)
@@ -610,11 +611,11 @@ def test_loading_that_is_in_vain() -> None:
     thread.join(30)
     assert not thread.is_alive() and not any(one.name == "loading" for one in threading.enumerate())
 
-    def fail(progress: Any) -> LLM:
+    def fail(progress: Any, budget: Any) -> LLM:
         raise RequestError("no such model")
 
     with pytest.raises(RequestError, match="no such model"):
-        make_server(fail, ["toy"], ServeConfig(port=0), 8).live()
+        make_server([Source(("toy",), fail)], ServeConfig(port=0), 8).live()
 
 
 @pytest.mark.parametrize(
@@ -636,9 +637,9 @@ def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
 def test_a_port_that_is_taken(server: Server) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(PowerInferError, match=f"cannot listen on 127.0.0.1, port {port}: .*in use"):
-        make_server(pytest.fail, ["x"], ServeConfig(port=port), 1)  # type: ignore[arg-type]
+        make_server([Source(("x",), pytest.fail)], ServeConfig(port=port), 1)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="no address"):
-        make_server(pytest.fail, ["x"], ServeConfig(host="no.such.host.invalid", insecure=True), 1)  # type: ignore[arg-type]
+        make_server([Source(("x",), pytest.fail)], ServeConfig(host="no.such.host.invalid", insecure=True), 1)  # type: ignore[arg-type]
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -656,7 +657,7 @@ def test_tls(tmp_path: Path) -> None:
         with client(server, verify=context) as http:
             assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
     with pytest.raises(RequestError, match="certificate"):
-        make_server(pytest.fail, ["x"], ServeConfig(port=0, tls_cert=str(key), tls_key=str(key)), 1)  # type: ignore[arg-type]
+        make_server([Source(("x",), pytest.fail)], ServeConfig(port=0, tls_cert=str(key), tls_key=str(key)), 1)  # type: ignore[arg-type]
 
 
 def test_the_end_of_draining() -> None:

@@ -76,21 +76,30 @@ def filled(text: str, name: str, body: str) -> str:
     return markers.sub(lambda found: found[1] + body + found[2], text)
 
 
-def write_tables(about: str | None, page: Path, make: Callable[[], Mapping[str, str | None]]) -> None:
-    """The whole of a script that writes tables into a page, or with --check only says whether they are up to date.
+Make = Callable[[], Mapping[str, str | None]]
+"""Makes the tables of a page, by the names of their markers; None: no result, what stands there stays."""
 
-    about: the script's docstring. make: the tables by the names of their markers, None: no result, what stands there
-    stays.
+
+def write_tables(about: str | None, pages: Path | Mapping[Path, Make], make: Make = dict) -> None:
+    """The whole of a script that writes tables into pages, or with --check only says whether they are up to date.
+
+    about: the script's docstring. pages: what makes the tables of each; or a page, whose tables `make` makes.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1: not up to date")
     arguments = parser.parse_args()
-    changed = text = page.read_text()
-    try:
-        for name, body in make().items():
-            changed = filled(changed, name, body) if body else changed
-    except ValueError as error:
-        sys.exit(f"{page.name}: {error}")
+    written = {}
+    for page, tables in ({pages: make} if isinstance(pages, Path) else pages).items():
+        changed = text = page.read_text()
+        try:
+            for name, body in tables().items():
+                changed = filled(changed, name, body) if body else changed
+        except ValueError as error:
+            sys.exit(f"{page.name}: {error}")
+        if arguments.check and changed != text:
+            sys.exit(f"the tables in {page.name} are not made from the newest results")
+        written[page] = changed
     if arguments.check:
-        sys.exit(0 if changed == text else f"the tables in {page.name} are not made from the newest results")
-    page.write_text(changed)
+        sys.exit(0)
+    for page, changed in written.items():
+        page.write_text(changed)

@@ -1,6 +1,6 @@
-"""Write the benchmark table of the README from the newest results.
+"""Write the benchmark tables of docs/benchmarks.md, and the short one of the README, from the newest results.
 
-python -m benchmarks.speed.table [--check]     --check: only say whether the README is up to date (exit status 1: not)
+python -m benchmarks.speed.table [--check]     --check: only say whether both are up to date (exit status 1: not)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import OURS
-from benchmarks.lib.results import RESULTS, newest, number, of_one_machine, row, write_tables
+from benchmarks.lib.results import RESULTS, header, newest, number, of_one_machine, row, write_tables
 
 LABELS = {"prefill_tok_s": "prefill of {prompt_tokens}", "decode_tok_s": "decode of {gen_tokens}"}
 MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
@@ -79,7 +79,7 @@ def start_rows(document: dict[str, Any]) -> list[str]:
 
 def derived_lines(document: dict[str, Any]) -> list[str]:
     """Thread scaling, Python's share, and how much of the memory bandwidth decoding uses."""
-    lines = []
+    lines, above = [], False
     decode = {(entry["model"], entry["threads"]): entry["engines"] for entry in document["speed"]}
     for model, threads in list(decode):
         own = decode[model, threads][OURS]
@@ -92,13 +92,18 @@ def derived_lines(document: dict[str, Any]) -> list[str]:
         bandwidth = document["read_bandwidth_gb_s"].get(str(threads))
         if own.get("bytes_per_token") and bandwidth:
             rate = own["bytes_per_token"] * own["decode_tok_s"]["median"] / 1e9
-            cached = ", the caches hold part of them" if rate > 1.2 * bandwidth else ""
-            parts.append(f"{rate:.1f} GB/s of weights (memory gives {bandwidth:.1f} GB/s{cached})")
+            parts.append(f"{rate:.1f} GB/s of weights, {100 * rate / bandwidth:.0f} % of the memory's bandwidth")
+            above |= rate > bandwidth
         shares = [one for one in document.get("python", ()) if (one["model"], one["threads"]) == (model, threads)]
         if shares:
             parts.append(f"{100 * shares[-1]['python_share']:.1f} % of a step in Python")
         if parts:
             lines.append(f"- decode of {model_label(model)} with {threads} threads: " + ", ".join(parts))
+    if above:
+        lines.append(
+            "\nMore than 100 %: a part of the weights came from the processor's caches, which keep some of them from\n"
+            "one token to the next. The bandwidth is that of reading far more than the caches hold."
+        )
     return ["", *lines] if lines else []
 
 
@@ -140,13 +145,54 @@ def runs(document: dict[str, Any]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else str(numbers[0])
 
 
-def table() -> str:
+SHORT = (
+    ("prefill_tok_s", "r1b-q4_0"),
+    ("prefill_tok_s", "r1b-q4_k_m"),
+    ("decode_tok_s", "smollm2-q4_1"),
+    ("decode_tok_s", "r1b-q4_0"),
+    ("decode_tok_s", "r1b-q4_k_m"),
+)
+"""The rows of the README: rate and model, with most threads."""
+
+
+def short_table(document: dict[str, Any]) -> str:
+    """Each row beside the faster one of llama.cpp's builds."""
+    rows = header("tokens per second", OURS, "llama.cpp", "ratio", numbers=True)
+    most = max(entry["threads"] for entry in document["speed"])
+    entries = {entry["model"].lower(): entry for entry in document["speed"] if entry["threads"] == most}
+    for rate, model in SHORT:
+        entry = entries[model]
+        engines = entry["engines"]
+        peer = max(
+            (one for one in document["peers"] if rate in engines[one]), key=lambda one: engines[one][rate]["median"]
+        )
+        label = f"{LABELS[rate].format_map(document)} tokens, {model_label(entry['model'])}"
+        ratio = entry["ratio"][peer][rate]["median"]
+        rows.append(row(label, cell(engines[OURS], rate), cell(engines[peer], rate), f"{ratio:.2f}"))
+    cpu = document["cpu"]
+    return "\n".join(
+        [*rows, "", f"{document['date'][:10]}, {most} threads on {cpu['cores']} cores of {cpu['name']}.\n"]
+    )
+
+
+def measured() -> dict[str, Any]:
     document = speed()
     if document is None:
         sys.exit(f"no speed result in {RESULTS}; run benchmarks/speed/compare.py first")
+    return document
+
+
+def table() -> str:
+    document = measured()
     lines = heading(document) + speed_rows(document) + derived_lines(document) + start_rows(document)
     return "\n".join(lines + quality_rows(newest("quality"))) + "\n"
 
 
 if __name__ == "__main__":
-    write_tables(__doc__, ROOT / "README.md", lambda: {"benchmark table": table()})
+    write_tables(
+        __doc__,
+        {
+            ROOT / "docs/benchmarks.md": lambda: {"benchmark table": table()},
+            ROOT / "README.md": lambda: {"speed table": short_table(measured())},
+        },
+    )

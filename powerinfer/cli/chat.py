@@ -14,7 +14,6 @@ import dataclasses
 import signal
 import sys
 import threading
-from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +36,7 @@ from powerinfer.cli.common import (
 from powerinfer.cli.run import answer, ended_by, reading
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
-from powerinfer.formats.chat import NEXT_TURN, plain_template
+from powerinfer.formats.chat import NEXT_TURN, plain_template, without_oldest
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -326,18 +325,9 @@ class Conversation:
         """
         context, encode = self._llm.context, self._llm.encode_chat
         prompt = encode(asked)
-        first = 1 if asked[0]["role"] == "system" else 0
-        turns = (len(asked) - first) // 2
-
-        def without(n: int) -> list[Message]:
-            return asked[:first] + asked[first + 2 * n :]
-
-        if context - len(prompt) < min(self.params.max_tokens or context, context // 8 + 1) and turns:
-            free = [*range(1, turns)]
-            n = 1 + bisect_left(free, True, key=lambda n: 2 * len(encode(without(n))) <= context)
-            asked = without(n)
-            prompt = encode(asked)
-            if len(prompt) < context:
+        if context - len(prompt) < min(self.params.max_tokens or context, context // 8 + 1):
+            asked, prompt, n = without_oldest(asked, encode, context // 2)
+            if n and len(prompt) < context:
                 self._out.note(f"(the context is full: {n} of the earlier turns dropped, the oldest)")
         if len(prompt) >= context:
             raise RequestError(f"the message does not fit the context: {len(prompt)} of {context} tokens")

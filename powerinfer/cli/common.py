@@ -136,6 +136,17 @@ def read_size(text: str) -> int:
     return int(number * _UNITS[unit or "b"])
 
 
+_SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def read_duration(text: str) -> float | None:
+    """Seconds: "90", "30s", "5m", "1h"; None for a negative number, as Ollama reads it. ValueError otherwise."""
+    found = re.fullmatch(r"(-?)(\d{1,9}(?:\.\d{0,9})?)(ms|s|m|h|)", text.strip().lower())
+    if found is None:
+        raise ValueError(text)
+    return None if found[1] else float(found[2]) * _SECONDS[found[3]]
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, separator, bias = text.partition("=")
     if not separator:
@@ -152,6 +163,7 @@ _READERS: dict[str, dict[str, Any]] = {
     "int": _WHOLE,
     "int | None": _WHOLE,
     "size": {"type": _or_none(read_size, "size (such as 8GiB, 500MB)"), "metavar": "SIZE"},
+    "duration": {"type": _or_none(read_duration, "duration (such as 30s, 5m)"), "metavar": "TIME"},
     "float": _NUMBER,
     "float | None": _NUMBER,
     "str": {},
@@ -188,7 +200,8 @@ def config_flags(
             else:
                 group.add_argument(flag, action="store_true", help=help_text, **details)
             continue
-        details.update(_READERS["size" if field.metadata.get("size") else str(field.type)])
+        kind = next((one for one in ("size", "duration") if field.metadata.get(one)), str(field.type))
+        details.update(_READERS[kind])
         if "unlimited" in field.metadata:
             details["type"] = _or_none(int, "whole number", field.metadata["unlimited"])
         details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}

@@ -1,8 +1,9 @@
-"""Serve a model over HTTP: OpenAI's API, and llama-server's routes for tokens.
+"""Serve models over HTTP: OpenAI's API, and llama-server's routes for tokens.
 
-http://127.0.0.1:8080/v1 is the base URL for clients; any API key will do unless one is set. The log, one JSON object a
-line, is on stderr. Ctrl-C or SIGTERM lets running requests finish first; a second one does not. docs/serving.md
-describes the API.
+http://127.0.0.1:8080/v1 is the base URL for clients; any API key will do unless one is set. One model is loaded at
+once. Of several (--models, or -m more than once) each is loaded when a request names it, and unloaded when it is idle
+or another one needs its memory. The log, one JSON object a line, is on stderr. Ctrl-C or SIGTERM lets running requests
+finish first; a second one does not. docs/serving.md describes the API.
 
 JSON: nothing but {} when the server has ended.
 """
@@ -11,24 +12,45 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, agreed, config_flags, config_from, load_llm, model_flag
+from powerinfer.cli.common import Output, agreed, config_flags, config_from, load_llm
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from powerinfer.hybrid.resolve import Needs
     from powerinfer.progress import Progress
     from powerinfer.runtime.engine import LLM
+    from powerinfer.serve.served import Budget, Source
+    from powerinfer.serve.server import Server
 
 MAX_QUEUE = 32
 UNLIMITED = 1 << 30  # requests, where --max-queue is 0
+MAX_NAME = 128
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    model_flag(parser)
+    parser.add_argument(
+        "-m",
+        "--model",
+        action="append",
+        metavar="[NAME=]MODEL",
+        help="GGUF file, model folder or name of a model, and its name in the API; more than once: several models; "
+        "default: the default model",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="several models: the GGUF files and model folders in DIR; without DIR those of `powerinfer list`",
+    )
     config_flags(parser, ServeConfig, "server")
     config_flags(parser, EngineConfig, "engine", defaults={"max_queue": MAX_QUEUE})
 
@@ -38,28 +60,134 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         from powerinfer.serve import logs, server
     except ImportError as error:
         raise RequestError(f"`serve` needs {error.name}: pip install 'powerinfer[serve]'") from None
-    from powerinfer.hub import resolve_model
 
     config: ServeConfig = config_from(args, ServeConfig)
     engine: EngineConfig = config_from(args, EngineConfig)
     server.check(config)
-    path = resolve_model(args.model, say=out.note, agree=agreed)
-
-    def load(progress: Progress) -> LLM:
-        llm = load_llm(path, engine, progress)
-        for note in llm.notes:
-            logs.log("info", note)
-        return llm
-
+    several = args.models is not None or len(args.model or ()) > 1
+    _check_flags(args, several)
     logs.set_up()
-    names = list(config.alias) or [_name(args.model, path)]
-    made = server.make_server(load, names, config, engine.max_batch + (engine.max_queue or UNLIMITED))
+    made = (_serve_several if several else _serve_one)(args, config, engine, out)
     try:
         made.live()
     finally:
         gc.unfreeze()  # the server's cycles refer to the model, which is native: collected at the end, it is no leak
     out.document({})
     return INTERRUPTED if made.force_exit else 0
+
+
+def _check_flags(args: argparse.Namespace, several: bool) -> None:
+    """RequestError for flags that are for one model, or for several, and there is another number."""
+    for flag in ("keep_alive", "max_models") if not several else ("alias", "prepared"):
+        if flag in vars(args):
+            wanted = "several models: --models, or -m more than once" if not several else "one model"
+            raise RequestError(f"--{flag.replace('_', '-')} is for {wanted}")
+
+
+def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+    from powerinfer.hub import resolve_model
+    from powerinfer.serve import logs, server
+    from powerinfer.serve.served import Source
+
+    name, model = _named(args.model[0]) if args.model else (None, None)
+    path = resolve_model(model, say=out.note, agree=agreed)
+
+    def load(progress: Progress, budget: Budget) -> LLM:
+        llm = load_llm(path, engine, progress)
+        for note in llm.notes:
+            logs.log("info", note)
+        return llm
+
+    names = tuple(config.alias) or (name or _name(model, path),)
+    return server.make_server([Source(names, load)], config, _requests(engine))
+
+
+def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+    from powerinfer.serve import server
+    from powerinfer.serve.served import Budget
+    from powerinfer.serve.service import Policy
+
+    found = _several(args, out)
+    sources = [_source(name, path, engine) for name, path in found.items()]
+    policy = Policy(
+        Budget(engine.ram, engine.vram), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
+        engine.max_batch,
+    )  # fmt: skip
+    loaded = min(len(sources), config.max_models or len(sources))
+    return server.make_server(sources, config, min(UNLIMITED, loaded * _requests(engine)), policy)
+
+
+def _requests(engine: EngineConfig) -> int:
+    return engine.max_batch + (engine.max_queue or UNLIMITED)
+
+
+def _several(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
+    """The models of the flags by name. RequestError if two have the same one, or there is none."""
+    from powerinfer.hub import list_stored, models_in, resolve_model
+
+    found: dict[str, Path] = {}
+    if args.models:
+        found = models_in(args.models)
+    elif args.models is not None:
+        found = {model.name: model.path for model in list_stored()}
+    for given in args.model or ():
+        name, model = _named(given)
+        path = resolve_model(model, say=out.note, agree=agreed)
+        name = name or _name(model, path)
+        if found.setdefault(name, path) != path:
+            raise RequestError(f"{found[name]} and {path} are both named {name}: -m NAME=MODEL names one")
+    if not found:
+        where = f"in {args.models}" if args.models else "yet: `powerinfer pull` downloads one"
+        raise RequestError(f"there are no models {where}")
+    return found
+
+
+def _source(name: str, path: Path, engine: EngineConfig) -> Source:
+    from powerinfer.serve.served import Source
+
+    return Source((name,), partial(_load, name, path, engine), partial(_needs, path, engine))
+
+
+def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budget: Budget) -> LLM:
+    """One of several models. Not by `load_llm`: what is frozen there would stay when the model is unloaded."""
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.serve import logs
+
+    llm = LLM(path, progress=progress, **asdict(replace(engine, ram=budget.ram, vram=budget.vram)))
+    for note in llm.notes:
+        logs.log("info", note, model=name)
+    return llm
+
+
+def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
+    """What a model takes within a budget, from its headers. PowerInferError if that is not enough."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hybrid.resolve import needs, resolve
+    from powerinfer.placement.budget import gib
+
+    checkpoint = open_checkpoint(path, quantize=engine.quantize)
+    within = replace(engine, vram=budget.vram)
+    try:
+        return needs(resolve(checkpoint, replace(within, ram=budget.ram)))
+    except RequestError:
+        if engine.ram is not None:
+            raise
+        least = needs(resolve(checkpoint, within))  # raises what has another cause
+        if budget.ram is None or least.ram <= budget.ram:
+            raise
+        raise RequestError(
+            f"it needs {gib(least.ram)} of RAM, and {gib(budget.ram)} are free: lower --context, or use a smaller model"
+        ) from None
+
+
+def _named(given: str) -> tuple[str | None, str]:
+    """(name, model) of NAME=MODEL; None where it is a model alone."""
+    name, separator, model = given.partition("=")
+    if not separator or not model or Path(given).expanduser().exists():
+        return None, given
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise RequestError(f"the name of a model has 1 to {MAX_NAME} printable characters, not {name!r}")
+    return name, model
 
 
 def _name(model: str | None, path: Path) -> str:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from powerinfer.errors import ModelError, RequestError, one_line
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
+
+_M = TypeVar("_M", bound=Mapping[str, Any])
 
 MAX_DEPTH = 64
 
@@ -204,6 +207,32 @@ def _text_of(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise MessageError(f"{where}.text", "is missing")
     return text
+
+
+def without_oldest(
+    messages: Sequence[_M], encode: Callable[[Sequence[_M]], list[int]], limit: int
+) -> tuple[list[_M], list[int], int]:
+    """The messages without the fewest oldest turns for a prompt of up to `limit` tokens, the prompt, how many turns.
+
+    A turn is a message of the user and all up to the next one. The system's messages at the beginning stay, and so does
+    the last turn, even if the prompt is longer then. encode: messages to tokens.
+    """
+    first = next((at for at, one in enumerate(messages) if one.get("role") != "system"), len(messages))
+    starts = [at for at in range(first, len(messages)) if at == first or messages[at].get("role") == "user"]
+    prompts: dict[int, list[int]] = {}
+
+    def without(turns: int) -> list[_M]:
+        return [*messages[:first], *messages[starts[turns] :]] if turns else list(messages)
+
+    def fits(turns: int) -> bool:
+        prompts[turns] = encode(without(turns))
+        return len(prompts[turns]) <= limit
+
+    last = max(0, len(starts) - 1)
+    turns = 0 if fits(0) else min(last, 1 + bisect_left(range(1, last), True, key=fits))
+    if turns not in prompts:
+        fits(turns)
+    return without(turns), prompts[turns], turns
 
 
 @dataclass(frozen=True)

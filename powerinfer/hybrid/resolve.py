@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
@@ -85,6 +85,33 @@ def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, s
     elif engine.vram:
         say(UNUSED_VRAM.format(why))
     return _on_cpu(Resolved(checkpoint, engine, selection, why=why))
+
+
+class Needs(NamedTuple):
+    """Bytes that a load takes: ram, with the KV cache of one context; kv: for each further one; vram."""
+
+    ram: int
+    kv: int = 0
+    vram: int = 0
+
+
+def needs(resolved: Resolved) -> Needs:
+    """What the load that was resolved takes, as the budgets count it."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.budget import in_ram, on_gpu
+    from powerinfer.placement.shapes import checkpoint_model
+
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    if resolved.plan is not None:
+        placed = resolved.plan.bytes
+        return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    if resolved.gpu is None:
+        return Needs(_ram_bytes(model, engine, selection), _kv_bytes(model, engine))
+    hardware, work = measured(engine, gpu=resolved.gpu), _workload(model, engine, "all")
+    layers, head = resolved.gpu_layers, resolved.gpu_head
+    ram = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
+    return Needs(ram, 0, sum(on_gpu(model, hardware, work, layers, head, dense=True).values()))
 
 
 def without_gpu(resolved: Resolved, why: str) -> Resolved:

@@ -24,12 +24,14 @@ class Job(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Seconds, None: no limit. salt: of the client's part of the prefix cache. together: answers computed at once."""
+    """Seconds, None: no limit. salt: of the client's part of the prefix cache. together: answers computed at once.
+    model: its name, for metrics."""
 
     timeout: float | None
     queue_timeout: float | None
     salt: bytes
     together: int
+    model: str
 
 
 Answers = AsyncGenerator["tuple[int, StreamEvent] | None", None]
@@ -87,7 +89,7 @@ async def _run(
     async for event in stream:
         now = time.perf_counter()
         if event.token_id is not None:
-            metrics.token(now - last, first)
+            metrics.token(limits.model, now - last, first)
             first, last = False, now
         if event.finish_reason == "abort":
             raise ApiError(503, "the server is shutting down: the answer is not complete", code="aborted")

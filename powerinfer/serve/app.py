@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,26 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from powerinfer import __version__
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import check_depth
-from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
-from powerinfer.serve.constraints import Tools, chat_prompt, constrained, read_chat_tools
+from powerinfer.serve.constraints import constrained, read_chat_tools
 from powerinfer.serve.embeddings import EmbeddingsRequest
-from powerinfer.serve.live import LIVE, LiveView
+from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
 from powerinfer.serve.page import add_page
+from powerinfer.serve.prompts import (
+    check_ids,
+    check_prompts,
+    check_texts,
+    echoes_of,
+    encode_chat,
+    encode_texts,
+    fitted_chat,
+    render,
+)
 from powerinfer.serve.responses import ResponsesRequest, ResponsesShape
 from powerinfer.serve.schema import (
     ChatRequest,
@@ -39,9 +48,9 @@ from powerinfer.serve.schema import (
     Sampling,
     TokenizeRequest,
 )
-from powerinfer.serve.scoring import echo_of
+from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
-from powerinfer.serve.shapes import AnswerShape, ChatShape, Echo, Logprobs, TextShape, Usage, add_logprobs, encode_json
+from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,48 +148,49 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
         try:
             params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
-            prompts = await run_in_threadpool(_encode_prompts, llm, given)
-            _check_prompts(llm, prompts, params if body.generates else None)
-            echoes = await _echoes(llm, body, given, prompts)
+            wanted = params.max_tokens or 1 if body.generates else 0
+            prompts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens, wanted)
+            check_prompts(llm, prompts, params if body.generates else None)
+            echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
-            raise service.refusal(error) or error from None
-        shape = TextShape(*_shape_of(service, request, body), echoes)
-        return await _answer(service, request, body, shape, prompts, params if body.generates else None)
+            raise model.refusal(error) or error from None
+        shape = TextShape(*_shape_of(model, request, body), echoes)
+        return await _answer(model, request, body, shape, prompts, params if body.generates else None)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
         if llm.why_no_embeddings is not None:
             raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
-        texts = await run_in_threadpool(_encode_prompts, llm, body.texts(llm.config.d_model))
-        _check_texts(llm, texts)
+        given = body.texts(llm.config.d_model)
+        texts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens)
+        check_texts(llm, texts)
         count = request.state.facts["prompt_tokens"] = sum(map(len, texts))
-        vectors = await _embedded(service, texts, request.state.salt)
-        name = body.model or service.names[0]
+        vectors = await _embedded(model, texts, request.state.salt)
+        name = body.model or model.name
         return await run_in_threadpool(lambda: json_response(body.answer(name, vectors, count)))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountRequest) -> Response:
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
         chat = body.to_chat()
-        service.check_model(chat.model)
-        llm = service.engine.llm
+        model = await service.use(chat.model, request.state.leases)
+        llm = model.llm
         try:
-            tokens = await run_in_threadpool(_encode_chat, llm, chat, read_chat_tools(llm, chat))
+            tokens, _ = await run_in_threadpool(encode_chat, llm, chat, read_chat_tools(llm, chat))
         except Exception as error:
-            raise service.refusal(error) or error from None
+            raise model.refusal(error) or error from None
         return json_response({"input_tokens": len(tokens)})
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        service.check_model(body.model)
-        llm = service.engine.llm
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        llm = (await service.use(body.model, request.state.leases)).llm
         text, special = body.text(), body.parse_special is not False
         tokens = await run_in_threadpool(
             llm.tokenizer.encode, text, special=special, add_bos=None if body.adds else False
@@ -191,22 +201,21 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        llm = (await service.use(body.model, request.state.leases)).llm
         body.check_extra()
-        llm = service.engine.llm
-        _check_ids(llm, body.tokens, "tokens")
+        check_ids(llm, body.tokens, "tokens")
         text = await run_in_threadpool(llm.tokenizer.decode, body.tokens, skip_special=False)
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template")
-    async def apply_template(body: Conversation) -> Response:
-        service.check_model(body.model)
+    async def apply_template(body: Conversation, request: Request) -> Response:
+        model = await service.use(body.model, request.state.leases)
         body.check_extra()
         try:
-            return json_response({"prompt": await run_in_threadpool(_render, service.engine.llm, body)})
+            return json_response({"prompt": await run_in_threadpool(render, model.llm, body)})
         except Exception as error:
-            raise service.refusal(error) or error from None
+            raise model.refusal(error) or error from None
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -221,139 +230,61 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        service.check_model(model_id)
         return json_response(_model(service, model_id))
 
     @app.get("/v1/engine")
-    async def engine() -> Response:
-        return json_response(await run_in_threadpool(_describe, service))
-
-    view = LiveView()
+    async def engine(request: Request, model: str | None = None) -> Response:
+        if model is None and service.only is None:
+            about = [{"name": one.name, "status": one.status, "loads": one.loads} for one in service.models]
+            return json_response({"version": __version__, "models": about})
+        return json_response(await run_in_threadpool(_describe, service.peek(model, request.state.leases)))
 
     @app.get(LIVE)
-    async def live() -> Response:
-        return json_response(await run_in_threadpool(view.frame, service.engine.llm))
+    async def live(request: Request, model: str | None = None) -> Response:
+        found = service.peek(model, request.state.leases)
+        return json_response(await run_in_threadpool(found.view.frame, found.llm))
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-# ---------------------------------------------------------------- prompts
-
-
-def _encode_chat(llm: LLM, body: ChatRequest, tools: Tools) -> list[int]:
-    with _template_errors(llm):
-        messages, options = chat_prompt(llm, body, tools)
-        return llm.encode_chat(messages, chat_template_kwargs=options)
-
-
-def _render(llm: LLM, body: Conversation) -> str:
-    with _template_errors(llm):
-        messages, options = chat_prompt(llm, body)
-        assert llm.template is not None
-        return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
-
-
-@contextmanager
-def _template_errors(llm: LLM) -> Iterator[None]:
-    """A template that fails does so with these messages: it has been read, and others may do."""
-    if llm.template is None:
-        raise ApiError(400, "this model has no chat template: use /v1/completions", code="no_chat_template")
-    try:
-        yield
-    except ModelError as error:
-        reason = str(error).partition("; --raw")[0]  # a flag of the command line
-        raise ApiError(400, f"{reason}: use other messages, or /v1/completions", code="template_failed") from None
-
-
-def _encode_prompts(llm: LLM, prompts: list[str | list[int]]) -> list[list[int]]:
-    return [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def _check_ids(llm: LLM, tokens: list[int], param: str) -> None:
-    if tokens and max(tokens) >= llm.config.vocab_size:
-        vocab = llm.config.vocab_size
-        raise ApiError(400, f"{param}: token {max(tokens)} is not one of the model's {vocab} tokens", param=param)
-
-
-def _check_prompts(llm: LLM, prompts: list[list[int]], params: SamplingParams | None) -> None:
-    """params None: nothing is generated."""
-    for tokens in prompts:
-        _check_ids(llm, tokens, "prompt")
-        wanted = 0 if params is None else params.max_tokens or 1
-        if len(tokens) + wanted > llm.context:
-            raise ApiError(
-                400,
-                f"the prompt of {len(tokens)} tokens and {wanted} to generate do not fit the context of {llm.context} "
-                "tokens: shorten the prompt or lower max_tokens",
-                param="prompt" if len(tokens) >= llm.context else "max_tokens",
-                code="context_length_exceeded",
-            )
-
-
-def _check_texts(llm: LLM, texts: list[list[int]]) -> None:
-    for tokens in texts:
-        _check_ids(llm, tokens, "input")
-        if not tokens:
-            raise ApiError(400, "input: a text has no tokens", param="input")
-        if len(tokens) > llm.context:
-            raise ApiError(
-                400,
-                f"a text of {len(tokens)} tokens does not fit the context of {llm.context} tokens: shorten or split it",
-                param="input",
-                code="context_length_exceeded",
-            )
-
-
-async def _embedded(service: Service, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
-    """The embeddings of checked texts. ApiError if there are none now."""
-    begin = time.perf_counter()
-    try:
-        return await service.engine.embed(
-            texts, salt=salt, timeout=service.timeout, queue_timeout=service.queue_timeout
-        )
-    except Exception as error:
-        if type(error) is RequestError:  # the texts are fine: there is no engine any more
-            raise ApiError(503, "the server is shutting down", code="aborted") from None
-        raise service.refusal(error, time.perf_counter() - begin) or error from None
-
-
-async def _echoes(
-    llm: LLM, body: CompletionRequest, given: list[str | list[int]], prompts: list[list[int]]
-) -> list[Echo]:
-    """What the answers begin with, for each; none without `echo`."""
-    if not body.echo:
-        return []
-    echoes = [await echo_of(llm, *pair, body.logprobs) for pair in zip(given, prompts, strict=True)]
-    return [echo for echo in echoes for _ in range(body.choices)]
-
-
 # ---------------------------------------------------------------- answers
 
 
-def _shape_of(service: Service, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
-    tokenizer = service.engine.llm.tokenizer
-    return request.state.request_id, body.model or service.names[0], tokenizer, body.include_usage
+def _shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
+    return request.state.request_id, body.model or model.name, model.llm.tokenizer, body.include_usage
 
 
 async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., AnswerShape]) -> Response:
     """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
-    service.check_model(body.model)
-    llm = service.engine.llm
+    model = await service.use(body.model, request.state.leases)
+    llm = model.llm
     try:
         tools = read_chat_tools(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
-        tokens = await run_in_threadpool(_encode_chat, llm, body, tools)
-        _check_prompts(llm, [tokens], params)
+        tokens, dropped = await run_in_threadpool(fitted_chat, llm, body, tools, params)
     except Exception as error:
-        raise service.refusal(error) or error from None
-    made = shape(params, *_shape_of(service, request, body), tools.form)
-    return await _answer(service, request, body, made, [tokens], params)
+        raise model.refusal(error) or error from None
+    if dropped:
+        request.state.facts["dropped_turns"] = dropped
+    made = shape(params, *_shape_of(model, request, body), tools.form)
+    return await _answer(model, request, body, made, [tokens], params)
+
+
+async def _embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
+    """The embeddings of checked texts. ApiError if there are none now."""
+    begin = time.perf_counter()
+    try:
+        return await model.engine.embed(texts, salt=salt, timeout=model.timeout, queue_timeout=model.queue_timeout)
+    except Exception as error:
+        if type(error) is RequestError:  # the texts are fine: there is no engine any more
+            raise ApiError(503, "the server is shutting down", code="aborted") from None
+        raise model.refusal(error, time.perf_counter() - begin) or error from None
 
 
 async def _answer(
-    service: Service,
+    model: ServedModel,
     request: Request,
     body: Sampling,
     shape: AnswerShape,
@@ -363,10 +294,11 @@ async def _answer(
     """A stream or a whole answer. params None: the answer is the prompt alone."""
     usage = Usage(prompts)
     jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
-    llm = service.engine.llm
-    limits = Limits(service.timeout, service.queue_timeout, request.state.salt, llm.engine.max_batch)
-    events = answers(service.engine, jobs, limits, service.metrics, PING_SECONDS)
-    run = _Run(service, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
+    limits = Limits(
+        model.timeout, model.queue_timeout, request.state.salt, model.llm.engine.max_batch, model.name
+    )  # fmt: skip
+    events = answers(model.engine, jobs, limits, model.metrics, PING_SECONDS)
+    run = _Run(model, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
     try:
         if not body.stream:
             return json_response(await run.whole())
@@ -387,7 +319,7 @@ class _Run:
 
     def __init__(
         self,
-        service: Service,
+        model: ServedModel,
         shape: AnswerShape,
         events: Answers,
         usage: Usage,
@@ -395,7 +327,7 @@ class _Run:
         count: int,
         facts: dict[str, Any],
     ) -> None:
-        self._service, self._shape, self._usage, self._n, self._count = service, shape, usage, n, count
+        self._model, self._shape, self._usage, self._n, self._count = model, shape, usage, n, count
         self._facts = facts
         self._begin = time.perf_counter()
         self._events = self._read(events)
@@ -413,7 +345,7 @@ class _Run:
                             self._usage.add(item[1].completion, first=item[0] % self._n == 0)
                     yield item
         except Exception as error:
-            raise self._service.refusal(error, time.perf_counter() - self._begin) or error from None
+            raise self._model.refusal(error, time.perf_counter() - self._begin) or error from None
         finally:
             self._facts |= {"prompt_tokens": self._usage.prompt, "completion_tokens": generated}
 
@@ -472,23 +404,28 @@ class _Run:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    """A row of /v1/models, with llama-server's status. max_model_len: null for one that is not loaded."""
+    model = service.find(name)
+    if service.only is not None and not model.ready:
+        raise model.not_ready()
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "powerinfer",
-        "max_model_len": service.engine.llm.context,
+        "max_model_len": model.llm.context if model.ready else None,
+        "status": {"value": "loaded" if model.ready else model.status},
     }
 
 
-def _describe(service: Service) -> dict[str, Any]:
+def _describe(model: ServedModel) -> dict[str, Any]:
     """/v1/engine: what runs, where it is placed and why, and what its sparse layers do."""
-    llm = service.engine.llm
+    llm = model.llm
     config = llm.config
     return {
         "version": __version__,
         "model": {
-            "names": service.names,
+            "names": model.source.names,
             "name": config.name,
             "architecture": config.architecture,
             "layers": config.n_layers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from powerinfer.formats.grammar import Grammar, LazyGrammar, response_format
 from powerinfer.formats.tool_calls import ToolFormat
 from powerinfer.formats.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from powerinfer.serve.api_error import ApiError
-from powerinfer.serve.schema import ChatRequest, Conversation, Sampling, conversation, template_options
+from powerinfer.serve.schema import ChatRequest, Sampling, template_options
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -87,10 +87,10 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
 
 
 def chat_prompt(
-    llm: LLM, body: Conversation, tools: Tools | None = None
+    llm: LLM, given: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None, tools: Tools | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and variables for the chat template."""
-    messages, options = conversation(body.messages), template_options(body.chat_template_kwargs)
+    """Messages and variables for the chat template. variables: the request's chat_template_kwargs."""
+    messages, options = list(given), template_options(variables)
     shown = tools.tools if tools is not None and tools.form is not None else []
     if shown or any("tool_calls" in message or message["role"] == "tool" for message in messages):
         messages, more = _format(llm).conversation(messages, shown)

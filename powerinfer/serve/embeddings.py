@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from powerinfer.serve.api_error import ApiError
-from powerinfer.serve.schema import MAX_INT, MAX_PROMPT_TOKENS, Body, TokenIds
+from powerinfer.serve.schema import MAX_INT, MAX_PROMPT_TOKENS, Body, TokenIds, Truncate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,9 +29,11 @@ class EmbeddingsRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
 
+    truncate_prompt_tokens: Truncate | None = None
+
     def texts(self, width: int) -> list[str | list[int]]:
         """Each text or its token ids. ApiError for what is wrong beyond types; width: of the model's embeddings."""
-        self.check_extra(neutral={"add_special_tokens": (True,)})
+        self.check_extra(neutral={"add_special_tokens": (True,), "truncation_side": ("left",)})
         if self.dimensions is not None and self.dimensions > width:
             raise ApiError(400, f"dimensions must be at most the model's {width}", param="dimensions")
         given: Any = self.input

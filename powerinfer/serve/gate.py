@@ -31,7 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", *PAGE)  # answered without a key
-QUIET = (LIVE,)  # asked twice a second: only what is refused is logged
+QUIET = (LIVE,)  # asked twice a second: logged only if that is an error of the client
 CLIENT_LEFT = 499  # in the log and the metrics: the client did not wait for its answer
 SEND_SECONDS = 60.0  # that a client may take to read what was sent, before it counts as gone
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -98,7 +98,7 @@ class Gate:
     def _report(self, scope: Scope, status: int, seconds: float, request_id: str, facts: dict[str, Any]) -> None:
         path = scope["path"]
         self._metrics.request(path if path in self._endpoints else "other", status, seconds)
-        if path in QUIET and status == 200:
+        if path in QUIET and status in (200, 503):
             return
         client = (scope.get("client") or ("", 0))[0]
         log(
@@ -159,6 +159,7 @@ class Gate:
     async def _run(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
         """The application, until it ends or the client leaves."""
         self._running += 1
+        leases = scope["state"]["leases"] = contextlib.ExitStack()  # of models, until the request has ended
         app = asyncio.ensure_future(self._app(scope, _replay(body), answer.send))
         gone = asyncio.ensure_future(_left(receive))
         try:
@@ -176,6 +177,7 @@ class Gate:
             for task in (app, gone):
                 task.cancel()
             await asyncio.gather(app, gone, return_exceptions=True)
+            leases.close()
             self._running -= 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -38,7 +38,6 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "truncation": ("disabled",),
     "reasoning": ({},),
     "include": ([], ["reasoning.encrypted_content"]),  # there are no reasoning items
     "top_logprobs": (0,),
@@ -77,6 +76,7 @@ class ResponsesRequest(Asked):
     tools: Tools | None = None
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     def to_chat(self) -> ChatRequest:
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
@@ -90,6 +90,7 @@ class ResponsesRequest(Asked):
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
+            truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
         )
 
 
@@ -194,7 +195,7 @@ class ResponsesShape(BlockShape):
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
             "tools": asked.tools or [],
             "top_p": self._params.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation or "disabled",
             "usage": None if usage is None else _usage(usage),
         }
 

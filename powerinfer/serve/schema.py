@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from powerinfer.formats.chat import MessageError, plain_messages
 from powerinfer.formats.grammar import MAX_SOURCE
@@ -67,6 +67,8 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "dynatemp_range": (0,),
     "n_probs": (0,),
     "n_keep": (0,),
+    "n_discard": (0,),
+    "truncation_side": ("left",),
 }
 """Fields of OpenAI, vLLM and llama-server that this server does not have, with the values that ask for nothing."""
 
@@ -76,7 +78,15 @@ RESERVED_OPTIONS = frozenset((
 ))  # fmt: skip
 """Variables of a chat template that a request may not set."""
 
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("it must be -1 or at least 1")
+    return value
+
+
 Int = Annotated[int, Field(ge=0, le=MAX_INT)]
+Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
 TokenIds = Annotated[list[Int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
@@ -132,6 +142,7 @@ class Sampling(Body):
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    truncate_prompt_tokens: Truncate | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -241,6 +252,8 @@ class CompletionRequest(Sampling):
     def to_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ApiError(400, "echo and truncate_prompt_tokens exclude each other", param="truncate_prompt_tokens")
         if not self.generates and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

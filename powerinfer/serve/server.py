@@ -13,10 +13,8 @@ import json
 import math
 import socket
 import ssl
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
@@ -25,30 +23,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from powerinfer.config import ServeConfig
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.runtime.async_llm import AsyncLLM
 from powerinfer.serve.api_error import error_document
 from powerinfer.serve.app import build_app
 from powerinfer.serve.gate import App, Gate, GateLimits
 from powerinfer.serve.keys import ENVIRONMENT, Keys, read_keys
 from powerinfer.serve.logs import log
-from powerinfer.serve.service import Service
-
-if TYPE_CHECKING:
-    from powerinfer.runtime.engine import LLM
-
-Load = Callable[[Callable[[str, int, int], None]], "LLM"]
-"""load(progress): the model."""
+from powerinfer.serve.served import Source
+from powerinfer.serve.service import STOP_SECONDS, Policy, Service
 
 MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
 BACKLOG = 512  # connections that wait to be accepted
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
 IN_PROGRESS = 64  # requests beyond those that run and wait: being read, checked, or finished
+MAX_KEEP_ALIVE = 1_000_000_000  # seconds
 LOCAL_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
-STOP_SECONDS = 5.0  # that loading gets to notice that it is in vain
-
-
-class _Stopped(BaseException):
-    """The server ends while the model is being loaded."""
 
 
 def check(config: ServeConfig) -> None:
@@ -58,6 +46,10 @@ def check(config: ServeConfig) -> None:
     for name in ("timeout", "queue_timeout", "drain", "receive_timeout"):
         if not (math.isfinite(getattr(config, name)) and getattr(config, name) >= 0):
             raise RequestError(f"{name} must be a number of seconds, not {getattr(config, name)}")
+    if config.keep_alive is not None and not 0 <= config.keep_alive <= MAX_KEEP_ALIVE:
+        raise RequestError(f"keep_alive must be from 0 to {MAX_KEEP_ALIVE} seconds or None, not {config.keep_alive}")
+    if config.max_models < 0:
+        raise RequestError(f"max_models must be at least 0, not {config.max_models}")
     if config.receive_timeout == 0 or config.max_body < 1:
         raise RequestError("receive_timeout and max_body must be above 0")
     if (config.tls_cert is None) != (config.tls_key is None):
@@ -175,49 +167,27 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server, which a second signal of any kind ends at once, and a broken engine too."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, load: Load) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket) -> None:
         super().__init__(config)
         self.service = service
-        self._listening, self._load = listening, load
+        self._listening = listening
+        service.ending = lambda: self.should_exit
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if config.is_ssl else 'http'}://{shown}:{port}"
 
     def live(self) -> None:
         """Listen, load and answer until a signal or `should_exit`. PowerInferError: why the engine is no more."""
-        loader = threading.Thread(target=self._load_model, name="loading", daemon=True)
 
         async def main() -> None:
-            loader.start()
+            await self.service.start()
             await self.serve([self._listening])
             await self.service.close()
 
         with contextlib.closing(self._listening):
             asyncio.run(main())
-        loader.join(STOP_SECONDS)
         if self.service.failure is not None:
             raise self.service.failure
-
-    def _load_model(self) -> None:
-        service = self.service
-        try:
-            llm = self._load(self._progress)
-            service.loaded(AsyncLLM.from_llm(llm))
-            log("info", "loaded", seconds=round(llm.load_s, 3), choices=llm.choices)
-        except _Stopped:
-            pass
-        except PowerInferError as error:
-            service.failure = error
-        except MemoryError:
-            service.failure = PowerInferError("out of memory; a smaller --context or model needs less")
-        except BaseException as error:  # a thread's error would be lost
-            log("error", "the model cannot be loaded", error=error)
-            service.failure = PowerInferError(f"internal error, {type(error).__name__}: {error}")
-
-    def _progress(self, label: str, done: int, total: int) -> None:
-        self.service.progress = (label, done, total)
-        if self.should_exit:
-            raise _Stopped
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not kept for uvicorn to raise again: a drained server has done its work
@@ -248,8 +218,9 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def make_server(load: Load, names: list[str], config: ServeConfig, requests: int) -> Server:
-    """A server that listens already. requests: that the engine takes, those that wait included.
+def make_server(sources: Sequence[Source], config: ServeConfig, requests: int, policy: Policy | None = None) -> Server:
+    """A server that listens already. requests: that its engines take, those that wait included; policy: of several
+    models, None: there is one.
 
     RequestError for an option that cannot be; PowerInferError if the port is taken.
     """
@@ -260,10 +231,10 @@ def make_server(load: Load, names: list[str], config: ServeConfig, requests: int
             f"{config.host} can be reached from other machines: set an API key ({ENVIRONMENT} or --api-key-file), "
             "or say --insecure"
         )
-    service = Service(names, timeout=config.timeout or None, queue_timeout=config.queue_timeout or None)
+    service = Service(sources, policy, timeout=config.timeout or None, queue_timeout=config.queue_timeout or None)
     made = _uvicorn_config(assemble(service, config, keys, requests), config)
-    server = Server(made, service, listen(config), load)
-    log("info", "listening", url=server.url, models=names, keys=bool(keys))
+    server = Server(made, service, listen(config))
+    log("info", "listening", url=server.url, models=service.names, keys=bool(keys))
     return server
 
 

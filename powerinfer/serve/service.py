@@ -1,95 +1,287 @@
-"""What the routes work on: the engine, once it is loaded, under its names."""
+"""What the routes work on: the models of the server, by name.
+
+One model is loaded at the start and stays. Several are loaded when a request names them, one at a time, and unloaded
+when no request has used them for a while, or when another one needs their memory, those unused for longest first. A
+model that a request uses is never unloaded. What fits is known before anything is loaded: the planner's bytes of every
+loaded model, and of the new one, within --ram or the memory that is free.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
 
-from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
+from powerinfer.errors import PowerInferError
 from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
+from powerinfer.serve.served import Budget, ServedModel, Source, in_thread
+from powerinfer.system import available_memory, resident_memory, total_memory
 
-if TYPE_CHECKING:
-    from powerinfer.runtime.async_llm import AsyncLLM
-    from powerinfer.runtime.driver import EngineStats
+STOP_SECONDS = 5.0  # that loading gets to notice that it is in vain
+KV_SHARE = 4  # further contexts get at most 1/KV_SHARE of the room that is left
+
+
+class Policy(NamedTuple):
+    """How several models share the machine.
+
+    budget: for all of them; together: that may be loaded, 0: any number; keep_alive: seconds that one stays without a
+    request, None: for ever; waiting: requests that may wait for one model to be loaded; batch: requests that it decodes
+    together.
+    """
+
+    budget: Budget = Budget()
+    together: int = 0
+    keep_alive: float | None = 300.0
+    waiting: int = 32
+    batch: int = 1
 
 
 class Service:
-    """names: of the model in the API, the first one being what answers say. timeouts: in seconds; None: no limit."""
+    """policy: None for one model, which is loaded by `start`; timeouts: in seconds, None: no limit."""
 
     def __init__(
-        self, names: Sequence[str], *, timeout: float | None = None, queue_timeout: float | None = None
+        self,
+        sources: Sequence[Source],
+        policy: Policy | None = None,
+        *,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> None:
-        self.names = tuple(names)
-        self.timeout, self.queue_timeout = timeout, queue_timeout
+        assert policy is not None or len(sources) == 1
         self.started = int(time.time())
-        self.progress: tuple[str, int, int] | None = None  # of loading
-        self.failure: PowerInferError | None = None  # why there is no engine, and will be none
-        self.metrics = Metrics(self._stats)
-        self._engine: AsyncLLM | None = None
+        self.ending: Callable[[], bool] = lambda: False
+        self.metrics = Metrics(lambda: self.models)
+        self.queue_timeout = queue_timeout
+        self.models = [
+            ServedModel(
+                source, self.metrics, timeout=timeout, queue_timeout=queue_timeout, ending=lambda: self.ending(),
+                changed=self._released,
+            )
+            for source in sources
+        ]  # fmt: skip
+        self._names = {name: model for model in self.models for name in model.source.names}
+        self._policy = policy
+        self._turn = asyncio.Lock()  # of what loads and unloads
+        self._change = asyncio.Event()  # a model may have become idle, or unwanted
+        self._tasks: dict[ServedModel, asyncio.Task[None]] = {}  # loads
+        self._unloads: set[asyncio.Task[None]] = set()
+        self._timers: dict[ServedModel, asyncio.TimerHandle] = {}
 
-    def loaded(self, engine: AsyncLLM) -> None:
-        """From now on requests are answered."""
-        self._engine = engine
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all models."""
+        return tuple(self._names)
 
-    async def close(self) -> None:
-        """End what runs, and free the model. This object may outlive it: what the server refers to is in cycles."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.close()
+    @property
+    def only(self) -> ServedModel | None:
+        """The model of a server that has one; None where they are loaded on demand."""
+        return self.models[0] if self._policy is None else None
+
+    @property
+    def failure(self) -> PowerInferError | None:
+        """Why the server cannot answer any more."""
+        return self.only.failure if self.only is not None else None
 
     @property
     def status(self) -> str:
         """ "loading", "ok" or "failed"."""
-        if self.failure is not None:
-            return "failed"
-        return "loading" if self._engine is None else "ok"
-
-    @property
-    def engine(self) -> AsyncLLM:
-        """ApiError (503) while there is none."""
-        if self.failure is not None:
-            raise ApiError(503, f"the engine has failed: {self.failure}", code="failed")
-        if self._engine is None:
-            label, done, total = self.progress or ("", 0, 0)
-            share = f" ({label}, {100 * done // total} %)" if total else ""
-            raise ApiError(503, f"the model is being loaded{share}: try again later", code="loading")
-        return self._engine
-
-    def check_model(self, name: str | None) -> None:
-        """ApiError (404) for a model that is not this one; None is."""
-        if name is not None and name not in self.names:
-            raise ApiError(
-                404, f"no model {name[:128]!r}; this server has {', '.join(self.names)}", param="model",
-                code="model_not_found",
-            )  # fmt: skip
-
-    def refusal(self, error: Exception, seconds: float = 0.0) -> ApiError | None:
-        """An error of the engine as the API tells it; None for one that is not meant to reach a client.
-
-        seconds: since the request was submitted.
-        """
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, QueueFullError):
-            return ApiError(429, str(error), code="queue_full")
-        if isinstance(error, RequestTimeoutError):
-            over = self.timeout is not None and seconds >= self.timeout
-            return ApiError(504 if over else 503, str(error), code="timeout")
-        if isinstance(error, EngineError):
-            self.failure = error
-            return ApiError(503, "the engine has failed", code="failed")
-        if isinstance(error, RequestError):
-            return ApiError(400, str(error))
-        return ApiError(500, str(error)) if isinstance(error, PowerInferError) else None
-
-    def _stats(self) -> EngineStats | None:
-        return None if self._engine is None else self._engine.llm.stats()
+        if self.only is None or self.only.ready:
+            return "ok"
+        return "loading" if self.only.failure is None else "failed"
 
     def health(self) -> dict[str, Any]:
         """The body of /health."""
         document: dict[str, Any] = {"status": self.status}
-        if self.status == "loading" and self.progress is not None:
-            document["loading"] = dict(zip(("label", "done", "total"), self.progress, strict=True))
+        if self.only is None:
+            document["models"] = {model.name: model.status for model in self.models}
+        elif self.status == "loading" and (progress := self.only.loading()) is not None:
+            document["loading"] = progress
         return document
+
+    # ---------------------------------------------------------------- requests
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of that name; None: the only one. ApiError (404, 400) if there is none."""
+        found = self.only if name is None else self._names.get(name)
+        if found is not None:
+            return found
+        if name is None:
+            raise ApiError(400, f"model is missing: one of {self._some_names()}", param="model", code="model_missing")
+        raise ApiError(
+            404, f"no model {name[:128]!r}; this server has {self._some_names()}", param="model", code="model_not_found"
+        )
+
+    async def use(self, name: str | None, leases: ExitStack) -> ServedModel:
+        """The model of that name, loaded, which stays so until `leases` end. ApiError if it cannot be had."""
+        model = self.find(name)
+        while not model.ready:
+            if self._policy is None:
+                raise model.not_ready()
+            await self._wait_for(model, self._policy)
+        model.take(leases)
+        return model
+
+    def peek(self, name: str | None, leases: ExitStack) -> ServedModel:
+        """The same for what only looks: ApiError (503) if it is not loaded, and that is no use of it."""
+        model = self.find(name)
+        if not model.ready:
+            if self.only is None and model.status == "unloaded":
+                raise ApiError(503, f"{model.name} is not loaded: a request loads it", code="unloaded")
+            raise model.not_ready()
+        model.take(leases, counts=False)
+        return model
+
+    def _some_names(self, most: int = 16) -> str:
+        names = list(self._names)
+        return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+    async def _wait_for(self, model: ServedModel, policy: Policy) -> None:
+        """Until it is loaded, with all others who wait for that."""
+        if model.waiting >= policy.waiting:
+            raise ApiError(429, f"{model.waiting} requests wait for {model.name} already: try later", code="queue_full")
+        task = self._tasks.get(model)
+        if task is None:
+            task = self._tasks[model] = asyncio.create_task(self._load(model, policy))
+            task.add_done_callback(lambda done: self._loaded(model, done))
+        model.waiting += 1
+        try:
+            async with asyncio.timeout(self.queue_timeout):
+                await asyncio.shield(task)
+        except TimeoutError:
+            label = (model.progress or ("waiting for memory", 0, 0))[0]
+            reason = f"{model.name} was not loaded within {self.queue_timeout:g} s ({label}): try again later"
+            raise ApiError(503, reason, code="loading") from None
+        finally:
+            model.waiting -= 1
+            self._released(model)
+
+    def _loaded(self, model: ServedModel, task: asyncio.Task[None]) -> None:
+        del self._tasks[model]
+        if not task.cancelled():
+            task.exception()  # nobody may be left who waits for it
+        self._released(model)
+
+    def _released(self, model: ServedModel) -> None:
+        """A request does not use a model, or wait for it, any more."""
+        self._change.set()
+        keep_alive = None if self._policy is None else self._policy.keep_alive
+        if keep_alive is None or not model.held:
+            return
+        if (timer := self._timers.pop(model, None)) is not None:
+            timer.cancel()
+        wait = max(0.0, model.used + keep_alive - time.monotonic())
+        self._timers[model] = asyncio.get_running_loop().call_later(wait, self._expire, model, keep_alive)
+
+    def _expire(self, model: ServedModel, keep_alive: float) -> None:
+        """Unload a model that has not been used for `keep_alive` seconds."""
+
+        async def unload() -> None:
+            async with self._turn:
+                if not model.busy and time.monotonic() - model.used >= keep_alive:
+                    await self._unload(model)
+
+        task = asyncio.create_task(unload())
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
+
+    # ---------------------------------------------------------------- loading, one at a time
+
+    async def start(self) -> None:
+        """Begin to load the only model."""
+        if self.only is not None:
+            self._tasks[self.only] = asyncio.create_task(self._load_only(self.only))
+
+    async def _load_only(self, model: ServedModel) -> None:
+        try:
+            await model.load(Budget())
+        except PowerInferError as error:
+            model.failure = error
+        except ApiError:
+            assert self.ending()
+
+    async def _load(self, model: ServedModel, policy: Policy) -> None:
+        async with self._turn:
+            await self._idle(model, lambda: not model.in_use)  # a broken engine, whose requests end now
+            await self._unload(model)
+            try:
+                budget = await self._room_for(model, policy)
+                await model.load(budget)
+            except ApiError:
+                raise
+            except PowerInferError as error:
+                raise ApiError(500, f"{model.name} cannot be loaded: {error}", code="model_failed") from None
+
+    async def _room_for(self, model: ServedModel, policy: Policy) -> Budget:
+        """What a model may take, once others have made room. ApiError (503) if it can never fit."""
+        read = model.source.needs
+        assert read is not None
+        while True:
+            held = [one for one in self.models if one.held]
+            taken = sum(one.taken.ram for one in held)
+            limit = policy.budget.ram if policy.budget.ram is not None else free_memory(taken)
+            vram = policy.budget.vram
+            budget = Budget(limit, None if vram is None else max(0, vram - sum(one.taken.vram for one in held)))
+            needs = await in_thread(partial(read, budget), "reading")
+            left = limit - taken - needs.ram
+            if left >= 0 and (not policy.together or len(held) < policy.together):
+                further = min((policy.batch - 1) * needs.kv, left // KV_SHARE)
+                model.taken = needs._replace(ram=needs.ram + further)
+                return Budget(model.taken.ram, budget.vram)
+            if not held:  # other programs have taken memory meanwhile
+                raise ApiError(503, f"{model.name} needs more memory than is free: try again later", code="no_memory")
+            await self._make_room(model, held)
+
+    async def _make_room(self, model: ServedModel, held: Sequence[ServedModel]) -> None:
+        """Unload the model that has not been used for longest, once there is one that no request uses."""
+        await self._idle(model, lambda: not all(one.busy for one in held))
+        await self._unload(min((one for one in held if not one.busy), key=lambda one: one.used))
+
+    async def _idle(self, model: ServedModel, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; ApiError if nobody waits for the model any more."""
+        while not condition():
+            if not model.waiting or self.ending():
+                raise ApiError(503, f"nobody waits for {model.name} any more", code="loading")
+            self._change.clear()
+            await self._change.wait()
+
+    async def _unload(self, model: ServedModel) -> None:
+        if (timer := self._timers.pop(model, None)) is not None:
+            timer.cancel()
+        if model.held:
+            await model.unload()
+            model.failure = None
+            log("info", "unloaded", model=model.name)
+            await asyncio.to_thread(_collect)
+
+    async def close(self) -> None:
+        """End what runs, and free all models."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self.ending = lambda: True
+        self._change.set()
+        pending = [*self._tasks.values(), *self._unloads]
+        if pending:
+            await asyncio.wait(pending, timeout=STOP_SECONDS)
+        for task in pending:
+            task.cancel()
+        for model in self.models:
+            await model.unload()
+
+
+def free_memory(taken: int) -> int:
+    """Bytes of RAM that models may take together where loaded ones take `taken` of them, used or not yet."""
+    own = resident_memory()
+    available = available_memory() or total_memory() - own
+    return min(available + min(own, taken), total_memory())
+
+
+def _collect() -> None:
+    """Free what refers to itself: files, tokenizers."""
+    import gc
+
+    gc.collect()

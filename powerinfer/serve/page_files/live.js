@@ -23,6 +23,7 @@ function colour(share) {
 export class Live {
   constructor(ask) {
     this.ask = ask;
+    this.query = "";       // of the chosen model, where the server has several
     this.frame = null;
     this.kept = new Map(); // by layer: its last counted figures, shown while nothing is decoded
     this.at = null;        // [row, column] whose figures are shown
@@ -36,6 +37,11 @@ export class Live {
     addEventListener("resize", () => this.draw());
   }
 
+  of(model) {
+    this.query = `?model=${encodeURIComponent(model)}`;
+    this.kept.clear();
+  }
+
   start() {
     clearTimeout(this.timer);
     if ($("look").checked && !document.hidden) this.poll();
@@ -43,7 +49,7 @@ export class Live {
 
   async poll() {
     try {
-      this.frame = await (await this.ask("v1/engine/live")).json();
+      this.frame = await (await this.ask(`v1/engine/live${this.query}`)).json();
       for (const layer of this.frame.layers) if (layer.fired || !this.kept.has(layer.layer)) this.kept.set(layer.layer, layer);
       this.show();
     } catch { /* the chat tells what is wrong; try again */ }

@@ -5,6 +5,7 @@ const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 const STORE = "powerinfer.chat", KEY = "powerinfer.key";
 let messages = [], running = null, chats = true;
+let model = null; // the chosen one, where the server has several
 
 // ---- The server
 
@@ -109,7 +110,7 @@ function body() {
   const system = $("system").value.trim();
   const said = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
   const all = system ? [{ role: "system", content: system }, ...said] : said;
-  const wanted = { stream: true, stream_options: { include_usage: true } };
+  const wanted = { stream: true, stream_options: { include_usage: true }, ...(model && { model }) };
   if (chats) wanted.messages = all;
   else Object.assign(wanted, { prompt: all.map(({ content }) => content).join(""), max_tokens: 256 });
   for (const name of NUMBERS) if ($(name).value !== "") wanted[name] = Number($(name).value);
@@ -183,10 +184,27 @@ function send(event) {
 
 // ---- Beginning
 
+// The first choice is a model that is loaded: another one takes a while to answer.
+function choices(models) {
+  const list = $("models"), loaded = models.find((one) => one.status?.value === "loaded");
+  list.replaceChildren(...models.map(({ id }) => new Option(id, id)));
+  list.hidden = false;
+  list.value = (loaded ?? models[0]).id;
+  choose();
+}
+
+function choose() {
+  model = $("models").value;
+  chats = true;
+  $("status").textContent = "";
+  live.of(model);
+}
+
 async function begin() {
   try {
     const { data } = await (await ask("v1/models")).json();
-    $("model").textContent = data[0].id;
+    if (data.length === 1) $("model").textContent = data[0].id;
+    else choices(data);
     $("status").textContent = "";
     $("key-form").hidden = true;
     live.start();
@@ -202,6 +220,7 @@ $("ask").addEventListener("submit", send);
 $("stop").addEventListener("click", stop);
 $("clear").addEventListener("click", () => { stop(); messages = []; show(); keep(); $("text").focus(); });
 $("keep").addEventListener("change", keep);
+$("models").addEventListener("change", choose);
 $("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
 });

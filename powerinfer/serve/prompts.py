@@ -1,0 +1,139 @@
+"""What a request asks, as tokens that fit the context. Nothing is cut off unless the request asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import ModelError
+from powerinfer.formats.chat import without_oldest
+from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.constraints import Tools, chat_prompt
+from powerinfer.serve.schema import ChatRequest, CompletionRequest, Conversation, conversation
+from powerinfer.serve.scoring import echo_of
+from powerinfer.serve.shapes import Echo
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.params import SamplingParams
+
+Given = str | list[int]
+"""A text or token ids."""
+
+
+def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = None) -> tuple[list[int], int]:
+    """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens."""
+
+    def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
+        shown, options = chat_prompt(llm, messages, body.chat_template_kwargs, tools)
+        return llm.encode_chat(shown, chat_template_kwargs=options)
+
+    with _template_errors(llm):
+        messages = conversation(body.messages)
+        if limit is None:
+            return encode(messages), 0
+        _, tokens, dropped = without_oldest(messages, encode, limit)
+        return tokens, dropped
+
+
+def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParams) -> tuple[list[int], int]:
+    """As `encode_chat`, as long as the request wants it. ApiError if its last turn is too long."""
+    asked = body.truncate_prompt_tokens
+    tokens, dropped = encode_chat(llm, body, tools, _limit(llm, asked, params.max_tokens or llm.context // 8 + 1))
+    if asked is not None and len(tokens) > asked >= 0:
+        raise ApiError(
+            400,
+            f"the system's messages and the last turn have {len(tokens)} tokens, more than truncate_prompt_tokens "
+            f"{asked}: only whole turns before it are left out",
+            param="truncate_prompt_tokens",
+            code="context_length_exceeded",
+        )
+    check_prompts(llm, [tokens], params)
+    return tokens, dropped
+
+
+def render(llm: LLM, body: Conversation) -> str:
+    """The text that the chat template makes of a conversation."""
+    with _template_errors(llm):
+        messages, options = chat_prompt(llm, conversation(body.messages), body.chat_template_kwargs)
+        assert llm.template is not None
+        return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
+
+
+@contextmanager
+def _template_errors(llm: LLM) -> Iterator[None]:
+    """A template that fails does so with these messages: it has been read, and others may do."""
+    if llm.template is None:
+        raise ApiError(400, "this model has no chat template: use /v1/completions", code="no_chat_template")
+    try:
+        yield
+    except ModelError as error:
+        reason = str(error).partition("; --raw")[0]  # a flag of the command line
+        raise ApiError(400, f"{reason}: use other messages, or /v1/completions", code="template_failed") from None
+
+
+def encode_texts(llm: LLM, texts: Sequence[Given], asked: int | None = None, wanted: int = 0) -> list[list[int]]:
+    """Tokens of each text, of which the last remain if the request asks for it.
+
+    asked: its truncate_prompt_tokens; wanted: tokens to generate. The token that marks the beginning of a text stays.
+    """
+    limit = _limit(llm, asked, wanted)
+    encoded = []
+    for text in texts:
+        tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
+        if limit is not None and len(tokens) > limit > 0:
+            kept = tokens[:1] if isinstance(text, str) and tokens[0] == llm.tokenizer.bos_id else []
+            tokens = kept + tokens[len(tokens) - limit + len(kept) :]
+        encoded.append(tokens)
+    return encoded
+
+
+def _limit(llm: LLM, asked: int | None, wanted: int) -> int | None:
+    """The most tokens of a prompt; None: nothing is left out. asked -1: what fits with `wanted` tokens to generate."""
+    return llm.context - wanted if asked == -1 else asked
+
+
+def check_ids(llm: LLM, tokens: list[int], param: str) -> None:
+    """ApiError for a token that the model does not have."""
+    if tokens and max(tokens) >= llm.config.vocab_size:
+        vocab = llm.config.vocab_size
+        raise ApiError(400, f"{param}: token {max(tokens)} is not one of the model's {vocab} tokens", param=param)
+
+
+def check_prompts(llm: LLM, prompts: list[list[int]], params: SamplingParams | None) -> None:
+    """ApiError for a prompt that cannot be answered. params None: nothing is generated."""
+    for tokens in prompts:
+        check_ids(llm, tokens, "prompt")
+        wanted = 0 if params is None else params.max_tokens or 1
+        if len(tokens) + wanted > llm.context:
+            raise ApiError(
+                400,
+                f"the prompt of {len(tokens)} tokens and {wanted} to generate do not fit the context of {llm.context} "
+                "tokens: shorten the prompt or lower max_tokens",
+                param="prompt" if len(tokens) >= llm.context else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+def check_texts(llm: LLM, texts: list[list[int]]) -> None:
+    """ApiError for a text that cannot be embedded."""
+    for tokens in texts:
+        check_ids(llm, tokens, "input")
+        if not tokens:
+            raise ApiError(400, "input: a text has no tokens", param="input")
+        if len(tokens) > llm.context:
+            raise ApiError(
+                400,
+                f"a text of {len(tokens)} tokens does not fit the context of {llm.context} tokens: shorten or split it",
+                param="input",
+                code="context_length_exceeded",
+            )
+
+
+async def echoes_of(llm: LLM, body: CompletionRequest, given: list[Given], prompts: list[list[int]]) -> list[Echo]:
+    """What the answers begin with, for each; none without `echo`."""
+    if not body.echo:
+        return []
+    echoes = [await echo_of(llm, *pair, body.logprobs) for pair in zip(given, prompts, strict=True)]
+    return [echo for echo in echoes for _ in range(body.choices)]

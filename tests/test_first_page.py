@@ -1,0 +1,90 @@
+"""The README: its figures and its picture are made from results, its links lead somewhere, its commands are valid."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.sparse import picture
+from powerinfer.cli.common import Parser, common_flags
+from powerinfer.cli.main import VERBS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "runs/README.md", *ROOT.glob("docs/*.md")])
+
+
+@pytest.mark.parametrize("module", ["benchmarks.speed.table", "benchmarks.sparse.picture"])
+def test_figures_are_those_of_the_newest_results(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--check"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_has_every_curve_inside_it() -> None:
+    drawn = ElementTree.fromstring(picture.PICTURE.read_text())
+    width, height = (float(one) for one in drawn.attrib["viewBox"].split()[2:])
+    lines = [one.attrib["points"] for one in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
+    document = picture.results()
+    assert document is not None
+    kinds = {entry["type"] for entry in document["sparse"]}
+    assert len(lines) == 2 * 4 * len(kinds), "a curve and a sample for each of four engines"
+    for points in lines:
+        for point in points.split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= width and 0 <= y <= height
+
+
+def test_a_curve_is_higher_where_the_speed_is() -> None:
+    svg = picture.panel("x", {"exact": [(0.1, 30.0), (1.0, 10.0)], "dense": [(0.1, 20.0), (1.0, 20.0)]}, 0)
+    curves = re.findall(r'<polyline class="(\w+)" points="([^"]+)"', svg)[::2]
+    ends = {name: [float(point.split(",")[1]) for point in points.split()] for name, points in curves}
+    assert ends["exact"][0] < ends["dense"][0] == ends["dense"][1] < ends["exact"][1]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"`[^`]*`|```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+def commands() -> Iterator[list[str]]:
+    """The words of each command of powerinfer in the README, without what the shell does with it."""
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if not line.startswith("    "):
+            continue
+        for part in line.split("&&"):
+            words = shlex.split(part.partition(" <")[0], comments=True)
+            if words[:1] == ["powerinfer"]:
+                yield words[1:]
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_commands_are_valid(words: list[str]) -> None:
+    verb, *rest = words
+    assert verb in VERBS
+    parser = Parser(prog=verb)
+    common_flags(parser)
+    import_module(f"powerinfer.cli.{verb}").configure(parser)
+    parser.parse_args(rest)
