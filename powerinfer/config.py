@@ -393,7 +393,7 @@ class PlanConfig:
     )
     policy: str = option(
         "time",
-        "time: minimise the predicted time per token; ilp: the paper's integer program, maximise activations on the "
+        "time: minimise the estimated time per token; ilp: the paper's integer program, maximise activations on the "
         "GPU; greedy: by firing frequency; random",
         choices=("time", "ilp", "greedy", "random"),
     )
@@ -431,6 +431,9 @@ class ServeConfig:
     )
     max_models: int = option(
         0, "of several models: maximum number that are loaded at a time; 0: as many as memory holds", metavar="N"
+    )
+    ray: str | None = option(
+        None, "replicas of one model on Ray Serve: their number, or the fewest and the most, such as 1-4", metavar="N"
     )
     api_key_file: str | None = option(
         None, "file of API keys, one a line; the environment's POWERINFER_API_KEY adds more", metavar="FILE"

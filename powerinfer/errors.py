@@ -47,6 +47,9 @@ class EngineError(PowerInferError):
     """An internal error ended the engine of a loaded model, which must be loaded again."""
 
 
+CLOSED = "the model was closed"
+
+
 def one_line(said: object) -> str:
     """An error or a message on one line, of at most 200 characters."""
     return " ".join(str(said).split())[:200]

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from toy_model import BOS, EOS, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm
+from toy_model import BOS, EOS, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm, until
 
 from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
@@ -94,14 +94,6 @@ def running(server: Server) -> Iterator[None]:
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
-
-
-def until(condition: Any, seconds: float = 30.0) -> None:
-    """Wait until `condition()`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.005)
 
 
 def client(server: Server, **options: Any) -> httpx2.Client:

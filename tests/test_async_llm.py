@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
-from toy_model import ToyExecutor, idle, reference_greedy, toy_llm
+from toy_model import PATIENCE, ToyExecutor, idle, joined, reference_greedy, toy_llm
 
 from powerinfer import AsyncLLM, QueueFullError, RequestError, RequestTimeoutError, SamplingParams
 from powerinfer.runtime.engine import LLM
@@ -29,7 +29,7 @@ def run(test: Test, executor: ToyExecutor | None = None, **options: object) -> N
     async def whole() -> None:
         await test(llm, AsyncLLM.from_llm(llm))
 
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
     assert idle(llm)
 
 
@@ -188,8 +188,7 @@ def test_several_loops_and_threads_share_a_model() -> None:
     for thread in threads:
         thread.start()
     assert llm.generate("sync", PARAMS).token_ids == answered("sync")
-    for thread in threads:
-        thread.join()
+    joined(*threads)
     assert not wrong and idle(llm)
 
 
@@ -222,7 +221,7 @@ def test_close_while_streaming() -> None:
             executor.let()
             assert (await anext(stream)).token_id == answered("hello")[0]
             closing = asyncio.create_task(model.close())
-            while not llm._runner._driver._closing:
+            while not llm._runner._driver.closing:
                 await asyncio.sleep(0.001)
             executor.release()
             rest = [event async for event in stream]
@@ -231,4 +230,4 @@ def test_close_while_streaming() -> None:
             with pytest.raises(RequestError, match="was closed"):
                 await model.generate("x")
 
-    asyncio.run(whole())
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))

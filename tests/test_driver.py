@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sparse_models import tiny_llama
-from toy_model import Asked, ToyExecutor, ask, idle, reference_greedy, settled, toy_llm
+from toy_model import Asked, ToyExecutor, ask, idle, joined, reference_greedy, settled, toy_llm, until
 
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
 from powerinfer.runtime.engine import LLM
@@ -115,9 +115,14 @@ def test_abort_of_a_preempted_request() -> None:
     llm = toy_llm(executor, context=96, prefix_cache=False)
     executor.held = True
     first, second = ask(llm, prompt(30), LONG), ask(llm, prompt(30, 1), LONG)
-    while not llm.stats().preemptions:
-        executor.let()
-        executor.wait_for(executor.begun)
+
+    def preempted() -> int:
+        if not llm.stats().preemptions:
+            executor.let()
+            executor.wait_for(executor.begun)
+        return llm.stats().preemptions
+
+    until(preempted)
     assert second.request.row == -1 and (llm.stats().running, llm.stats().waiting) == (1, 1)
     llm._runner.abort([second.request])
     executor.release()
@@ -155,8 +160,7 @@ def test_a_thousand_requests_from_many_threads() -> None:
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    joined(*threads)
     assert not wrong and idle(llm)
     assert llm.stats().aborted > 0
 
@@ -298,14 +302,13 @@ def test_a_deadline_wakes_a_thread_that_has_nothing_to_do() -> None:
     asked.request.deliver = lambda event: failed.set()
 
     def submit() -> None:
-        while not used:
-            pass
+        until(lambda: used)
         llm._runner.submit([asked.request])
 
     thread = threading.Thread(target=submit)
     thread.start()
     llm.score(Slow(prompt(120)), 0, use)
-    thread.join()
+    joined(thread)
     assert failed.is_set() and isinstance(asked.request.error, RequestTimeoutError) and idle(llm)
 
 
@@ -385,8 +388,7 @@ def test_clients_take_turns() -> None:
         one.request.deliver = lambda event, name=name: event.finish_reason and order.append(name)
     llm._runner.submit([one.request for _, one in asked])
     executor.release()
-    while len(order) < len(asked):
-        settled(llm)
+    until(lambda: settled(llm) and len(order) >= len(asked))
     assert order == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
 
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_model import D_MODEL, ToyExecutor, ToyTokenizer, ask, idle, reference_embedding, reference_greedy, toy_llm
+from toy_model import (
+    D_MODEL,
+    ToyExecutor,
+    ToyTokenizer,
+    ask,
+    idle,
+    reference_embedding,
+    reference_greedy,
+    toy_llm,
+    until,
+)
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, QueueFullError, RequestError, RequestTimeoutError
@@ -100,6 +110,7 @@ def test_a_preempted_embedding_begins_again() -> None:
         last = answer.rest()[-1]
         assert last is not None and last.completion is not None
     assert llm.stats().preemptions > 0
+    until(lambda: request.ended)
     assert request.embedding is not None and np.array_equal(request.embedding, reference_embedding(text))
     assert idle(llm)
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +23,11 @@ from toy_model import (
     ToyTokenizer,
     ask,
     idle,
+    joined,
     reference_greedy,
     reference_logits,
     toy_llm,
+    until,
 )
 
 from powerinfer.devices.cpu import CpuExecutor
@@ -52,14 +53,6 @@ def usable(llm: LLM) -> None:
     """Nothing runs, every page is free, and a new request gets the right answer."""
     assert idle(llm)
     assert llm.generate([ids("is it well?")], GREEDY)[0].token_ids == reference_answer("is it well?")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -320,7 +313,7 @@ def test_ctrl_c_while_waiting(way: str, call: int, ctrl_c: Callable[[], None]) -
             llm.generate(["hello " * 10, "world"], GREEDY)
         else:
             list(llm.stream("hello " * 10, GREEDY))
-    thread.join()
+    joined(thread)
     executor.let()
     executor.wait_for(call + 1)
     assert llm.stats().running == 1, "a step later only the other one runs"
@@ -344,8 +337,7 @@ def test_threads_share_the_engine() -> None:
     threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    joined(*threads)
     for prompt in prompts:
         assert answers[prompt].token_ids == reference_answer(prompt)
     usable(llm)
@@ -364,7 +356,7 @@ def test_close() -> None:
         until(lambda: llm._runner._driver._commands.qsize() == 2)
         assert not executor.closed, "not within a step"
         executor.release()
-        closing.join()
+        joined(closing)
         assert executor.closed
     assert [event.finish_reason for event in stream] == [None, "abort"]
     assert [event and event.finish_reason for event in waiting.rest()] == ["abort"]
@@ -464,7 +456,7 @@ def test_ctrl_c_in_scoring(ctrl_c: Callable[[], None]) -> None:
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         perplexity(llm, "x" * 400, context=200)
-    thread.join()
+    joined(thread)
     executor.release()
     usable(llm)
     with pytest.raises(RequestError, match="do not fit the context"):
@@ -488,7 +480,7 @@ def test_scoring_takes_turns_with_requests() -> None:
         executor.wait_for(begun + 3)
         assert (asked.request.start_time is not None) == pages_left
         executor.release()
-        scoring.join()
+        joined(scoring)
         assert found == [alone]
         assert [event and event.token_id for event in asked.rest()] == reference_answer(text)
     usable(llm)

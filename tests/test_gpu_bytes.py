@@ -6,7 +6,9 @@ where the estimate of working memory is too low: neurons move to the CPU until w
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +37,10 @@ from powerinfer.formats.profile_file import open_profile, write_profile  # noqa:
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
 from powerinfer.hybrid import crossing, resolve, vram  # noqa: E402
+from powerinfer.hybrid import load as hybrid_load  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.parts import GpuPart  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
@@ -494,6 +498,41 @@ def test_a_device_that_runs_out_of_memory_at_any_time(card: Card, when: str, mon
     assert card.failures == 1 and 0 < sum(map(len, hot)) <= card.room - 2 * GROUP, "four groups and a margin left"
     card.room -= 2 * GROUP
     assert card.start(ample) == hot and (card.failures, card.rehearsals) == (0, 1)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nothing_of_a_failed_upload_is_held_by_the_next(
+    card: Card, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "STAGED", 4)
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: WORKING + WORKING // vram.MARGIN)
+    ample = card.budget(24) - WORKING
+    hot = list(map(len, card.start(ample)))
+    for file in (card.saved, card.saved.with_name("crossing.json")):
+        file.unlink()
+    made: list[list[Any]] = []
+    planned, made_part, made_stage = hybrid_load._planned_split, GpuPart.__init__, Stage.__init__
+
+    def next_try(*given: Any) -> Any:
+        gc.collect()
+        assert not any(ref() is not None for tries in made for ref in tries), "two uploads at a time"
+        made.append([])
+        return planned(*given)
+
+    def part(self: GpuPart, *given: Any) -> None:
+        made_part(self, *given)
+        made[-1].append(weakref.ref(self))
+
+    def stage(self: Stage, *given: Any) -> None:
+        made_stage(self, *given)
+        made[-1] += map(weakref.ref, (*self._host, *self._there))
+
+    monkeypatch.setattr(hybrid_load, "_planned_split", next_try)
+    monkeypatch.setattr(GpuPart, "__init__", part)
+    monkeypatch.setattr(Stage, "__init__", stage)
+    card.when, card.room = "upload", sum(hot[: layer + 1]) - 3 * GROUP
+    card.start(ample)
+    assert len(made) == card.failures + 1 > 1 and len(made[0]) == 4 + layer
 
 
 def test_saved_memory_that_is_wrong_is_replaced(card: Card) -> None:

@@ -409,6 +409,9 @@ class Halves:
         first, second = (Operator("half", self.layer, partial(self._add, part)) for part in self.parts)
         return [first, replace(second, static=False)]
 
+    def close(self) -> None:
+        self.parts.clear()
+
     @staticmethod
     def _add(part: gpu.Neurons, step: Any) -> None:
         step.add_part(gpu.neuron_sum(part, step.read)[0])

@@ -155,6 +155,9 @@ class Halves:
     def finish(self) -> list[Operator]:
         return [Operator("half", self.layer, partial(self._add, part), static=False) for part in self.parts]
 
+    def close(self) -> None:
+        self.parts.clear()
+
     @staticmethod
     def _add(part: gpu.Neurons, step: Any) -> None:
         step.add_part(gpu.neuron_sum(part, step.read)[0])

@@ -6,6 +6,8 @@ error that `transformers` makes in float32. Weights are float16 numbers, so bund
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -380,6 +382,8 @@ def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
         def call(self, work: Any) -> Any:
             return work()
 
+        ask = call
+
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
@@ -471,6 +475,67 @@ def test_only_clear_differences_are_swapped() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("powerinfer.hybrid.adjust.NOISE", 0.0)
         assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
+
+
+def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> None:
+    """Though the executor, the FFNs and what reports of them are still referred to, as they are by a model."""
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    stage = Stage(torch.device("cpu"), 1 << 20)
+    stage.least = 2
+    predictors = predictor_of(open_checkpoint(path).config)
+    with split(path, 0.5, predictors=predictors, stage=stage, threads=3) as (executor, ffns):
+        sparsity = HybridSparsity("predicted", executor, ffns, stage)
+        if stage._pool is not None:
+            stage._pool.submit(len, ()).result(30)
+        families.run_chunks(executor, families.prompt(case), [74, 1], families.scattered_pages(executor, 1)[0])
+        gpu, cpu = executor.gpu, executor.cpu
+        held = [gpu.link, gpu.buffers, *stage._there, *stage._host, cpu._program, cpu._workspace, cpu._pool]
+        for ffn in ffns:
+            held += [ffn._gpu_part, ffn._cpu_part, ffn._cpu_part._memory, ffn._cpu_part._neurons, ffn._predictor]
+        held += [part for pair in gpu._cache for part in pair if isinstance(part, torch.Tensor)]
+        left = [weakref.ref(one) for one in held if hasattr(type(one), "__weakref__") or isinstance(one, np.ndarray)]
+        assert len(left) >= len(held) - 3 - len(ffns), "native objects have no weak references"
+        del held, ffn, gpu, cpu
+    gc.collect()
+    assert [type(ref()).__name__ for ref in left if ref() is not None] == []
+    assert sparsity.ffns and stage.least is None
+    if stage._pool is not None:
+        assert not any(thread.is_alive() for thread in stage._pool._threads)
+    executor.close()
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["they come back", "no room for them"])
+def test_a_layer_can_be_computed_after_a_failed_swap(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where even its own neurons do not fit any more, the layer is the CPU's."""
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    with split(path, 0.5) as (executor, ffns):
+        sparsity = HybridSparsity("exact", executor, ffns)
+        for _ in range(5):
+            one_by_one(executor, tokens)
+        before, whole, failures = [len(ffn.hot) for ffn in ffns], hybrid.gpu.resident, [1 if room else 2]
+
+        def failing(*args: Any) -> Any:
+            if failures[0]:
+                failures[0] -= 1
+                raise torch.OutOfMemoryError("no room")
+            return whole(*args)
+
+        monkeypatch.setattr(hybrid.gpu, "resident", failing)
+        with pytest.raises(PowerInferError, match="ran out of memory while loading the neurons of layer"):
+            while sparsity.adjust():
+                pass
+        left = [len(ffn.hot) for ffn in ffns]
+        assert left == before if room else sorted(left)[0] == 0 < sorted(left)[1]
+        assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
 
 
 def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

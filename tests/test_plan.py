@@ -271,6 +271,14 @@ def test_no_budget_is_exceeded_by_a_byte(
     check(made)
 
 
+def test_the_estimate_of_the_dense_model_is_beside() -> None:
+    request = request_of(small_model())
+    dense = make_plan(replace(request, selector="all"))
+    assert dense.dense_tok_s == 1 / dense.choice.seconds
+    estimate = make_plan(request).document().predicted
+    assert estimate.dense_tok_s == dense.dense_tok_s != estimate.decode_tok_s
+
+
 def test_the_order_of_claim() -> None:
     """Attention with its cache and predictor, head, neurons: each moves in when the VRAM for all before it is there."""
     request = request_of(small_model(d_ff=200), hardware=machine(4 * GIB, sync_us=3))

@@ -27,9 +27,10 @@ from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.json_file import checked, of_kind
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.report import plots, writing
-from powerinfer.report.findings import findings, of_plan, with_plan
+from powerinfer.report.findings import findings, next_steps, of_plan, with_plan
 from powerinfer.report.page import Section, Table, mark_of, page
-from powerinfer.report.writing import write_report
+from powerinfer.report.writing import report_key, write_report
+from powerinfer.sparsity.saved_trials import _Trial, keep_entry
 
 HOSTILE = "<script>alert(1)</script>\"'&</title>\u202egpj.\x1b[2J $\\frac{$ \ud800"
 """A name that would leave its place in markup, in a terminal, and in a plot; and is no text at the end."""
@@ -218,9 +219,61 @@ def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
     assert profile is not None
     active = f"{100 * profile.active_fraction():.0f} %"
     assert f"A token needs {active} of the neurons on average" in reader.text
-    assert "12.5 tokens a second are predicted" in reader.text and "8 neurons a layer are on disk." in reader.text
+    assert "machine's rates: 12.5 tokens a second." in reader.text and "8 neurons a layer are on disk." in reader.text
     assert "all of it in RAM --ram 3GiB more than the machine has" in reader.text
     assert "greedy 11 70 %" in reader.text and "hidden sizes 32" in reader.text
+
+
+def test_the_next_command(opened: Checkpoint, tmp_path: Path, undrawn: None) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    found = findings(opened)
+    assert next_steps(found) == [("Make the plan:", f"powerinfer plan -m {opened.path}")]
+    found = with_plan(found, plan_from(hardware="mine", budgets={"vram": 2 << 30, "ram": 40000}), tmp_path, opened)
+    model = f"-m {opened.path} --selector predicted --vram 2GiB --ram 40000B"
+    bench, run = (command for _, command in next_steps(found))
+    assert (bench, run) == (f"powerinfer bench {model}", f'powerinfer run "Once upon a time" {model}')
+    page = write_report(with_plan(found, plan_from(), tmp_path / "plan.json", opened), tmp_path / "out").page
+    text = read(page).text
+    assert f"Next Measure what the model reaches on this machine: powerinfer bench -m {opened.path}" in text
+    assert text.endswith(f'Use it: powerinfer run "Once upon a time" -m {opened.path} --selector predicted')
+    assert next_steps(of_plan(plan_from(), tmp_path / "plan.json")) == []
+
+
+def test_without_a_gpu_nothing_is_said_of_one(tmp_path: Path, undrawn: None) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    layers = [a_layer(layer=n, gpu=0, cpu=96, disk=0, mass_on_gpu=0, seconds={"cpu": 2e-5}) for n in range(2)]
+    plan = plan_from(
+        layers=layers, gpu_layers=0, mass_on_gpu=0, budgets={"vram": 0, "ram": 40000}, reasons=[], helps=[],
+        bytes={"gpu": {}, "cpu": {"ffn": 3000}, "disk": {}},
+        predicted=a_plan()["predicted"] | {"dense_tok_s": 10.0},
+    )  # fmt: skip
+    report = write_report(of_plan(plan, tmp_path / "plan.json"), tmp_path / "out")
+    text = read(report.page).text
+    assert "12.5 tokens a second; computing every neuron (dense) 10: 1.25 times that." in text
+    assert "GPU" not in text and "VRAM" not in text and "disk" not in text and "Policies" not in text
+    assert {path.stem for path in report.images} == {"bytes", "time"}
+
+
+def test_the_time_of_ffns_as_measured(model: Path, tmp_path: Path, undrawn: None) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(model.read_bytes())
+    checkpoint = open_checkpoint(path)
+    kept = tmp_path / "tiny.gguf.powerinfer/trial.json"
+    kept.parent.mkdir()
+    key = {"model": checkpoint.fingerprint, "quantize": "None", "selector": "exact", "cpu": "A CPU", "threads": "3"}
+    slow, fast = {"dense": 3e-3, "exact": 1e-3}, {"dense": 2e-3, "exact": 5e-3}
+    layers = [{"ways": {"1": "exact"}, "seconds": slow}, {"ways": {"1": "dense"}, "seconds": fast}]
+    give_profile(path)
+    for wrong in (key | {"model": "another"}, key | {"quantize": "q8_0"}):
+        keep_entry(kept, "trials", _Trial, wrong, {"disturbed": 0.0, "layers": layers})
+        assert findings(checkpoint).measured is None
+    before = report_key(findings(checkpoint))
+    keep_entry(kept, "trials", _Trial, key, {"disturbed": 0.0, "layers": layers})
+    assert report_key(findings(checkpoint)) != before
+    text = read(write_report(findings(checkpoint), tmp_path / "out").page).text
+    assert "On A CPU with 3 threads, selector exact: the FFNs of all layers take 3 ms a token, and 5 ms" in text
+    assert "1 of 2 layers decode sparsely" in text and "1.67 x FFNs beside dense ones, measured" in text
+    assert "3000 1000 exact" in text and "2000 5000 dense" in text
 
 
 def test_what_training_measured(opened: Checkpoint, tmp_path: Path) -> None:
@@ -525,7 +578,7 @@ def test_the_newest_plan_is_shown_while_it_holds(
     shown = json.loads(capsys.readouterr().out)["prepared"]["plan"]
     assert (shown["batch"], shown["mass_on_gpu"], shown["stale"]) == (3, second["mass_on_gpu"], None)
     main(["inspect", "-m", str(path)])
-    assert re.search(r"^plan +2 GiB of VRAM and .* tokens/s predicted", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^plan +2 GiB of VRAM and .* tokens/s estimated", capsys.readouterr().out, re.MULTILINE)
 
     found = findings(open_checkpoint(path, quantize="q8_0")).plan
     assert found.value is None and "without --quantize, and the model is opened with --quantize" in str(found.stale)

@@ -25,7 +25,7 @@ import openai
 import pytest
 from serving import SlowExecutor, client, served_llm, serving, until
 from sparse_models import tiny_llama
-from toy_model import ToyExecutor, idle
+from toy_model import PATIENCE, ToyExecutor, idle
 
 from powerinfer.config import ServeConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError
@@ -366,17 +366,25 @@ def test_headers_in_one_piece_are_limited_too() -> None:
 
 def test_slow_clients_are_let_go(server: Server, llm: LLM) -> None:
     """Nothing, half a header, half a body, a header byte by byte: the time to send a request is 1 s here."""
-    with connected(server) as silent, connected(server) as header, connected(server) as body, connected(server) as drip:
-        header.sendall(REQUEST)
-        body.sendall(REQUEST + b'Content-Length: 100\r\n\r\n{"prompt": ')
-        with suppress(OSError):
-            for byte in REQUEST[:40]:
-                drip.sendall(bytes([byte]))
+
+
+    def let_go(sent: bytes) -> bytes:
+        with connected(server) as raw, suppress(OSError):  # it may be closed before all is sent
+            raw.sendall(sent)
+            return received(raw)
+        return b""
+
+    with connected(server) as silent, connected(server) as drip:
+        with suppress(OSError):  # sent without end, were it not closed
+            for number in range(1200):
+                drip.sendall(REQUEST[number : number + 1] or b"a")
                 time.sleep(0.05)
-        assert b" 408 " in received(body)
-        assert received(silent) == received(header) == b""
+            pytest.fail("a header that does not end is read for ever")
+        assert received(silent) == let_go(REQUEST) == b""
         assert b"200" not in received(drip)
-    assert idle(llm)
+    # of a body its header has to arrive within the second: on a busy machine it may not
+    assert any(b" 408 " in let_go(REQUEST + b'Content-Length: 100\r\n\r\n{"prompt": ') for _ in range(20))
+    until(lambda: idle(llm))
     well(server)
 
 
@@ -469,13 +477,13 @@ def test_a_full_queue_refuses_at_once() -> None:
 
         until(refused)
         executor.release()
-        answers = [one.result() for one in others]
+        answers = [one.result(PATIENCE) for one in others]
         assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 9
         for answer in answers:
             if answer.status_code == 429:
                 assert error_of(answer, 429)["type"] == "rate_limit_error"
                 assert int(answer.headers["retry-after"]) >= 1
-        assert first.result().status_code == 200
+        assert first.result(PATIENCE).status_code == 200
         until(lambda: idle(llm))
         assert llm.stats().rejected == 9
 
@@ -497,20 +505,26 @@ def test_requests_in_progress_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_request_that_waits_too_long() -> None:
-    executor = SlowExecutor(0.02)
+    executor = ToyExecutor()
+    executor.held = True
     llm = served_llm(executor, max_batch=1, max_queue=2)
-    with serving(llm, queue_timeout=0.3) as server, ThreadPoolExecutor(1) as pool:
+    with serving(llm, queue_timeout=0.3) as server, ThreadPoolExecutor(2) as pool:
 
         def ask() -> httpx2.Response:
             with client(server) as http:
-                return http.post("/v1/completions", json=LONG | {"max_tokens": 80})
+                return http.post("/v1/completions", json=LONG)
 
         first = pool.submit(ask)
-        until(lambda: llm.stats().running == 1)
-        answer = ask()
+        executor.wait_for(0)
+        second = pool.submit(ask)
+        until(lambda: not llm._runner._driver._commands.empty())  # it came while the first one's step is held
+        time.sleep(0.3)  # its time is over
+        executor.let()
+        answer = second.result(PATIENCE)
         error_of(answer, 503)
         assert "0.3 s" in answer.text and int(answer.headers["retry-after"]) >= 1
-        assert first.result().status_code == 200
+        executor.release()
+        assert first.result(PATIENCE).status_code == 200
 
 
 def test_a_broken_engine_ends_the_server() -> None:
@@ -668,7 +682,7 @@ def test_the_end_of_draining() -> None:
         answer = pool.submit(http.post, "/v1/completions", json=LONG)
         until(lambda: llm.stats().running == 1)
         server.should_exit = True
-        assert error_of(answer.result(), 503)["code"] == "aborted"
+        assert error_of(answer.result(PATIENCE), 503)["code"] == "aborted"
     assert executor.closed and len(executor.sizes) < 100
 
 

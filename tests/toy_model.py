@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import codecs
 import threading
-from collections.abc import Sequence
-from queue import SimpleQueue
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ class ToyExecutor:
         number, self.begun = self.begun, self.begun + 1
         self.calls.put(number)
         if self.held:
-            self._allowed.acquire()
+            assert self._allowed.acquire(timeout=4 * PATIENCE), "nobody let this call go on"
         if number in self.fail_at:
             raise self.fail_at.pop(number)
         self.values = []
@@ -141,8 +142,12 @@ class ToyExecutor:
 
     def wait_for(self, call: int) -> None:
         """Until this call has begun."""
+        deadline = time.monotonic() + PATIENCE
         while self.begun <= call:
-            self.calls.get(timeout=60)
+            try:
+                self.calls.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise AssertionError(f"call {call} did not begin within {PATIENCE} s") from None
 
     def _slots(self, batch: Batch, row: int, count: int) -> np.ndarray:
         pages = batch.page_table[row, : -(-int(count) // self.page_size)]
@@ -199,6 +204,26 @@ def toy_llm(executor: ToyExecutor | None = None, context: int = 512, **engine: o
     return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, EngineConfig(**engine))  # type: ignore[arg-type]
 
 
+PATIENCE = 60
+"""Seconds that a test waits for what takes milliseconds on a machine that does nothing else."""
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Wait for what other threads do."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come to pass within {seconds} s"
+        time.sleep(0.005)
+
+
+def joined(*threads: threading.Thread) -> None:
+    """Wait for the end of threads."""
+    deadline = time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), f"{thread.name} did not end within {PATIENCE} s"
+
+
 def settled(llm: LLM) -> EngineStats:
     """The statistics once everything asked for so far has been done."""
     return llm._runner.call(llm.stats)
@@ -220,9 +245,9 @@ class Asked:
 
     def rest(self) -> list[StreamEvent | None]:
         """The events from here on, until the request has ended."""
-        events = [self.events.get(timeout=60)]
+        events = [self.events.get(timeout=PATIENCE)]
         while events[-1] is not None and events[-1].finish_reason is None:
-            events.append(self.events.get(timeout=60))
+            events.append(self.events.get(timeout=PATIENCE))
         return events
 
 

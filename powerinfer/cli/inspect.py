@@ -6,7 +6,7 @@ quantisation (main type, bytes by type), tokenizer (null: none), chat_template, 
 why), prepared (folder; profile, predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null,
 or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 %
 of activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles, selector,
-policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (predicted) of a plan; report: path of its
+policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its
 page).
 """
 
@@ -247,7 +247,7 @@ def _plan_line(found: dict[str, Any]) -> str:
     budgets = " and ".join(f"{found['budgets'][tier] / 2**30:.3g} GiB of {name}" for tier, name in MEMORIES.items())
     return (
         f"{budgets}, up to date; {100 * found['mass_on_gpu']:.1f} % of activations on the GPU, "
-        f"{rate(found['decode_tok_s'])} tokens/s predicted with --selector {found['selector']} on {found['hardware']}"
+        f"{rate(found['decode_tok_s'])} tokens/s estimated with --selector {found['selector']} on {found['hardware']}"
     )
 
 

@@ -11,8 +11,9 @@ The plan is saved beside the model as plan-KEY.json; the key depends on every in
 JSON: quantize (the option, or null), weight_type (of most FFN weights), fits (nothing is read from disk), solve_s,
 mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a step reads), optimal (proven;
 null for greedy and random), policy, bytes (tier: part: bytes), activations (tier: share), layers (layer; gpu, cpu,
-disk: neurons; mass_on_gpu; seconds by component), predicted (decode_tok_s, ms_per_token, at_position, policies),
-reasons, helps (the next budgets at which more fits), assumed, key, path, hardware.
+disk: neurons; mass_on_gpu; seconds by component), predicted (the estimate: decode_tok_s, dense_tok_s with every neuron
+computed, ms_per_token, at_position, policies), reasons, helps (the next budgets at which more fits), assumed, key,
+path, hardware.
 """
 
 from __future__ import annotations
@@ -120,8 +121,9 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
             f"{tenths_of_percent(other.work_on_gpu):>14}{proven:>9}{solved:>12}"
         )
     out.line()
-    predicted = document.predicted
-    out.line(f"predicted: {predicted.decode_tok_s:.2f} tokens/s after {predicted.at_position} tokens")
+    estimate = document.predicted
+    dense = "" if estimate.dense_tok_s is None else f"; with every neuron computed (dense) {estimate.dense_tok_s:.2f}"
+    out.line(f"estimated: {estimate.decode_tok_s:.2f} tokens/s after {estimate.at_position} tokens{dense}")
     for line in document.reasons:
         out.line(f"- {line}")
     for one in document.helps:

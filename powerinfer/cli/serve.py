@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MAX_QUEUE = 32
 UNLIMITED = 1 << 30  # requests, where --max-queue is 0
 MAX_NAME = 128
+LOADED = 4  # models whose requests are expected at a time, where --max-models says nothing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     several = args.models is not None or len(args.model or ()) > 1
     _check_flags(args, several)
     logs.set_up()
+    if config.ray is not None:
+        _serve_on_ray(args, config, engine, out)
+        out.document({})
+        return 0
     made = (_serve_several if several else _serve_one)(args, config, engine, out)
     try:
         made.live()
@@ -78,19 +83,36 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _check_flags(args: argparse.Namespace, several: bool) -> None:
     """RequestError for flags that are for one model, or for several, and there is another number."""
-    for flag in ("keep_alive", "max_models") if not several else ("alias", "prepared"):
+    for flag in ("keep_alive", "max_models") if not several else ("alias", "prepared", "ray"):
         if flag in vars(args):
             wanted = "several models: --models, or -m more than once" if not several else "one model"
             raise RequestError(f"--{flag.replace('_', '-')} is for {wanted}")
 
 
-def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+def _one(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tuple[str, ...], Path]:
+    """The names and the path of the model."""
     from powerinfer.hub import resolve_model
-    from powerinfer.serve import logs, server
-    from powerinfer.serve.served import Source
 
     name, model = _named(args.model[0]) if args.model else (None, None)
     path = resolve_model(model, say=out.note, agree=agreed)
+    return tuple(config.alias) or (name or _name(model, path),), path
+
+
+def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> None:
+    try:
+        from powerinfer.serve import ray_app
+    except ImportError as error:
+        raise RequestError(f"--ray needs {error.name}: pip install 'powerinfer[ray]'") from None
+
+    names, path = _one(args, config, out)
+    ray_app.run(path, names, engine, config, _requests(engine))
+
+
+def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+    from powerinfer.serve import logs, server
+    from powerinfer.serve.served import Source
+
+    names, path = _one(args, config, out)
 
     def load(progress: Progress, budget: Budget) -> LLM:
         llm = load_llm(path, engine, progress)
@@ -98,7 +120,6 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
             logs.log("info", note)
         return llm
 
-    names = tuple(config.alias) or (name or _name(model, path),)
     return server.make_server([Source(names, load)], config, _requests(engine))
 
 
@@ -107,13 +128,14 @@ def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: Engine
     from powerinfer.serve.served import Budget
     from powerinfer.serve.service import Policy
 
-    found = _several(args, out)
-    sources = [_source(name, path, engine) for name, path in found.items()]
+    given = _given(args, out)
+    list_sources = partial(_sources, args.models, given, engine)
+    sources = list_sources()
     policy = Policy(
         Budget(engine.ram, engine.vram), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
-        engine.max_batch,
+        engine.max_batch, list_sources,
     )  # fmt: skip
-    loaded = min(len(sources), config.max_models or len(sources))
+    loaded = config.max_models or max(len(sources), LOADED)
     return server.make_server(sources, config, min(UNLIMITED, loaded * _requests(engine)), policy)
 
 
@@ -121,25 +143,35 @@ def _requests(engine: EngineConfig) -> int:
     return engine.max_batch + (engine.max_queue or UNLIMITED)
 
 
-def _several(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
-    """The models of the flags by name. RequestError if two have the same one, or there is none."""
-    from powerinfer.hub import list_stored, models_in, resolve_model
+def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
+    """The models of -m by name. RequestError if two have the same one."""
+    from powerinfer.hub import resolve_model
 
     found: dict[str, Path] = {}
-    if args.models:
-        found = models_in(args.models)
-    elif args.models is not None:
-        found = {model.name: model.path for model in list_stored()}
-    for given in args.model or ():
-        name, model = _named(given)
+    for text in args.model or ():
+        name, model = _named(text)
         path = resolve_model(model, say=out.note, agree=agreed)
-        name = name or _name(model, path)
+        _add(found, {name or _name(model, path): path})
+    return found
+
+
+def _sources(folder: str | None, given: Mapping[str, Path], engine: EngineConfig) -> list[Source]:
+    """All models that there are now: those given, and those of --models. folder: None: not said; "": the local ones."""
+    from powerinfer.hub import list_stored, models_in
+
+    found: dict[str, Path] = {}
+    if folder:
+        found = models_in(folder)
+    elif folder is not None:
+        found = {model.name: model.path for model in list_stored()}
+    _add(found, given)
+    return [_source(name, path, engine) for name, path in found.items()]
+
+
+def _add(found: dict[str, Path], more: Mapping[str, Path]) -> None:
+    for name, path in more.items():
         if found.setdefault(name, path) != path:
             raise RequestError(f"{found[name]} and {path} are both named {name}: -m NAME=MODEL names one")
-    if not found:
-        where = f"in {args.models}" if args.models else "yet: `powerinfer pull` downloads one"
-        raise RequestError(f"there are no models {where}")
-    return found
 
 
 def _source(name: str, path: Path, engine: EngineConfig) -> Source:

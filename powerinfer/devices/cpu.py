@@ -391,7 +391,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        for name in ("_observed", "_program", "ffns", "parts", "_pack", "_pool"):
+        for name in ("_observed", "_program", "_ropes", "ffns", "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 
 

@@ -409,6 +409,8 @@ class GpuLayers:
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
+        for layer in self._layers:
+            layer.close()
         self._layers.clear()
         self._head = self._final_norm = self._operators = None
         self._recorder = self._recordings = None

@@ -26,6 +26,10 @@ class FfnParts(Protocol):
         """Add the parts (`Step.add_part`)."""
         ...
 
+    def close(self) -> None:
+        """Free their memory, on all devices; no step follows. May be called twice."""
+        ...
+
 
 @dataclass
 class _SplitFfn:
@@ -72,3 +76,10 @@ class GpuLayer:
         if self.parallel:  # attention and its projection run while other devices compute their parts
             return [*begin, *self._before, *finish]
         return [*self._before, *begin, *finish, *self._behind]
+
+    def close(self) -> None:
+        """Free what the operators hold; no step follows."""
+        parts = None if self._ffn is None else self._ffn.parts
+        self._before, self._ffn, self._behind = [], None, []
+        if parts is not None:
+            parts.close()

@@ -92,6 +92,13 @@ class Stage:
         """Bytes of the buffers on the GPU, and again of those in RAM."""
         return BUFFERS * self._size
 
+    def close(self) -> None:
+        """Free the buffers and end the threads that copy; no step follows. May be called twice."""
+        self.least = None
+        self._host, self._there = [], []
+        if self._pool is not None:
+            self._pool.shutdown()
+
     def takes(self, tokens: int) -> bool:
         """Whether a step of that number of tokens is long enough."""
         return self.least is not None and tokens >= self.least

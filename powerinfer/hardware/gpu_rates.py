@@ -483,6 +483,9 @@ class _Sample:
         assert self.layers.link is not None
         return self.layers.link
 
+    def close(self) -> None:
+        """The neurons are those of other samples too."""
+
     def _add(self, step: Step) -> None:
         assert step.read is not None
         step.add_part(gpu.neuron_sum(self.neurons, step.read, None, self.threshold)[0])

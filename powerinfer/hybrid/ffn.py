@@ -129,6 +129,13 @@ class HybridFfn:
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
 
+    def close(self) -> None:
+        """Free both parts, the predictor, and the buffers that this FFN shares with others."""
+        if self.stage is not None:
+            self.stage.close()
+        for name in ("_gpu_part", "_cpu_part", "_predictor", "_link", "_layers", "_bundles"):
+            self.__dict__.pop(name, None)
+
     def _failures(self) -> AbstractContextManager[None]:
         return gpu_failures(f"loading the neurons of layer {self.layer}", "give less --vram")
 
@@ -340,3 +347,11 @@ class NeuronSplit:
         )
         self.ffns.append(ffn)
         return ffn
+
+    def close(self) -> None:
+        """Free the FFNs made so far, and the stage. May be called twice."""
+        for ffn in self.ffns:
+            ffn.close()
+        self.ffns.clear()
+        if self.stage is not None:
+            self.stage.close()

@@ -161,6 +161,8 @@ def _load_planned(
             split = _planned_split(resolved, attempt.plan)
             return load_split(resolved, split, progress), split, attempt
         except GpuMemoryError:
+            if split is not None:
+                split.close()
             less = attempt.after_failure()
             if less is None or less.plan is None or not less.plan.fits:
                 raise

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.devices.stage import Stage
+from powerinfer.errors import PowerInferError
 from powerinfer.hybrid.adjust import trades
 from powerinfer.hybrid.ffn import HybridFfn
+from powerinfer.neurons import Indices
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
@@ -80,7 +82,8 @@ class HybridSparsity(Sparsity):
         """Swap neurons of one layer, the next in turn with enough recent tokens; not while a step runs.
 
         Based on recent counts, which are halved at each turn of the layer. False if no layer was worth it.
-        PowerInferError if a device runs out of memory; then nothing has changed.
+        PowerInferError if a device runs out of memory; then nothing has changed or, where even that does not fit any
+        more, all neurons of the layer are on the CPU.
         """
         for _ in self.ffns:
             ffn = self.ffns[self._turn]
@@ -91,12 +94,7 @@ class HybridSparsity(Sparsity):
             leave, come = trades(ffn.recent, ffn.hot, ffn.cold)
             ffn.forget_half()
             if len(come):
-                before = ffn.hot
-                try:
-                    ffn.place(np.union1d(np.setdiff1d(before, leave), come).astype(np.int32))
-                except BaseException:
-                    ffn.place(before)
-                    raise
+                _replace(ffn, np.union1d(np.setdiff1d(ffn.hot, leave), come).astype(np.int32))
                 self.traded += len(come)
                 return True
         return False
@@ -118,6 +116,20 @@ class HybridSparsity(Sparsity):
 
     def bytes_per_token(self, dense: int | None) -> None:
         """Unknown: what the GPU skips is not counted."""
+
+
+def _replace(ffn: HybridFfn, hot: Indices) -> None:
+    """Put other neurons on the GPU; after a failure, which is raised, the layer can still be computed."""
+    before = ffn.hot
+    try:
+        ffn.place(hot)
+    except BaseException as error:
+        error.with_traceback(None)  # its frames may hold what must make room
+        try:
+            ffn.place(before)
+        except PowerInferError:
+            ffn.place(before[:0])
+        raise
 
 
 def _shares(sums: Mapping[str, int]) -> dict[str, Any]:

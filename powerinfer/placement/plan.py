@@ -268,6 +268,16 @@ class Plan:
                 at += neurons[tier]
         return {name: sums[tier] / max(1, sum(sums.values())) for tier, name in _NAMES.items()}
 
+    @cached_property
+    def dense_tok_s(self) -> float | None:
+        """Estimated tokens per second if every neuron is computed, within the same budgets; None: no room."""
+        request = self.request
+        if request.selector == "all":
+            return request.batch / self.choice.seconds
+        with suppress(RequestError):
+            return request.batch / make_plan(replace(request, selector="all", policy="time")).choice.seconds
+        return None
+
     @property
     def fits(self) -> bool:
         """Nothing is read from disk."""
@@ -318,6 +328,7 @@ class Plan:
                 decode_tok_s=request.batch / choice.seconds,
                 ms_per_token=1e3 * choice.seconds / request.batch,
                 at_position=request.past,
+                dense_tok_s=self.dense_tok_s,
                 policies={
                     name: PolicyResult(
                         request.batch / one.seconds, one.mass_on_gpu, one.work_on_gpu, one.optimal, one.solve_s

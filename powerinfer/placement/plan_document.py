@@ -67,12 +67,16 @@ class PolicyResult:
 
 @dataclass(frozen=True)
 class Predicted:
-    """at_position: tokens in the cache at the predicted step; policies: by name."""
+    """at_position: tokens in the cache at the estimated step; policies: by name.
+
+    dense_tok_s: computing every neuron, within the same budgets; None: they do not hold that, or it is not known.
+    """
 
     decode_tok_s: NonNegative
     ms_per_token: NonNegative
     at_position: Count
     policies: dict[str, PolicyResult]
+    dense_tok_s: NonNegative | None = None
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def _why_all(work: Work) -> str:
     if work.gain is None:
         return ""
     sparse, dense = (1 / seconds for seconds in work.gain)
-    return f": {rate(sparse)} tokens/s are predicted with the thresholds, {rate(dense)} without"
+    return f": {rate(sparse)} tokens/s are estimated with the thresholds, {rate(dense)} without"
 
 
 def plan(work: Work, progress: Progress) -> Outcome:

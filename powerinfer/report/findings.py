@@ -14,6 +14,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
 from powerinfer.hardware.description import ready_made
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
+from powerinfer.sparsity.saved_trials import MeasuredFfns, newest_trial
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_file import BundleFile
@@ -46,7 +47,8 @@ _NONE: Found[Any] = Found("", usable=False)
 class Findings:
     """The prepared files of a model. model: its name; about: a line that describes it.
 
-    A model that is only described has a plan; no other file.
+    A model that is only described has a plan; no other file. measured: what the newest trial found. open: the options
+    that open the model, for a command line.
     """
 
     model: str
@@ -55,6 +57,8 @@ class Findings:
     profile: Found[Profile] = _NONE
     predictor: Found[PredictorFile] = _NONE
     bundles: Found[BundleFile] = _NONE
+    measured: MeasuredFfns | None = None
+    open: str | None = None
 
     def __iter__(self) -> Iterator[Found[Any]]:
         yield from (one for one in (self.profile, self.predictor, self.bundles, self.plan) if one is not _NONE)
@@ -88,6 +92,8 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             config.rectified and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes)),
+        newest_trial(checkpoint, prepared),
+        PreparedFile(Kind("bench", "", "bench"), checkpoint, prepared).command.removeprefix("powerinfer bench "),
     )
 
 
@@ -158,6 +164,23 @@ def _options(plan: PlanDocument) -> str:
     }  # fmt: skip
     hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())
+
+
+def next_steps(found: Findings) -> list[tuple[str, str]]:
+    """(what it does, the command) to run next: what makes the next missing file, or what uses them all."""
+    if found.open is None:
+        return []
+    if found.lacking:
+        one = found.lacking[0]
+        return [(f"Make the {one.noun}{' again' if one.stale else ''}:", one.command)]
+    plan, given = found.plan.value, ""
+    if plan is not None and plan.gpu_layers and plan.hardware not in ready_made():
+        given = f" --vram {_exact(plan.budgets.vram)} --ram {_exact(plan.budgets.ram)}"
+    selector = " --selector predicted" if found.predictor.value is not None else ""
+    return [
+        ("Measure what the model reaches on this machine:", f"powerinfer bench {found.open}{selector}{given}"),
+        ("Use it:", f'powerinfer run "Once upon a time" {found.open}{selector}{given}'),
+    ]
 
 
 def _exact(nbytes: int) -> str:

@@ -25,6 +25,7 @@ MASS = 0.8
 
 TIER_COLOURS = {"gpu": "#d55e00", "cpu": "#0072b2", "disk": "#8a8a8a"}
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
+_MEMORIES = {"gpu": "GPU memory", "cpu": "RAM", "disk": "Disk"}
 _GREEN, _PURPLE, _ORANGE, _SKY, _GREY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a"
 
 _SIZE = (7.2, 3.8)  # inches
@@ -167,6 +168,7 @@ def draw_cumulative(figure: Figure, profile: Profile) -> None:
             (100 * whole, 100 * MASS), xytext=(14, -34), textcoords="offset points", color=ink, fontsize="small",
         )  # fmt: skip
     axes.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons, most frequent first", ylabel="share of activations")
+    figure.suptitle("Share of activations that the most frequent neurons carry", x=0.01, ha="left")
     _percent(axes.xaxis)
     _percent(axes.yaxis)
     axes.legend(loc="lower right")
@@ -206,6 +208,7 @@ def draw_heat_map(figure: Figure, profile: Profile) -> None:
     norm = PowerNorm(0.5, 0, max(float(values.max()), 1e-9))  # square root: most neurons fire rarely
     image = axes.imshow(values, aspect="auto", cmap="cividis", norm=norm, extent=extent, interpolation="nearest")
     axes.set(xlabel="neurons of a layer, most frequent first", ylabel="layer")
+    figure.suptitle("How often each neuron fires", x=0.01, ha="left")
     axes.yaxis.set_major_locator(_whole_numbers())
     axes.grid(False)
     _percent(axes.xaxis)
@@ -224,6 +227,7 @@ def spread(histogram: NDArray[np.int64], share: float) -> float:
 def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Sequence[float] | None) -> None:
     """By layer: neurons active for a token with the range of most tokens, and the size of the predictor."""
     rows = (profile is not None) + (predictor_mb is not None)
+    figure.suptitle("Neurons that fire, and predictors, by layer" if rows == 2 else "By layer", x=0.01, ha="left")
     axes = list(np.atleast_1d(figure.subplots(rows, 1, sharex=True)))
     layers = profile.n_layers if profile is not None else len(predictor_mb or ())
     at = np.arange(layers)
@@ -260,9 +264,10 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
         values = [100 * one[key] for one in layers]
         axes.plot(at, values, color=colour, marker=marker, linestyle=line, markersize=4, label=label)
     axes.set(ylim=(0, 103))
+    figure.suptitle("Quality of the predictors, by layer", x=0.01, ha="left")
     _percent(axes.yaxis)
     _layer_axis(axes, len(layers))
-    figure.legend(loc="outside upper center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2)
 
 
 # ---------------------------------------------------------------- placements
@@ -280,26 +285,29 @@ _OTHERS = ("norms, scratch, runtime", _GREY)
 
 
 def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> None:
-    """Bytes of each tier by category, as stacked bars; budgets as marks. tiers: tier -> part -> bytes."""
-    axes, ink = figure.add_subplot(), _ink()
-    at = np.arange(len(tiers))
-    left = np.zeros(len(tiers))
-    for category in dict.fromkeys((*_PARTS.values(), _OTHERS)):
-        mine = [[n for part, n in one.items() if _PARTS.get(part, _OTHERS) == category] for one in tiers.values()]
-        values = np.array([sum(each) / 2**30 for each in mine])
-        if values.any():
-            label, colour = category
-            axes.barh(at, values, left=left, color=colour, label=label, height=0.6)
-            left += values
-    for row, tier in enumerate(tiers):
-        if budgets.get(tier):
-            label = "" if row else "budget"
-            axes.plot([budgets[tier] / 2**30] * 2, [row - 0.4, row + 0.4], color=ink, linewidth=1.8, label=label)
-    axes.set_yticks(at, [TIER_NAMES[tier] for tier in tiers])
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB")
-    axes.grid(False, axis="y")
-    figure.legend(loc="outside upper center", ncols=3)
+    """Bytes of each memory in use by category, as stacked bars on a scale each. tiers: tier -> part -> bytes."""
+    used = [tier for tier, parts in tiers.items() if any(parts.values())] or ["cpu"]
+    labelled: dict[str, Any] = {}
+    for axes, tier in zip(np.atleast_1d(figure.subplots(len(used), 1)), used, strict=True):
+        total, budget = sum(tiers[tier].values()), budgets.get(tier, 0)
+        unit, one_unit = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+        left = 0.0
+        for category in dict.fromkeys((*_PARTS.values(), _OTHERS)):
+            value = sum(n for part, n in tiers[tier].items() if _PARTS.get(part, _OTHERS) == category) / one_unit
+            if value:
+                label, colour = category
+                labelled[label] = axes.barh([0], [value], left=left, color=colour, height=0.6)
+                left += value
+        near = total <= budget <= 1.5 * total
+        if near:
+            labelled["budget"] = axes.plot([budget / one_unit] * 2, [-0.4, 0.4], color=_ink(), linewidth=1.8)[0]
+        axes.set_xlim(0, 1.05 * max(budget if near else 0, total) / one_unit)
+        of_budget = f" of a budget of {budget / 2**30:.3g} GiB" if budget else ""
+        axes.set_title(f"{_MEMORIES[tier]}: {total / one_unit:.3g} {unit}{of_budget}", fontsize="small")
+        axes.set(yticks=[], ylim=(-0.5, 0.5), xlabel=unit)
+        axes.grid(False, axis="y")
+    figure.suptitle("Memory by purpose", x=0.01, ha="left")
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=3)
 
 
 def draw_neurons(figure: Figure, layers: Sequence[LayerPlan]) -> None:
@@ -318,9 +326,10 @@ def draw_neurons(figure: Figure, layers: Sequence[LayerPlan]) -> None:
     if any(mass):
         axes.plot(at, mass, color=_ink(), marker=".", markersize=5, linewidth=1, label="share of activations on GPU")
     axes.set(ylim=(0, 103), ylabel="neurons of the layer")
+    figure.suptitle("Where the neurons are, by layer", x=0.01, ha="left")
     _percent(axes.yaxis)
     _layer_axis(axes, len(layers))
-    figure.legend(loc="outside upper center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2)
 
 
 _TIMES = {
@@ -332,11 +341,11 @@ _TIMES = {
 
 
 def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
-    """By layer: predicted time of a token, sequential parts stacked; the GPU's concurrent time as a line."""
+    """By layer: estimated time of a token, sequential parts stacked; the GPU's concurrent time as a line."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     bottom = np.zeros(len(layers))
-    unit, one_unit = ("ms", 1e-3) if max(sum(one.seconds.values()) for one in layers) > 2e-3 else ("us", 1e-6)
+    unit, one_unit = ("ms", 1e-3) if max(sum(one.seconds.values()) for one in layers) > 2e-3 else ("µs", 1e-6)
     for key, (label, colour) in _TIMES.items():
         values = np.array([one.seconds.get(key, 0.0) for one in layers]) / one_unit
         if values.any():
@@ -346,6 +355,7 @@ def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
     if gpu.any():
         steps = {"where": "mid", "color": TIER_COLOURS["gpu"], "linewidth": 1.8}
         axes.step([-0.5, *at, len(layers) - 0.5], [gpu[0], *gpu, gpu[-1]], label="neurons on GPU, concurrent", **steps)
-    axes.set(ylabel=f"predicted, {unit} per token", ylim=(0, None))
+    axes.set(ylabel=f"{unit} per token, estimated", ylim=(0, None))
+    figure.suptitle("Time of a token, by layer", x=0.01, ha="left")
     _layer_axis(axes, len(layers))
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=3)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan_document import PlanDocument
+    from powerinfer.sparsity.saved_trials import MeasuredFfns
 
 Tile = tuple[str, str]
 Rows = dict[str, list[str]]
@@ -69,7 +70,8 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
         f"Counted over {profile.tokens:,} tokens" + (f" of {corpora} texts" if corpora > 1 else "")
         + f". A token needs {percent(profile.active_fraction())} of the neurons on average"
         + (", those whose activation exceeds its layer's threshold" if profile.thresholds else "")
-        + f"; {percent(profile.hot_share(mass=plots.MASS))} of them carry {percent(plots.MASS)} of all activations."
+        + f"; {percent(profile.hot_share(mass=plots.MASS))} of all neurons carry {percent(plots.MASS)} of "
+        "the activations."
     )  # fmt: skip
     drawn.add(
         section,
@@ -129,7 +131,7 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
         "hidden size": [str(one.predictor.rank) for one in layers],
         "predictor": list(map(size, _sizes(predictor))),
     }
-    tiles = [(size(predictor.nbytes), "of predictors")]
+    tiles: list[Tile] = []
     said = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
     training = predictor.training
     if training is None:
@@ -157,7 +159,7 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
         "selected": [percent(one["candidate_fraction"]) for one in measured],
         "made by": [{"svd": "baseline", "trained": "training"}.get(one["method"], "–") for one in measured],
     }
-    tiles.append((tenths_of_percent(recall), "of the firing neurons are predicted"))
+    tiles.append((tenths_of_percent(recall), "of the firing neurons are predicted (recall)"))
     return section, tiles, rows
 
 
@@ -170,67 +172,106 @@ def _sizes(predictor: PredictorFile) -> list[int]:
 
 
 def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
-    """The section on a plan."""
+    """The section on a plan; what a GPU or a disk does not have is left out."""
     section = Section("Placement")
+    on_gpu = any(layer.gpu for layer in plan.layers) or plan.gpu_layers > 0
+    split = on_gpu or any(layer.disk for layer in plan.layers)
+    vram = f"{gib(plan.budgets.vram)} of VRAM and " if plan.budgets.vram else ""
+    requests = f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context"
     section.paragraphs.append(
-        f"On {plan.hardware}, with {gib(plan.budgets.vram)} of VRAM and {gib(plan.budgets.ram)} of RAM, for "
-        f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context, selector "
-        f"{plan.selector}, policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the "
-        f"GPU, and {rate(plan.predicted.decode_tok_s)} tokens a second are predicted."
+        f"On {plan.hardware}, with {vram}{gib(plan.budgets.ram)} of RAM, for {requests}, selector {plan.selector}"
+        + (f", policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the GPU" * on_gpu)
+        + "."
         + ("" if plan.fits else " Not everything fits; the rest is read from disk.")
     )
+    section.paragraphs.append(_speeds(plan))
     section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
     section.paragraphs += [f"{line[:1].upper()}{line[1:]}." for line in plan.reasons]
     budgets = {"gpu": plan.budgets.vram, "cpu": plan.budgets.ram}
     drawn.add(
         section,
         "bytes",
-        "Bytes in each memory, by purpose.",
+        "Bytes in each memory, by purpose; each memory has a scale of its own.",
         lambda figure: plots.draw_bytes(figure, plan.bytes, budgets),
     )
-    drawn.add(
-        section,
-        "neurons",
-        "Where the neurons of each layer are placed, and how much of the layer's activity the GPU takes with its part.",
-        lambda figure: plots.draw_neurons(figure, plan.layers),
-    )
+    if split:
+        drawn.add(
+            section,
+            "neurons",
+            "Where the neurons of each layer are placed"
+            + (", and how much of the layer's activity the GPU takes with its part." if on_gpu else "."),
+            lambda figure: plots.draw_neurons(figure, plan.layers),
+        )
     if any(sum(layer.seconds.values()) for layer in plan.layers):
         drawn.add(
             section,
             "time",
-            "Predicted time of each layer for one token; GPU and CPU work at the same time.",
+            "Estimated time of each layer for one token" + ("; GPU and CPU work at the same time." if on_gpu else "."),
             lambda figure: plots.draw_time(figure, plan.layers),
         )
-    section.tables += _plan_tables(plan)
-    columns: Rows = {
-        f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
-        for tier, name in plots.TIER_NAMES.items()
-    }
-    columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
-    tiles = [
-        (rate(plan.predicted.decode_tok_s), "tokens a second predicted"),
-        (percent(plan.mass_on_gpu), "of the activations on the GPU"),
-    ]
+    section.tables += _plan_tables(plan, on_gpu)
+    columns: Rows = {}
+    if split:
+        columns = {
+            f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
+            for tier, name in plots.TIER_NAMES.items()
+            if any(getattr(layer, tier) for layer in plan.layers)
+        }
+    tiles = [(rate(plan.predicted.decode_tok_s), "tokens a second, estimated")]
+    if plan.predicted.dense_tok_s is not None and plan.selector != "all":
+        tiles.append((rate(plan.predicted.dense_tok_s), "tokens a second if dense, estimated"))
+    if on_gpu:
+        columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
+        tiles.append((percent(plan.mass_on_gpu), "of the activations on the GPU"))
     return section, tiles, columns
 
 
-def _plan_tables(plan: PlanDocument) -> Iterator[Table]:
+def _speeds(plan: PlanDocument) -> str:
+    """The estimated speed, beside that of the dense model."""
+    speed, dense = plan.predicted.decode_tok_s, plan.predicted.dense_tok_s
+    said = f"Estimated from its bytes and the machine's rates: {rate(speed)} tokens a second"
+    if plan.selector == "all":
+        return f"{said}, with every neuron computed."
+    if dense is None:
+        return f"{said}."
+    return f"{said}; computing every neuron (dense) {rate(dense)}: {speed / max(dense, 1e-9):.2f} times that."
+
+
+def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
+    """The section on what the trial at load measured: the FFNs, each way."""
+    section = Section("Measured at load")
+    dense = [one["dense"] for one in trial.seconds]
+    chosen = [one.get(way, one["dense"]) for one, way in zip(trial.seconds, trial.ways, strict=True)]
+    sparse = sum(way != "dense" for way in trial.ways)
+    gain = sum(dense) / max(sum(chosen), 1e-12)
+    section.paragraphs.append(
+        f"On {trial.cpu} with {trial.threads} thread{'s' * (trial.threads != '1')}, selector {trial.selector}: the FFNs"
+        f" of all layers take {1e3 * sum(chosen):.3g} ms a token, and {1e3 * sum(dense):.3g} ms if dense; {sparse} of "
+        f"{len(dense)} layers decode sparsely. FFNs are a part of a token's time: powerinfer bench measures the whole."
+    )
+    ways = list(dict.fromkeys(way for one in trial.seconds for way in one))
+    rows = {f"FFN {way}, µs": [f"{1e6 * one[way]:.0f}" if way in one else "–" for one in trial.seconds] for way in ways}
+    return section, [(f"{gain:.2f} x", "FFNs beside dense ones, measured")], rows | {"decodes": trial.ways}
+
+
+def _plan_tables(plan: PlanDocument, on_gpu: bool) -> Iterator[Table]:
     """Bytes; what larger budgets would help; the other policies."""
     names = list(dict.fromkeys(name for parts in plan.bytes.values() for name in parts))
     rows = [
         [plots.TIER_NAMES[tier], *(size(parts.get(name, 0)) for name in names), size(sum(parts.values()))]
         for tier, parts in plan.bytes.items()
+        if parts
     ]
     yield Table(["memory", *names, "together"], rows, "Bytes by memory and purpose", True)
     if plan.helps:
         beyond = {True: "", False: "more than the machine has"}
         helps = [[one.what, one.flag, flag_size(one.bytes), beyond[one.within_machine]] for one in plan.helps]
         yield Table(["what would fit", "from", "", ""], helps, "Larger budgets")
-    if plan.predicted.policies:
+    if plan.predicted.policies and on_gpu:
         policies = [
             [name, f"{one.decode_tok_s:.3g}", percent(one.mass_on_gpu)] for name, one in plan.predicted.policies.items()
         ]
-        yield Table(["policy", "tokens a second", "activations on GPU"], policies, "Policies compared")
+        yield Table(["policy", "tokens a second, estimated", "activations on GPU"], policies, "Policies compared")
 
 
 # ---------------------------------------------------------------- layer by layer

@@ -13,7 +13,7 @@ from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.progress import Progress, silent
 from powerinfer.report import sections
-from powerinfer.report.findings import Findings
+from powerinfer.report.findings import Findings, next_steps
 from powerinfer.report.page import Section, mark_of, page
 from powerinfer.report.plots import need_matplotlib
 from powerinfer.report.sections import Plots, Rows, Tile
@@ -68,7 +68,7 @@ def report_folder(model: str | Path, prepared: str | None = None) -> Path:
 
 def report_key(found: Findings) -> str:
     """A key that changes with everything that a report shows."""
-    facts: list[object] = [__version__, found.model, found.about]
+    facts: list[object] = [__version__, found.model, found.about, found.measured]
     for one in found:
         status = os.stat(one.path) if one.path is not None else None
         facts.append((one.noun, one.stale, one.command, status and (status.st_size, status.st_mtime_ns)))
@@ -102,13 +102,17 @@ def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str
         parts.append(sections.predictors(predictor, drawn))
     if plan is not None:
         parts.append(sections.placement(plan, drawn))
+    if found.measured is not None:
+        parts.append(sections.measured(found.measured))
     for section, figures, rows in parts:
         shown.append(section)
         tiles += figures
         columns.append(rows)
-    if columns:
+    if any(columns):
         by_layer = sections.by_layer(profile, predictor, columns, drawn)
         shown.append(by_layer)
+    if steps := next_steps(found):
+        shown.append(Section("Next", steps=steps))
     mark = " ".join([key, *drawn.files])
     return page(f"{found.model}: report", found.about, tiles, shown, mark), drawn.files
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.devices import Executor
-from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
+from powerinfer.errors import CLOSED, EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
 from powerinfer.runtime.request import AnswerRequest, Request, StreamEvent
 from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
@@ -85,7 +85,7 @@ class Driver:
         self._gate = threading.Lock()  # of what follows
         self._thread: threading.Thread | None = None
         self._over: Callable[[], PowerInferError] | None = None  # set when it has ended: the error of later requests
-        self._closing = self._closed = False
+        self.closing = self._closed = False  # closing: `close` was called
         self._process = os.getpid()
         self._prompt_tokens = self._cached_tokens = self._answer_tokens = 0
         self._steps = self._aborted = self._rejected = self._timed_out = 0
@@ -139,7 +139,7 @@ class Driver:
         """End the requests as aborted and close the executor; wait for it. May be called twice."""
         if os.getpid() != self._process:
             return
-        self._closing = True
+        self.closing = True
         with self._gate:
             if self._thread is None:
                 self._over = self._over or _closed
@@ -203,7 +203,7 @@ class Driver:
                 self._commands.get()()
         self._deliver()
         _running.discard(self)
-        if self._closing:
+        if self.closing:
             self._close_executor()
 
     def _obey(self, wait: bool) -> None:
@@ -430,7 +430,7 @@ class Driver:
 
 
 def _closed() -> PowerInferError:
-    return RequestError("the model was closed")
+    return RequestError(CLOSED)
 
 
 _running: set[Driver] = set()  # those whose threads run

@@ -210,16 +210,16 @@ class LLM:
     @property
     def bytes_per_token(self) -> int | None:
         """Bytes of weights read per decoded token; for a sparse model as measured so far; None if unknown."""
-        return self._sparsity.bytes_per_token(self._executor.bytes_per_token)
+        return self._runner.ask(lambda: self._sparsity.bytes_per_token(self._executor.bytes_per_token))
 
     @property
     def sparsity(self) -> dict[str, Any] | None:
         """How each layer decodes, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
-        return self._runner.call(self._sparsity.report)
+        return self._runner.ask(self._sparsity.report)
 
     def clear_sparsity(self) -> None:
         """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
-        self._runner.call(self._sparsity.clear)
+        self._runner.ask(self._sparsity.clear)
 
     def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
         """`SamplingParams` with the model's own defaults for what is not given.
@@ -383,7 +383,8 @@ class LLM:
         self._runner.score(tokens, first, use, step)
 
     def close(self) -> None:
-        """End running requests and free the model."""
+        """End running requests and free the model, its threads and its memory. What needs it says then that it was
+        closed; the tokenizer, `choices` and `stats` can still be asked."""
         self._runner.close()
 
     def __enter__(self) -> LLM:

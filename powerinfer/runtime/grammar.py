@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from powerinfer.errors import ModelError, PowerInferError, RequestError, one_line
+from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, one_line
 from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, Grammar, LazyGrammar
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     from llguidance import LLMatcher, LLParserLimits
     from numpy.typing import NDArray
@@ -52,6 +52,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._preparing = threading.Lock()  # held long, so that no event loop may wait for it
         self._cache = _Cache(cache_bytes)
+        self._closed = False
         self._prepared: _Vocabulary | PowerInferError | None = None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -61,6 +62,8 @@ class Grammars:
         PowerInferError if the compiler fails.
         """
         with self._lock:
+            if self._closed:
+                raise RequestError(CLOSED)
             known = self._cache.find(grammar)
         if known is None:
             known = self._compile(grammar)
@@ -86,15 +89,33 @@ class Grammars:
             return self._cache.nbytes
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar | str:
+        from concurrent.futures import CancelledError
+
         vocabulary = self._vocabulary
         what = KINDS[grammar.kind]
-        job = self._worker.submit(self._build, vocabulary, grammar)
+        job = self._submit(vocabulary, grammar)
         try:
             return job.result(COMPILE_SECONDS)
+        except CancelledError:
+            raise RequestError(CLOSED) from None
         except TimeoutError:
             # One that is under way cannot be stopped. llguidance's own limits end it, and its result is kept.
             reason = "too many others are being compiled" if job.cancel() else "simplify it"
             raise RequestError(f"the {what} takes longer than {COMPILE_SECONDS:g} s to compile: {reason}") from None
+
+    def close(self) -> None:
+        """Forget all grammars, and end the thread that compiles them, within what it is compiling."""
+        with self._lock:
+            self._closed, self._cache, self._prepared = True, _Cache(0), None
+            worker = self.__dict__.pop("_worker", None)
+        if worker is not None:
+            worker.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, vocabulary: _Vocabulary, grammar: Grammar) -> Future[CompiledGrammar | str]:
+        with self._lock:
+            if self._closed:
+                raise RequestError(CLOSED)
+            return self._worker.submit(self._build, vocabulary, grammar)
 
     @cached_property
     def _worker(self) -> ThreadPoolExecutor:

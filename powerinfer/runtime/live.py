@@ -74,7 +74,7 @@ class Live:
         self._layers = [layer for layer, size in enumerate(config.ffn_sizes) if size]
         self._counted = [layer for layer in self._layers if layer in self._own and self._why_not(layer) is None]
         self._before: dict[int, tuple[int, int]] = {}  # by layer: tokens and bytes of the FFN's own counters
-        runner.call(self._begin)
+        runner.ask(self._begin)
 
     def look(self, bins: int = 128) -> list[LiveLayer]:
         """All layers whose neurons are told apart, since the last look or the beginning, in at most `bins` bins; taken

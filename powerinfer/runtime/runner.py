@@ -13,7 +13,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
-from powerinfer.errors import RequestError
+from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
@@ -152,6 +152,16 @@ class Runner:
             raise error
         return value  # type: ignore[return-value]
 
+    def ask(self, work: Callable[[], T]) -> T:
+        """`call` of what needs the model's memory. RequestError if the model was closed."""
+
+        def checked() -> T:
+            if self._driver.closing:
+                raise RequestError(CLOSED)
+            return work()
+
+        return self.call(checked)
+
     def within(self, make: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """`make()`, entered and left between two steps. RequestError if the model was closed."""
         self._driver.check()
@@ -240,6 +250,7 @@ class Runner:
     def close(self) -> None:
         """End running requests and close the executor. May be called twice."""
         self._driver.close()
+        self._grammars.close()
 
     def _check_fits(self, tokens: Sequence[int]) -> None:
         if len(tokens) > self.context:

@@ -150,6 +150,9 @@ class Scheduler:
             self.preempted.remove(request)
         else:
             self.waiting.remove(request)
+        if not self.running:  # nothing is kept of the last one, such as its compiled grammar
+            self._work.clear()
+            self.started.clear()
 
     def _admit(self) -> None:
         """Start requests while there are rows and pages, those that were preempted first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -45,6 +46,7 @@ from powerinfer.serve.schema import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
+    ModelRequest,
     Sampling,
     TokenizeRequest,
 )
@@ -200,6 +202,20 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             shown = [{"id": token, "piece": llm.tokenizer.token_text(token)} for token in tokens]
         return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+        llm = (await service.use(model, request.state.leases)).llm
+        tokenizer, template = llm.tokenizer, llm.template
+        return json_response(
+            {
+                "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+                "eos_token": None if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
+                "add_bos_token": tokenizer.add_bos,
+                "chat_template": None if template is None else template.source,
+                "model_max_length": llm.context,
+            }
+        )
+
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         llm = (await service.use(body.model, request.state.leases)).llm
@@ -226,7 +242,18 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
+        await service.refresh()
         return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @app.post("/models/load")
+    async def load(body: ModelRequest) -> Response:
+        await service.preload(body.model)
+        return json_response({"success": True})
+
+    @app.post("/models/unload")
+    async def unload(body: ModelRequest) -> Response:
+        await service.unload(body.model)
+        return json_response({"success": True})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
@@ -293,6 +320,8 @@ async def _answer(
 ) -> Response:
     """A stream or a whole answer. params None: the answer is the prompt alone."""
     usage = Usage(prompts)
+    if body.return_token_ids:
+        shape.show_ids([prompt for prompt in prompts for _ in range(body.choices)])
     jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
     limits = Limits(
         model.timeout, model.queue_timeout, request.state.salt, model.llm.engine.max_batch, model.name
@@ -354,6 +383,7 @@ class _Run:
         texts: list[list[str]] = [[] for _ in range(self._count)]
         logprobs: list[Logprobs | None] = [None] * self._count
         reasons = ["length"] * self._count
+        ids: list[list[int]] = [[] for _ in range(self._count)]
         for index in range(self._count):
             opening = self._shape.opening(index)
             texts[index].append((opening or {}).get("text", ""))
@@ -365,6 +395,7 @@ class _Run:
                 index, event = item
                 delta = self._shape.delta(index, event)
                 texts[index].append(delta.text)
+                ids[index] += [] if event.token_id is None else [event.token_id]
                 logprobs[index] = add_logprobs(logprobs[index], delta.logprobs)
                 reasons[index] = delta.finish_reason or reasons[index]
         parts = zip(texts, logprobs, reasons, strict=True)
@@ -372,7 +403,7 @@ class _Run:
             self._shape.choice(index, "".join(text), scores, reason)
             for index, (text, scores, reason) in enumerate(parts)
         ]
-        return self._shape.whole(choices, self._usage)
+        return self._shape.whole(choices, self._usage, ids)
 
     async def close(self) -> None:
         """End what is still computed."""
@@ -424,6 +455,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
     config = llm.config
     return {
         "version": __version__,
+        "process": os.getpid(),
         "model": {
             "names": model.source.names,
             "name": config.name,

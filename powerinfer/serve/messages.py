@@ -203,7 +203,7 @@ class MessagesShape(BlockShape):
         self._stops = params.stop
         self._stop: str | None = None  # the one that ended the answer
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         content = [_content(block) for block in self._blocks if block.name is None or block.arguments is not None]
         return self._message(content, _usage(usage)) | self._outcome()
 

@@ -30,7 +30,7 @@ from powerinfer.serve.shapes import Usage
 if TYPE_CHECKING:
     from powerinfer.runtime.params import SamplingParams
 
-RESPONSES_IGNORED = (IGNORED - {"store"}) | {"prompt_cache_options"}
+RESPONSES_IGNORED = IGNORED - {"store"}
 
 RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "store": (False,),
@@ -38,6 +38,9 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
+    "background_options": (),
+    "access_programs": (),
+    "image": (),
     "reasoning": ({},),
     "include": ([], ["reasoning.encrypted_content"]),  # there are no reasoning items
     "top_logprobs": (0,),
@@ -165,7 +168,7 @@ class ResponsesShape(BlockShape):
         self._asked, self._params = asked, params
         self._sent = 0
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         return self._response(self._status, usage)
 
     @property

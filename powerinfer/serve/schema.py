@@ -6,6 +6,7 @@ is not listed here is refused, unless it cannot change the answer (`IGNORED`) or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -34,11 +35,17 @@ MAX_TEMPLATE_OPTIONS = 32
 
 IGNORED = frozenset((
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "priority", "cache_prompt", "store",
+    "priority", "cache_prompt", "store", "prompt_cache_options",
 ))  # fmt: skip
 """Fields that do not change the answer."""
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
     "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
@@ -49,7 +56,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "min_tokens": (0,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "skip_special_tokens": (True,),
@@ -110,6 +116,14 @@ class Body(BaseModel):
             raise ApiError(400, f"unknown field {shown!r}", param=shown, code="unknown_parameter")
 
 
+class ModelRequest(BaseModel):
+    """The body of /models/load and /models/unload."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    model: Annotated[str, Field(max_length=1024)]
+
+
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     # True == 1 in Python, but not in JSON
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
@@ -143,6 +157,8 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     truncate_prompt_tokens: Truncate | None = None
+    min_tokens: Int | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -167,8 +183,24 @@ class Sampling(Body):
     def check(self) -> None:
         """ApiError for what fields cannot be together."""
         self.check_extra()
+        if self.min_tokens:
+            self._check_min_tokens(self.min_tokens)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream: true", param="stream_options")
+
+    def _check_min_tokens(self, least: int) -> None:
+        """An answer has max_tokens tokens if nothing else ends it, which is what load generators want of min_tokens."""
+        ends = ("stop", "stop_token_ids", "response_format", "json_schema", "grammar", "guided_json", "guided_regex",
+                "guided_choice", "guided_grammar", "structured_outputs", "tools")  # fmt: skip
+        if not self.ignore_eos or any(getattr(self, name, None) for name in ends):
+            raise not_supported("min_tokens", " but with ignore_eos: true and nothing else that ends an answer")
+        if least > self.most_tokens:
+            raise ApiError(400, f"min_tokens {least} is more than max_tokens {self.most_tokens}", param="min_tokens")
+
+    @property
+    def most_tokens(self) -> float:
+        """What an answer may have, as far as the request says."""
+        return math.inf if self.max_tokens is None else self.max_tokens
 
     def params(self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """defaults: for fields that are missing. RequestError for a value that `SamplingParams` refuses."""
@@ -220,6 +252,10 @@ class ChatRequest(Conversation, Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
+    @property
+    def most_tokens(self) -> float:
+        return min(super().most_tokens, math.inf if self.max_completion_tokens is None else self.max_completion_tokens)
+
     def to_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
@@ -243,6 +279,10 @@ class CompletionRequest(Sampling):
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def most_tokens(self) -> float:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def generates(self) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import json
 import math
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def check(config: ServeConfig) -> None:
             raise RequestError(f"{name} must be a number of seconds, not {getattr(config, name)}")
     if config.keep_alive is not None and not 0 <= config.keep_alive <= MAX_KEEP_ALIVE:
         raise RequestError(f"keep_alive must be from 0 to {MAX_KEEP_ALIVE} seconds or None, not {config.keep_alive}")
+    if config.ray is not None:
+        read_replicas(config.ray)
     if config.max_models < 0:
         raise RequestError(f"max_models must be at least 0, not {config.max_models}")
     if config.receive_timeout == 0 or config.max_body < 1:
@@ -57,6 +60,17 @@ def check(config: ServeConfig) -> None:
     for origin in config.cors:
         if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.endswith("/")):
             raise RequestError(f"--cors takes an origin, such as https://example.org, or *, not {origin}")
+
+
+def read_replicas(text: str) -> tuple[int, int]:
+    """(fewest, most) of "2" or "1-4". RequestError for anything else."""
+    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+    fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < fewest <= most:
+        raise RequestError(
+            f"--ray takes a number of replicas, such as 2, or the fewest and the most, 1-4, not {text!r}"
+        )
+    return fewest, most
 
 
 def is_local(host: str) -> bool:
@@ -180,7 +194,7 @@ class Server(uvicorn.Server):
         """Listen, load and answer until a signal or `should_exit`. PowerInferError: why the engine is no more."""
 
         async def main() -> None:
-            await self.service.start()
+            self.service.start()
             await self.serve([self._listening])
             await self.service.close()
 
@@ -218,6 +232,17 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
+def checked_keys(config: ServeConfig) -> list[str]:
+    """The API keys. RequestError for an address that other machines can reach, without any."""
+    keys = read_keys(config.api_key_file)
+    if not keys and not config.insecure and not is_local(config.host):
+        raise RequestError(
+            f"{config.host} can be reached from other machines: set an API key ({ENVIRONMENT} or --api-key-file), "
+            "or say --insecure"
+        )
+    return keys
+
+
 def make_server(sources: Sequence[Source], config: ServeConfig, requests: int, policy: Policy | None = None) -> Server:
     """A server that listens already. requests: that its engines take, those that wait included; policy: of several
     models, None: there is one.
@@ -225,12 +250,7 @@ def make_server(sources: Sequence[Source], config: ServeConfig, requests: int, p
     RequestError for an option that cannot be; PowerInferError if the port is taken.
     """
     check(config)
-    keys = Keys(read_keys(config.api_key_file))
-    if not keys and not config.insecure and not is_local(config.host):
-        raise RequestError(
-            f"{config.host} can be reached from other machines: set an API key ({ENVIRONMENT} or --api-key-file), "
-            "or say --insecure"
-        )
+    keys = Keys(checked_keys(config))
     service = Service(sources, policy, timeout=config.timeout or None, queue_timeout=config.queue_timeout or None)
     made = _uvicorn_config(assemble(service, config, keys, requests), config)
     server = Server(made, service, listen(config))

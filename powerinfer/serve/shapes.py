@@ -80,6 +80,13 @@ class AnswerShape(ABC):
         self._created = int(time.time())
         self._tokenizer = tokenizer
         self._include_usage = include_usage
+        self._prompts: Sequence[list[int]] | None = None
+        self._ids: dict[int, list[int]] = {}  # by answer: of tokens that no chunk had yet
+        self._chunked: set[int] = set()  # answers that had a chunk
+
+    def show_ids(self, prompts: Sequence[list[int]]) -> None:
+        """Return token ids, as vLLM does: of each answer's prompt, and of the tokens generated."""
+        self._prompts = prompts
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -97,8 +104,11 @@ class AnswerShape(ABC):
     def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
         """A whole answer."""
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
+        """The answer to a request without `stream`. ids: of the tokens of each answer."""
+        if self._prompts is not None:
+            for prompt, choice, own in zip(self._prompts, choices, ids, strict=True):
+                choice |= {"prompt_token_ids": prompt, "token_ids": own}
         return self._envelope(self.name, choices) | {"usage": usage.document()}
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +127,17 @@ class AnswerShape(ABC):
 
     def progress(self, index: int, event: StreamEvent) -> list[bytes]:
         """What a stream sends for an event of answer `index`."""
-        return [sent_event(self.chunk(choice)) for choice in self.chunk_choices(index, self.delta(index, event))]
+        choices = self.chunk_choices(index, self.delta(index, event))
+        if self._prompts is not None:
+            held = self._ids.setdefault(index, [])
+            held += [] if event.token_id is None else [event.token_id]
+            if choices:
+                self._ids[index] = []
+                choices[0] |= {"token_ids": held}
+                if index not in self._chunked:
+                    self._chunked.add(index)
+                    choices[0] |= {"prompt_token_ids": self._prompts[index]}
+        return [sent_event(self.chunk(choice)) for choice in choices]
 
     def end(self, usage: Usage) -> list[bytes]:
         """The end of a stream."""

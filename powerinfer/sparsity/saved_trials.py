@@ -111,6 +111,30 @@ class SavedTrials:
         return keep_entry(self.path, KIND, _Trial, self._key, {"disturbed": disturbed, "layers": layers})
 
 
+@dataclass(frozen=True)
+class MeasuredFfns:
+    """What a trial measured: seconds of each layer's FFN for one token, by way. ways: how each decodes one token."""
+
+    selector: str
+    cpu: str
+    threads: str
+    ways: list[str]
+    seconds: list[dict[str, float]]
+
+
+def newest_trial(checkpoint: Checkpoint, prepared: str | None) -> MeasuredFfns | None:
+    """The newest saved trial of a model, of one token; None without one."""
+    path = prepared_folder(checkpoint.path, prepared) / "trial.json"
+    wanted = {"model": checkpoint.fingerprint, "quantize": str(checkpoint.quantize)}
+    for _, one in _read(path, KIND, _Trial):
+        measured = all("dense" in layer.seconds and "1" in layer.ways for layer in one.layers)
+        if wanted.items() <= one.key.items() and measured and len(one.layers) == checkpoint.config.n_layers:
+            key = {name: one.key.get(name, "") for name in ("selector", "cpu", "threads")}
+            seconds: list[dict[str, float]] = [dict(layer.seconds) for layer in one.layers]  # type: ignore[arg-type]
+            return MeasuredFfns(**key, ways=[layer.ways["1"] for layer in one.layers], seconds=seconds)
+    return None
+
+
 # ---------------------------------------------------------------- files of entries by key
 
 
