@@ -602,6 +602,8 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
         why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
         reasons.append(f"no GPU is used: {why}")
+    elif config.why_not_on_gpu is not None:
+        reasons.append(f"no GPU is used: {config.why_not_on_gpu}")
     elif not claims.gpu_layers:
         reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
     elif claims.gpu_layers < config.n_layers:
@@ -629,7 +631,7 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
-    if hardware.gpu is not None and vram:
+    if hardware.gpu is not None and vram and model.config.why_not_on_gpu is None:
         dense = model, hardware, request.workload, layers
         what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
         wanted = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, False).values()))]

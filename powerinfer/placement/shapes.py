@@ -14,7 +14,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+    uniform,
+)
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
@@ -203,7 +212,7 @@ class Model:
         floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
-        per_token = 4 * floats + forms
+        per_token = 4 * floats + forms + max(layer.ffn.row_bytes(1, config.d_model) for layer in config.layers)
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
@@ -381,6 +390,18 @@ def _llama(
     return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
 
 
+def _experts(
+    family: str, layers: int, width: int, heads: tuple[int, int], experts: ExpertsConfig, vocab: int, context: int,
+    dense: tuple[int, int] = (0, 0), **attention: Any,
+) -> ModelConfig:  # fmt: skip
+    """heads: of queries, of keys and values, each of 128 dimensions; dense: the first layers without experts, and their
+    size."""
+    about = AttentionConfig(*heads, 128, RopeConfig(1e6, 128), **attention)
+    first, size = dense
+    kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
+    return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
+
+
 @dataclass(frozen=True)
 class Shape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -404,11 +425,34 @@ SHAPES: dict[str, Shape] = {
     "llama-70b-swiglu": Shape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
     "bamboo-7b": Shape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
     "mistral-7b": Shape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
-}
+    "mixtral-8x7b": Shape(
+        _experts("mixtral", 32, 4096, (32, 8), ExpertsConfig(8, 14336, RouterConfig(2)), 32000, 32768),
+        FAMILIES["swiglu"],
+    ),
+    "olmoe-1b-7b": Shape(
+        _experts(
+            "olmoe", 16, 2048, (16, 16), ExpertsConfig(64, 1024, RouterConfig(8, normalise=False)), 50304, 4096,
+            qk_norm="width",
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "qwen3-30b-a3b": Shape(
+        _experts(
+            "qwen3_moe", 48, 2048, (32, 4), ExpertsConfig(128, 768, RouterConfig(8)), 151936, 40960, qk_norm="head"
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "glm-4.5-air": Shape(
+        _experts(
+            "glm4_moe", 46, 4096, (96, 8),
+            ExpertsConfig(128, 1408, RouterConfig(8, scoring="sigmoid", correction=True), shared_size=1408),
+            151552, 131072, (1, 10944), qkv_bias=True,
+        ),
+        FAMILIES["swiglu"],
+    ),
+}  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
-
-Mixtures of experts are missing on purpose: the engine does not run them.
-"""
+How neurons fire is not asked of models whose layers are experts."""
 
 
 def find_shape(name: str) -> Shape:
