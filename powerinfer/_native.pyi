@@ -281,6 +281,53 @@ class Ffn(Operator):
     def clear(self) -> None:
         """Reset the counters."""
 
+class RouterSpec:
+    """How a token's experts, and their weights, follow from the router's logits."""
+
+    def __init__(
+        self,
+        top_k: int,
+        scoring: str = "softmax",
+        normalise: bool = False,
+        scale: float = 1.0,
+        bias: NDArray[np.float32] | None = None,
+        correction: NDArray[np.float32] | None = None,
+        groups: int = 1,
+        top_groups: int = 1,
+        group_best: int = 1,
+    ) -> None:
+        """
+        bias: of the logits; correction: added to scores for the selection alone. Experts are selected in the
+        top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
+        """
+
+def route(spec: RouterSpec, logits: NDArray[np.float32]) -> tuple[list[int], list[float]]:
+    """The experts of a token, in ascending order, and their weights; logits: [experts]."""
+
+class ExpertMatrices:
+    """Experts of one layer: matrices of all of them, one below the other."""
+
+    def __init__(
+        self,
+        experts: int,
+        neurons: int,
+        spec: NeuronSpec,
+        gate: Matrix | None,
+        up: Matrix,
+        down: Matrix,
+        down_bias: NDArray[np.float32] | None = None,
+    ) -> None:
+        """neurons: of each; rows of each are padded to LANES. Biases: [experts * rows]."""
+
+class Experts(Operator):
+    """An FFN of experts, of which a router selects some for each token."""
+
+    def counts(self, workspace: Workspace) -> list[int]:
+        """For each expert the tokens that selected it since they were cleared."""
+
+    def clear(self, workspace: Workspace) -> None:
+        """Reset the counters."""
+
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
@@ -380,6 +427,22 @@ class Program:
 
         The neurons as matrices, as bundles, or both. predictor: selects among bundles, in steps of up to
         NEURON_TOKENS tokens.
+        """
+
+    def experts(
+        self,
+        spec: FfnSpec,
+        router: RouterSpec,
+        scores: Matrix,
+        experts: ExpertMatrices,
+        shared: DenseNeurons | None = None,
+        shared_gate: NDArray[np.float32] | None = None,
+    ) -> Experts:
+        """
+        x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
+
+        scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of it,
+        is the shared expert's weight.
         """
 
     def normalise(self, norm: Norm) -> None:

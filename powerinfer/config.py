@@ -124,6 +124,11 @@ class FfnKind(ABC):
     gated: bool  # its first product has two matrices
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU can compute it."""
+        return True
+
+    @property
     def neurons(self) -> FfnConfig | None:
         """Itself, where it is a sum of neurons that are profiled, selected, bundled and placed one by one."""
         return None
@@ -149,6 +154,10 @@ class FfnKind(ABC):
     def share_read(self, tokens: int) -> float:
         """Of its weights, the share that a step of so many tokens reads, as far as that can be expected."""
         return 1.0
+
+    def row_bytes(self, tokens: int, d_model: int) -> int:
+        """Bytes of its working memory on the CPU for a step, beside what every layer has."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -201,6 +210,105 @@ def _matrix(name: str, rows: int, cols: int, bias: bool) -> Iterator[tuple[str, 
     yield name, (rows, cols)
     if bias:
         yield f"{name}_bias", (rows,)
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How the experts of a token, and their weights, follow from a router's scores, one for each expert.
+
+    groups: experts are selected in the best `top_groups` of that many equal groups (DeepSeek-V2, arXiv 2405.04434); a
+    group's score is the sum of its `group_best` best experts' (1; DeepSeek-V3, arXiv 2412.19437: 2).
+    """
+
+    top_k: int  # experts of a token
+    scoring: str = "softmax"  # over all experts; "sigmoid" of each
+    normalise: bool = True  # the weights of a token's experts add up to `scale`
+    scale: float = 1.0  # of the weights
+    bias: bool = False  # of the router's product
+    correction: bool = False  # a bias for each expert that counts for the selection alone (DeepSeek-V3)
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(FfnKind):
+    """An FFN of experts, each a sum of neurons, of which a router selects a few for every token.
+
+    shared_size: neurons of an expert that every token has, 0: there is none; shared_weight: its output is multiplied
+    with the sigmoid of a product with the input.
+    """
+
+    n_experts: int
+    size: int  # neurons of each expert
+    router: RouterConfig
+    activation: str = "silu"  # of ACTIVATIONS
+    threshold: float = 0.0  # as in FfnConfig
+    gated: bool = True
+    shared_size: int = 0
+    shared_weight: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(self.size, self.shared_size)
+
+    @property
+    def title(self) -> str:
+        shared = f", a shared one of {self.shared_size}" if self.shared_size else ""
+        routed = f"{self.n_experts} experts of {self.size} neurons, {self.router.top_k} a token"
+        return f"{routed}{shared}, {self.activation}"
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the matrices of an expert, in order."""
+        return ("gate", "up", "down") if self.gated else ("up", "down")
+
+    @property
+    def shared(self) -> FfnConfig | None:
+        """The shared expert."""
+        return FfnConfig(self.shared_size, self.activation, self.threshold, self.gated) if self.shared_size else None
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        yield from _matrix("router", self.n_experts, d_model, self.router.bias)
+        if self.router.correction:
+            yield "router_correction_bias", (self.n_experts,)
+        for name in self.matrices:
+            rows, cols = (d_model, self.size) if name == "down" else (self.size, d_model)
+            yield f"experts_{name}", (self.n_experts, rows, cols)
+        if self.shared is not None:
+            yield from ((f"shared_{name}", shape) for name, shape in self.shared.tensors(d_model))
+        if self.shared_weight:
+            yield "shared_weight", (d_model,)
+
+    def problem(self) -> str | None:
+        router = self.router
+        if router.scoring not in ("softmax", "sigmoid"):
+            return f"a router's scores {router.scoring!r} are unknown"
+        if not 0 < router.top_k <= self.n_experts:
+            return f"{router.top_k} experts a token of {self.n_experts}"
+        if self.n_experts % router.groups:
+            return f"{self.n_experts} experts cannot be divided into {router.groups} groups evenly"
+        each = self.n_experts // router.groups
+        if not 0 < router.top_groups <= router.groups or router.top_groups * each < router.top_k:
+            return f"{router.top_groups} groups of {each} experts are too few for {router.top_k} experts a token"
+        if router.group_best > each:
+            return f"groups of {each} experts are too small for a score of {router.group_best}"
+        if self.shared_weight and not self.shared_size:
+            return "the weight of a shared expert without one"
+        return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
+
+    def share_read(self, tokens: int) -> float:
+        missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
+        experts = self.n_experts * self.size
+        return ((1 - missed) * experts + self.shared_size) / (experts + self.shared_size)
+
+    def row_bytes(self, tokens: int, d_model: int) -> int:
+        """A row for each of a token's experts: gate and up, then h; the input and the output."""
+        return tokens * self.router.top_k * (3 * 4 * self.size + 2 * 4 * d_model)
 
 
 @dataclass(frozen=True)
@@ -266,6 +374,12 @@ class ModelConfig:
             return None
         which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
         return f"{which}, whose neurons are not told apart"
+
+    @property
+    def why_not_on_gpu(self) -> str | None:
+        """Why no layer can run on a GPU; None: they can."""
+        others = [layer.ffn.title for layer in self.layers if not layer.ffn.on_gpu]
+        return f"layers of {others[0]} run on the CPU alone so far" if others else None
 
     @property
     def n_neurons(self) -> int:

@@ -57,7 +57,7 @@ def perplexity_windows(tokenizer: Tokenizer, text: str, context: int) -> list[li
     if windows < 2:
         raise RequestError(
             f"the text has {len(tokens)} tokens, but two windows of {context} need {2 * context}: "
-            f"use a longer text or a smaller context"
+            "give a longer text, or a smaller context (--context)"
         )
     return list(_windows(tokenizer, tokens[: windows * context], context))
 

@@ -590,7 +590,10 @@ def _hub_errors(repository: str) -> Iterator[None]:
         if not isinstance(error, (errors.HfHubHTTPError, errors.LocalEntryNotFoundError)) and not _is_network(error):
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise PowerInferError(f"could not fetch {repository}: {reason}; run the command again") from error
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", reason)
+        raise PowerInferError(
+            f"could not fetch {repository}: {reason}; check the connection and run the command again"
+        ) from error
 
 
 def _is_network(error: Exception) -> bool:

@@ -227,7 +227,7 @@ class Placement:
             assert order.dtype == np.int32 and order.shape == (size,), (order.dtype, order.shape)
             assert (np.bincount(order, minlength=size) == 1).all(), "a neuron is missing"
 
-    def parts(self, layer: int) -> dict[Tier, Indices]:
+    def by_tier(self, layer: int) -> dict[Tier, Indices]:
         """The neurons of a layer by tier: ascending, disjoint, together all of them. Every tier has an entry."""
         tiers = np.repeat(self.tiers[layer], self.group_size)[: self.sizes[layer]]
         if self.order is not None:

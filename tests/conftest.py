@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch and numpy are loaded: a worker of pytest-xdist has one core, and even alone, torch's threads and the
 # engine's on the same cores wait for each other.
@@ -23,6 +24,12 @@ from hypothesis import HealthCheck, settings
 from powerinfer.errors import PowerInferError
 from powerinfer.hub import resolve_model
 from powerinfer.system import Disturbance, usable_cores
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.serve.server import Server
 
 # A shell that starts the tests in the background lets them, and every process they start, ignore Ctrl-C; some test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,6 +60,34 @@ def collectable() -> Iterator[None]:
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run side by side, which would count as a disturbance of trials: for them the machine is quiet."""
     monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Server]:
+    """A server of the module's `llm`."""
+    from serving import serving
+
+    with serving(llm) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[OpenAI]:
+    """OpenAI's client of the module's `server`."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
+        yield api
+
+
+@pytest.fixture
+def nothing_is_left(llm: LLM) -> Iterator[None]:
+    """Whatever a test does to a server, its model is idle afterwards."""
+    from serving import until
+    from toy_model import idle
+
+    yield
+    until(lambda: idle(llm))
 
 
 @pytest.fixture(scope="session")

@@ -98,3 +98,10 @@ def running(server: Server) -> Iterator[None]:
 
 def client(server: Server, **options: Any) -> httpx2.Client:
     return httpx2.Client(base_url=server.url, timeout=60, **{"verify": False, **options})  # certificates take long
+
+
+def post(server: Server, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+    """(status, document) of an answer."""
+    with client(server) as http:
+        answer = http.post(path, json=body, **options)
+    return answer.status_code, answer.json()

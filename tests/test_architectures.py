@@ -78,6 +78,18 @@ FAMILIES |= {
         original_max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
     ),
     "olmo3": LLAMA | dict(num_hidden_layers=4, sliding_window=20),
+    "mixtral": LLAMA | dict(num_local_experts=6, num_experts_per_tok=2),
+    "qwen2_moe": LLAMA | dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=72,
+    ),
+    "qwen3_moe": LLAMA | dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True,
+    ),
+    "olmoe": LLAMA | dict(num_experts=8, num_experts_per_tok=3),
+    "glm4_moe": LLAMA | dict(
+        n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, routed_scaling_factor=1.7,
+        rope_parameters=HALF_ROPE,
+    ),
     "openelm": dict(
         num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
         tie_word_embeddings=True,
@@ -114,6 +126,7 @@ class Case:
             settings["rope_parameters"] = copy.deepcopy(settings["rope_parameters"])
         config = transformers.AutoConfig.for_model(self.base, **settings)
         config._attn_implementation = "eager"
+        config._experts_implementation = "eager"  # the fused ones take no float64
         return config
 
 
@@ -308,6 +321,26 @@ CASES = [
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}},
         metadata=YARN_KEYS | {"attention.sliding_window": 20},
     ),
+    Case("mixtral", "mixtral", {}, {"num_experts_per_tok": 3}),
+    Case("mixtral-window", "mixtral", {"sliding_window": 20, "hidden_act": "relu"}, {"hidden_act": "silu"}, FOLDERS),
+    Case("qwen2-moe", "qwen2_moe", {}, {"norm_topk_prob": True}),
+    Case(
+        "qwen2-moe-some",
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "norm_topk_prob": True},
+        {"num_experts_per_tok": 2},
+        FOLDERS,
+    ),
+    Case("qwen3-moe", "qwen3_moe", {"head_dim": 32}, {"norm_topk_prob": False}),
+    Case("qwen3-moe-some", "qwen3_moe", {"mlp_only_layers": [1]}, {"num_experts_per_tok": 2}),
+    Case("olmoe", "olmoe", {}, {"norm_topk_prob": True}),
+    Case("glm4-moe", "glm4_moe", {}, {"routed_scaling_factor": 1.6}),
+    Case(
+        "glm4-moe-groups",
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
+        {"topk_group": 4},
+    ),
     Case("openelm", "openelm", {}, {"rope_freq_constant": 20000.0}, ("folder", "gguf")),
     Case(
         "openelm-relu",
@@ -346,10 +379,13 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
-                parameter.copy_(noise if "embed" in name else 1.5 * noise / math.sqrt(parameter.shape[1]))
+            if parameter.ndim > 1:
+                parameter.copy_(noise if "embed" in name else 1.5 * noise / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.copy_(0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -455,7 +491,11 @@ GGUF_NAMES = {
     "attn.k_norm": "attn_k_norm",
     "ffn_norm": "ffn_norm",
     "ffn.proj_2": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",  # experts
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+for part in ("gate", "up", "down"):
+    GGUF_NAMES |= dict.fromkeys((f"mlp.shared_expert{s}.{part}_proj" for s in ("", "s")), f"ffn_{part}_shexp")
 GGUF_OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -497,12 +537,24 @@ def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> I
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
         layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
+        if inner == "mlp.experts":
+            split = kind == "gate_up_proj"
+            for part, half in zip(
+                ("gate", "up") if split else ("down",), np.split(values, 1 + split, axis=1), strict=True
+            ):
+                yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+            continue
+        if kind == "e_score_correction_bias":
+            yield f"blk.{layer}.exp_probs_b.bias", values
+            continue
+        if inner == "mlp.shared_expert_gate":
+            values = values[0]
         if inner == "ffn.proj_1":  # which OpenELM's converter splits
             for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
                 yield f"blk.{layer}.ffn_{part}.weight", half
             continue
         short = GGUF_NAMES[inner]
-        if architecture in ("gemma3", "olmo2") and inner == "post_attention_layernorm":
+        if architecture in ("gemma3", "olmo2", "glm4moe") and inner == "post_attention_layernorm":
             short = "post_attention_norm"
         if architecture in ("llama", "bamboo") and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
@@ -526,8 +578,30 @@ def rope_type(config: Any) -> str:
     return str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
 
 
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def add_experts(writer: Any, config: Any) -> None:
+    """The keys of experts, as llama.cpp's converter writes them."""
+    writer.add_expert_count(next(n for name in COUNTS if (n := getattr(config, name, None)) is not None))
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
 def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
-    others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+    others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
+    others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -567,11 +641,15 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
         else:
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if architecture == "glm4moe":
+            writer.add_rope_dimension_count(head_dim // 2)
         if architecture == "llama":
             writer.add_vocab_size(config.vocab_size)
             writer.add_rope_dimension_count(head_dim)
     if not opt:
         writer.add_head_count_kv(kv_heads)
+    if hasattr(config, "num_experts_per_tok"):
+        add_experts(writer, config)
     for key, value in case.metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(f"{architecture}.{key}", value)

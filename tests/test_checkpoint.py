@@ -607,7 +607,7 @@ GGUF_REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "yarn log": (put("llama.rope.scaling.yarn_log_multiplier", F32, 0.1), "yarn_log_multiplier"),
     "attention factor": (put("llama.rope.scaling.attn_factor", F32, 2.0), "for yarn scaling only"),
     "value length": (put("llama.attention.value_length", U32, 8), "value_length is '8'"),
-    "experts": (put("llama.expert_count", U32, 8), "expert_count is '8'"),
+    "experts": (put("llama.expert_count", U32, 8), "expert_used_count is missing"),
     "not causal": (put("llama.attention.causal", BOOL, 0), "causal is 'False'"),
     "activation": (put("llama.hidden_act", STRING, "gelu"), "hidden_act is 'gelu'"),
     "a scale nobody knows": (put("llama.logit_scale", F32, 2.0), "logit_scale is set"),

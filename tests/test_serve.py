@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +14,15 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from pydantic import BaseModel
 from schemathesis import GenerationMode
-from serving import SlowExecutor, client, served_llm, serving, until
+from serving import SlowExecutor, client, post, served_llm, serving, until
 from toy_model import BOS, ToyTokenizer, idle, reference_greedy, reference_logits
 
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import app as app_module
 from powerinfer.serve.server import Server
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 CHAT = [{"role": "user", "content": "hello"}]
 CHAT_PROMPT = "user: hello\nassistant: "
@@ -38,30 +39,6 @@ def expected(prompt: str, max_tokens: int) -> str:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return served_llm(max_queue=32)
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serving(llm) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
-        yield api
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(llm: LLM) -> Iterator[None]:
-    yield
-    until(lambda: idle(llm))
-
-
-def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
-    with client(server) as http:
-        answer = http.post(path, json=body)
-    return answer.status_code, answer.json()
 
 
 # ---------------------------------------------------------------- answers

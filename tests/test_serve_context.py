@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from serving import client, served_llm, serving, until
-from toy_model import BOS, ToyTokenizer, idle, reference_embedding, reference_greedy
+from serving import post, served_llm, until
+from toy_model import BOS, ToyTokenizer, reference_embedding, reference_greedy
 
 from powerinfer.formats.chat import without_oldest
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 CONTEXT = 256
 
@@ -87,24 +88,6 @@ def test_as_few_turns_as_possible_whatever_their_number() -> None:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return served_llm(context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serving(llm) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(llm: LLM) -> Iterator[None]:
-    yield
-    until(lambda: idle(llm))
-
-
-def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
-    with client(server) as http:
-        answer = http.post(path, json=body)
-    return answer.status_code, answer.json()
 
 
 def answered(text: str, max_tokens: int) -> str:

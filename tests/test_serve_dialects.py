@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import SlowExecutor, client, served_llm, serving, until
+from serving import SlowExecutor, client, post, served_llm, serving, until
 from test_serve_tools import CALL, CHAT, Scripted
 from test_tool_calls import WEATHER
 from toy_model import idle
@@ -32,18 +32,6 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serving(llm) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as api:
         yield api
@@ -60,12 +48,6 @@ def script(llm: LLM) -> Iterator[Any]:
 
     yield write
     until(lambda: idle(llm))
-
-
-def post(server: Server, path: str, body: Any, **options: Any) -> tuple[int, Any]:
-    with client(server) as http:
-        answer = http.post(path, json=body, **options)
-    return answer.status_code, answer.json()
 
 
 def prompt_tokens(server: Server, messages: list[dict[str, Any]], **more: Any) -> int:

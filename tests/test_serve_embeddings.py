@@ -6,17 +6,18 @@ import base64
 import json
 import logging
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from serving import client, served_llm, serving, until
+from serving import post, served_llm, serving, until
 from toy_model import D_MODEL, ToyExecutor, idle, reference_embedding
 
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 TEXTS = ["the boats went out", "x", "one after another " * 9]
 
@@ -24,30 +25,6 @@ TEXTS = ["the boats went out", "x", "one after another " * 9]
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return served_llm(max_queue=4, max_batch=2)
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serving(llm) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
-        yield api
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(llm: LLM) -> Iterator[None]:
-    yield
-    until(lambda: idle(llm))
-
-
-def post(server: Server, body: Any) -> tuple[int, Any]:
-    with client(server) as http:
-        answer = http.post("/v1/embeddings", json=body)
-    return answer.status_code, answer.json()
 
 
 def expected(texts: list[str]) -> np.ndarray:
@@ -70,13 +47,13 @@ def test_the_client_of_openai(api: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("given", ["x", ["x"], [120], [[120]]])
 def test_every_kind_of_input(server: Server, given: Any) -> None:
-    status, answer = post(server, {"input": given})
+    status, answer = post(server, "/v1/embeddings", {"input": given})
     assert status == 200 and answer["model"] == "toy"
     assert np.array_equal(np.asarray([answer["data"][0]["embedding"]], np.float32), expected(["x"]))
 
 
 def test_many_inputs_are_more_than_the_queue(server: Server) -> None:
-    status, answer = post(server, {"input": ["a"] * 2048, "encoding_format": "base64"})
+    status, answer = post(server, "/v1/embeddings", {"input": ["a"] * 2048, "encoding_format": "base64"})
     assert status == 200 and len(answer["data"]) == 2048
     assert answer["usage"] == {"prompt_tokens": 2048, "total_tokens": 2048}
 
@@ -84,7 +61,7 @@ def test_many_inputs_are_more_than_the_queue(server: Server) -> None:
 def test_fewer_dimensions(server: Server) -> None:
     whole = expected(TEXTS).astype(np.float64)
     for width in (1, 4, D_MODEL):
-        status, answer = post(server, {"input": TEXTS, "dimensions": width})
+        status, answer = post(server, "/v1/embeddings", {"input": TEXTS, "dimensions": width})
         assert status == 200
         found = np.asarray([one["embedding"] for one in answer["data"]])
         wanted = whole[:, :width] / np.linalg.norm(whole[:, :width], axis=1, keepdims=True)
@@ -112,7 +89,7 @@ def test_fewer_dimensions(server: Server) -> None:
     ],
 )
 def test_what_is_refused(server: Server, body: Any, param: str | None, says: str) -> None:
-    status, answer = post(server, body)
+    status, answer = post(server, "/v1/embeddings", body)
     assert status == 400, answer
     error = answer["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
@@ -130,14 +107,14 @@ def test_a_text_beyond_the_context_and_another_model(api: openai.OpenAI) -> None
 
 def test_a_model_without_embeddings(server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLM, "why_no_embeddings", "it has none")
-    status, answer = post(server, {"input": "x"})
+    status, answer = post(server, "/v1/embeddings", {"input": "x"})
     assert status == 400 and answer["error"]["message"] == "it has none"
     assert answer["error"]["code"] == "no_embeddings"
 
 
 def test_the_log_has_the_number_of_tokens(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "powerinfer.serve")
-    assert post(server, {"input": "secret"})[0] == 200
+    assert post(server, "/v1/embeddings", {"input": "secret"})[0] == 200
     until(lambda: len(caplog.records) == 1)
     facts: dict[str, Any] = caplog.records[0].facts  # type: ignore[attr-defined]
     assert (facts["path"], facts["status"], facts["prompt_tokens"]) == ("/v1/embeddings", 200, 6)
@@ -165,5 +142,5 @@ def test_a_client_that_leaves() -> None:
 def test_a_text_that_takes_too_long() -> None:
     llm = served_llm()
     with serving(llm, timeout=1e-6) as server:
-        status, answer = post(server, {"input": "x"})
+        status, answer = post(server, "/v1/embeddings", {"input": "x"})
         assert status == 504 and answer["error"]["code"] == "timeout"

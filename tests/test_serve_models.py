@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from powerinfer.serve import service as service_module
 from powerinfer.serve.served import Budget, Source
 from powerinfer.serve.server import Server, make_server
 from powerinfer.serve.service import Policy
+from powerinfer.system import resident_memory
 
 ASK = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
@@ -38,7 +41,7 @@ class Toy:
     """A model of `size` bytes; loading waits for `go`."""
 
     def __init__(self, name: str, size: int = 1) -> None:
-        self.name, self.size = name, size
+        self.name, self.size, self.vram = name, size, 0
         self.begun, self.go = threading.Semaphore(0), threading.Event()
         self.go.set()
         self.executors: list[ToyExecutor] = []
@@ -61,7 +64,9 @@ class Toy:
     def needs(self, budget: Budget) -> Needs:
         if budget.ram is not None and self.size > budget.ram:
             raise RequestError(f"it needs {self.size} bytes of {budget.ram}")
-        return Needs(self.size)
+        if budget.vram is not None and self.vram > budget.vram:
+            raise RequestError(f"{budget.vram} bytes of VRAM hold no layer")
+        return Needs(self.size, 0, self.vram)
 
     @property
     def source(self) -> Source:
@@ -339,6 +344,41 @@ def test_the_end_while_a_model_loads_or_waits_for_memory() -> None:
     assert a.open == b.open == 0
 
 
+def test_models_are_loaded_and_unloaded_by_hand() -> None:
+    a, b = Toy("a"), Toy("b")
+    a.held = True
+    with serving(a, b) as server, client(server) as http, ThreadPoolExecutor(1) as pool:
+        for path in ("/models/load", "/models/unload"):
+            assert http.post(path, json={"model": "c"}).status_code == 404
+            assert http.post(path, json={}).status_code == 400
+        assert http.post("/models/load", json={"model": "b"}).json() == {"success": True}
+        assert statuses(server) == {"a": "unloaded", "b": "ok"}
+        for _ in range(2):
+            assert http.post("/models/unload", json={"model": "b"}).json() == {"success": True}
+            assert b.open == 0
+        asked = pool.submit(ask, server, "a")
+        until(lambda: a.executors and a.executors[0].begun)
+        answer = http.post("/models/unload", json={"model": "a"})
+        assert answer.status_code == 409 and answer.json()["error"]["code"] == "in_use"
+        a.executors[0].release()
+        assert asked.result().status_code == 200
+
+
+def test_models_make_room_on_a_gpu() -> None:
+    a, b = Toy("a", 2), Toy("b", 2)
+    a.vram = b.vram = 6
+    policy = Policy(Budget(10, 8), keep_alive=None)
+    server = make_server([toy.source for toy in (a, b)], ServeConfig(port=0), 64, policy)
+    with running(server):
+        well(server, "a")
+        well(server, "b")
+        assert statuses(server) == {"a": "unloaded", "b": "ok"}
+        b.vram, a.vram = 6, 9
+        answer = ask(server, "a")
+        assert answer.status_code == 500 and "VRAM" in answer.text
+    assert [budget.vram for toy in (a, b) for budget in toy.budgets] == [8, 8]
+
+
 def test_the_engine_of_each_model() -> None:
     a, b = Toy("a"), Toy("b")
     with serving(a, b) as server, client(server) as http:
@@ -398,7 +438,7 @@ def test_durations() -> None:
         (["--models", "{}", "--prepared", "x"], "--prepared is for one model"),
         (["-m", "{}/a.gguf", "--keep-alive", "5m"], "--keep-alive is for several models"),
         (["-m", "{}/a.gguf", "--max-models", "2"], "--max-models is for several models"),
-        (["--models", "{}/empty"], "there are no models in"),
+        (["--models", "{}/missing"], "cannot read the folder"),
         (["--models", "{}", "-m", "a={}/b.gguf"], "both named a"),
         (["-m", "={}/a.gguf", "-m", "{}/b.gguf"], "1 to 128 printable"),
         (["-m", "x={}/missing.gguf", "-m", "{}/b.gguf"], "no file or folder"),
@@ -407,7 +447,6 @@ def test_durations() -> None:
 def test_flags_that_cannot_be(flags: list[str], says: str, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    (tmp_path / "empty").mkdir()
     args = parsed([flag.format(tmp_path) for flag in flags])
     with pytest.raises(RequestError, match=says):
         serve.execute(args, Output(False))
@@ -442,3 +481,33 @@ def test_files_of_a_folder_are_served(tmp_path: Path) -> None:
             answer = http.post("/v1/completions", json={"prompt": "abc", "model": "broken"})
             assert answer.status_code == 500 and "broken.gguf" in answer.json()["error"]["message"]
         assert statuses(server) == {"broken": "unloaded", "one": "ok", "two": "unloaded"}
+        tiny_llama(tmp_path / "three.gguf")
+        (tmp_path / "one.gguf").unlink()
+        (tmp_path / "two.gguf").unlink()
+        answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, "model": "three"})
+        assert answer.status_code == 200, answer.text
+        (tmp_path / "broken.gguf").unlink()
+        assert [row["id"] for row in http.get("/v1/models").json()["data"]] == ["three"]
+        (tmp_path / "THREE.gguf").touch()  # the list stays as it was
+        assert [row["id"] for row in http.get("/v1/models").json()["data"]] == ["three"]
+
+
+def test_memory_falls_when_a_model_is_unloaded(smollm2: Path) -> None:
+    engine = EngineConfig(threads=1, context=512)
+    alive: list[weakref.ref[LLM]] = []
+    loaded: list[int] = []
+
+    def load(progress: Any, budget: Budget) -> LLM:
+        llm = serve._load("small", smollm2, engine, progress, budget)
+        alive.append(weakref.ref(llm))
+        loaded.append(resident_memory())
+        return llm
+
+    source = Source(("small",), load, partial(serve._needs, smollm2, engine))
+    server = make_server([source], ServeConfig(port=0), 64, Policy(keep_alive=0.0))
+    with running(server):
+        well(server, "small")
+        until(lambda: not server.service.models[0].held and alive[0]() is None)
+        until(lambda: resident_memory() < loaded[0] - smollm2.stat().st_size * 3 // 4)
+        well(server, "small")
+        until(lambda: len(alive) == 2 and alive[1]() is None)

@@ -367,7 +367,6 @@ def test_headers_in_one_piece_are_limited_too() -> None:
 def test_slow_clients_are_let_go(server: Server, llm: LLM) -> None:
     """Nothing, half a header, half a body, a header byte by byte: the time to send a request is 1 s here."""
 
-
     def let_go(sent: bytes) -> bytes:
         with connected(server) as raw, suppress(OSError):  # it may be closed before all is sent
             raw.sendall(sent)

@@ -12,16 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import client, served_llm, serving
+from serving import client, running, served_llm, serving
 from sparse_models import TEXT, give_bundles, tiny_llama
 
+from powerinfer.config import ServeConfig
 from powerinfer.devices.cpu import Fired
+from powerinfer.hybrid.resolve import Needs
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.live import bin_edges
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import live as live_module
 from powerinfer.serve.page import FILES
-from powerinfer.serve.server import Server
+from powerinfer.serve.served import Source
+from powerinfer.serve.server import Server, make_server
+from powerinfer.serve.service import Policy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FOLDER = Path(live_module.__file__).parent / "page_files"
@@ -181,6 +185,15 @@ def page(sparse: LLM) -> Iterator[Server]:
 def test_a_browser_shows_the_model(page: Server, tmp_path: Path) -> None:
     text = dom(page.url, tmp_path)
     assert '<span id="model">toy</span>' in text and "Tokens/s, all requests" in text
+
+
+def test_a_browser_offers_the_models(tmp_path: Path) -> None:
+    sources = [Source((name,), lambda progress, budget: served_llm(), lambda budget: Needs(1)) for name in "ab"]
+    server = make_server(sources, ServeConfig(port=0), 64, Policy())
+    with running(server):
+        text = dom(server.url, tmp_path)
+    assert '<select id="models" aria-label="Model"><option value="a">a</option><option value="b">b</option>' in text
+    assert '<span id="model"></span>' in text
 
 
 def test_a_browser_shows_text_as_text(page: Server, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import client, served_llm, serving
+from serving import post, served_llm
 from test_tool_calls import ASKED, NOW, QWEN, TWO_CALLS, WEATHER
 from toy_model import EOS, VOCAB, ToyExecutor
 
@@ -52,18 +52,6 @@ def llm() -> LLM:
     return served_llm(Scripted(n_pages=256), context=2048)
 
 
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serving(llm) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
-        yield api
-
-
 @pytest.fixture(autouse=True)
 def script(llm: LLM) -> Iterator[Any]:
     """Sets what the model wants to write."""
@@ -74,12 +62,6 @@ def script(llm: LLM) -> Iterator[Any]:
 
     write("")
     yield write
-
-
-def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
-    with client(server) as http:
-        answer = http.post(path, json=body)
-    return answer.status_code, answer.json()
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "unit": "C"}}\n</tool_call>'

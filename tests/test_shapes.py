@@ -28,10 +28,10 @@ from powerinfer.placement.power_law import FAMILIES
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
 from powerinfer.prepare.packing import pack
 
-PUBLISHED = {  # as their authors count them, in 1e9
+PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded down)
     "opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 175, "falcon-7b": 7, "falcon-40b": 41,
     "llama-7b": 6.74, "llama-13b": 13.0, "llama-70b": 69.0, "llama-70b-swiglu": 69.0, "bamboo-7b": 7.24,
-    "mistral-7b": 7.24,
+    "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "olmoe-1b-7b": 6.92, "qwen3-30b-a3b": 30.5, "glm-4.5-air": 106.9,
 }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
         found = find_shape(given)
         assert found.config.activations == "relu" and found.law == FAMILIES["reglu-7b"]
     with pytest.raises(RequestError, match=r"neither a config.json nor one of opt-6.7b, "):
-        find_shape("mixtral-8x7b")
+        find_shape("mixtral-8x70b")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
     [
         ("[]", "not a JSON object"),
         ("{", "config.json"),
-        (json.dumps({"architectures": ["MixtralForCausalLM"]}), "not supported"),
+        (json.dumps({"architectures": ["MambaForCausalLM"]}), "not supported"),
         (json.dumps(tiny_config("llama") | {"hidden_size": 1 << 40}), "hidden_size"),
         (json.dumps(tiny_config("llama") | {"num_hidden_layers": 4000, "intermediate_size": 1 << 20}), "more than can"),
         (json.dumps(tiny_config("llama") | {"num_key_value_heads": 3}), "cannot share"),

@@ -200,7 +200,7 @@ def test_an_error_of_any_verb_is_a_document(verb: str, capsys: pytest.CaptureFix
 
 def test_errors_that_are_no_mistake_in_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rnu", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["message"] == "no verb rnu; did you mean run?"
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "no command rnu; did you mean run?"
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     assert main(["inspect", "-m", str(tmp_path / "broken.gguf"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "ModelError"
@@ -332,7 +332,7 @@ def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.C
     assert talk.params == expected
     assert "temperature           0.5" in capsys.readouterr().err
     for text, says in (
-        ("/set temp warm", "invalid number value: 'warm'"),
+        ("/set temp warm", "--temperature must be a number, not 'warm'"),
         ("/set top_p 1.5", "top_p must be"),
         ("/set tempo 1", "no option tempo; did you mean --temp"),
         ("/set grammar x", "no option grammar"),
@@ -622,7 +622,7 @@ def test_a_conversation_on_a_terminal(smollm2: Path, tmp_path: Path) -> None:
     screen.until("/bye or Ctrl-D ends")
     screen.until(PROMPT)
     screen.keys("/set ignore_eos true\r")
-    screen.until("ignore_eos            True")
+    screen.until("ignore_eos            true")
     screen.until(PROMPT)
     screen.keys('"""Write a long story\r')
     screen.keys('about the sea."""\r')

@@ -260,7 +260,7 @@ class Conversation:
         if not change:
             raise RequestError(f"no option {name}{did_you_mean(name, option_names(SamplingParams))}")
         for one in change:
-            self._out.note(f"{one:<22}{getattr(self.params, one)!r}")
+            self._out.note(f"{one:<22}{_shown(getattr(self.params, one))}")
 
     def _file(self, command: str, name: str) -> None:
         from powerinfer.cli import conversation_file
@@ -274,7 +274,8 @@ class Conversation:
             first = self.messages[:1]
             self._system = first[0]["content"] if first and first[0]["role"] == "system" else None
         done = "saved in" if command == "/save" else "loaded from"
-        self._out.note(f"({len(self.messages)} messages {done} {printable(name)})")
+        count = f"{len(self.messages)} message{'s' * (len(self.messages) != 1)}"
+        self._out.note(f"({count} {done} {printable(name)})")
 
     def _back(self, again: bool, interrupts: Interrupts) -> None:
         """Remove the last turn; again: and send its message again."""
@@ -332,6 +333,15 @@ class Conversation:
         if len(prompt) >= context:
             raise RequestError(f"the message does not fit the context: {len(prompt)} of {context} tokens")
         return asked, prompt
+
+
+def _shown(value: Any) -> str:
+    """The value of an option as `/set` takes it."""
+    if value is None or value in ((), {}):
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
 
 
 def speed(document: dict[str, Any]) -> str:

@@ -41,6 +41,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; a flag that is not known is answered with the nearest one that is."""
         found, rest = self.parse_known_args(args, namespace)
+        if rest and not any(word.startswith("-") for word in rest):
+            quote = "; a prompt of several words needs quotes" if hasattr(found, "prompt") else ""
+            self.error(f"unexpected: {' '.join(rest)}{quote}")
         if rest:
             wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
             flags = [flag for action in self._actions for flag in action.option_strings]
@@ -48,11 +51,28 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        choice = re.fullmatch(r"argument (.+): invalid choice: (.+) \(choose from (.+)\)", message)
-        if choice is not None:
-            message = f"{choice[1]} must be one of {choice[3]}, not {choice[2]}"
-        message = message.replace("the following arguments are required:", "missing:")
-        raise RequestError(f"{message}; see `{self.prog} --help`")
+        raise RequestError(f"{self._in_plain_words(message)}; see `{self.prog} --help`")
+
+    def _in_plain_words(self, message: str) -> str:
+        """A message of argparse as its users would say it."""
+        if missing := re.fullmatch(r"the following arguments are required: (.+)", message):
+            about = {str(one.metavar): one.help for one in self._actions if not one.option_strings}
+            about |= {flag: one.help for one in self._actions for flag in one.option_strings}
+            names = [f"{name} ({about[name]})" if about.get(name) else name for name in missing[1].split(", ")]
+            return f"missing: {', '.join(names)}"
+        argument = re.fullmatch(r"argument (.+?): (.+)", message)
+        if argument is None:
+            return message
+        name, said = argument[1].rpartition("/")[2], argument[2]
+        subject = f"what follows `{self.prog}`" if "|" in name else name
+        if choice := re.fullmatch(r"invalid choice: '?(.+?)'? \(choose from (.+)\)", said):
+            choices = choice[2].replace("'", "")
+            near = did_you_mean(choice[1], choices.split(", "))
+            return f"{subject} must be one of {choices}, not {choice[1]!r}{near}"
+        if wrong := re.fullmatch(r"invalid (.+) value: (.+)", said):
+            kind = {"int": "whole number", "float": "number"}.get(wrong[1], wrong[1])
+            return f"{subject} must be {'' if kind[0].isupper() else 'a '}{kind}, not {wrong[2]}"
+        return f"{subject} needs a value" if said == "expected one argument" else f"{subject}: {said}"
 
 
 def _plain_formatter(prog: str) -> argparse.HelpFormatter:
@@ -104,7 +124,7 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
 def _or_none(read: Callable[[str], Any], name: str, unlimited: int | None = None) -> Callable[[str], Any]:
     """A converter that also takes "none", and `unlimited` for it.
 
-    argparse shows its name in messages: "invalid whole number value: 'x'".
+    Messages show its name: "must be a whole number, not 'x'".
     """
 
     def convert(text: str) -> Any:

@@ -1,4 +1,6 @@
-"""Print a shell completion script, for verbs, flags and the names of local models.
+"""Print a script with which a shell completes commands, flags, their values, and the names of models.
+
+For this shell alone, or in its start file (~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish) for all:
 
 bash:  source <(powerinfer completion bash)
 zsh:   source <(powerinfer completion zsh)
@@ -44,7 +46,9 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
-    parser.add_argument("context", nargs="*", help=argparse.SUPPRESS)  # the verb, and the word before the cursor
+    parser.add_argument(
+        "context", nargs="*", default=[], help=argparse.SUPPRESS
+    )  # the verb, and the word before the cursor
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:

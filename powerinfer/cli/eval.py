@@ -122,7 +122,7 @@ def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: O
         bar = stack.enter_context(Bar())
         result = agreement(llm, other, text, engine.context, args.tokens, step, bar)
         sparsity = sparsity_summary(llm)
-    out.line(f"{engine.selector} against {against}, {result.tokens} positions")
+    out.line(f"{engine.selector} against {against}, {result.tokens} position{'s' * (result.tokens != 1)}")
     out.line(f"{'same top token':<18}{100 * result.top1_agreement:.2f} %")
     out.line(f"{'mean KL':<18}{result.mean_kl:.3g} nats")
     out.line(f"{'logits differ by':<18}{result.max_abs_logit_diff:.3g} at most")

@@ -275,8 +275,8 @@ def _layer(layer: LayerConfig) -> str:
     parts = [layer.ffn.title]
     parts += [_rope(attention.rope)] if attention.rope else []
     parts += [f"window of {attention.window}"] if attention.window else []
-    biases = {"q, k, v": attention.qkv_bias, "o": attention.o_bias, "FFN": ffn is not None and ffn.bias}
-    parts += [f"biases of {', '.join(name for name, has in biases.items() if has)}"] if any(biases.values()) else []
+    has_bias = {"q, k, v": attention.qkv_bias, "o": attention.o_bias, "FFN": ffn is not None and ffn.bias}
+    parts += [f"biases of {', '.join(name for name, has in has_bias.items() if has)}"] if any(has_bias.values()) else []
     parts += [f"q and k normalised by {attention.qk_norm}"] if attention.qk_norm else []
     parts += [NORMS[layer.norms]] if layer.norms in NORMS else []
     parts += ["attention and FFN in parallel"] if layer.parallel else []

@@ -44,8 +44,9 @@ BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
 _USAGE = (
-    "`powerinfer VERB --help` shows the flags of a verb. Without -m MODEL the default model is used, downloaded once. "
-    "Every verb takes --json (the last line of stdout is one JSON document, of an error too) and --debug (tracebacks)."
+    "`powerinfer COMMAND --help` shows the flags of a command. Without -m MODEL the default model is used, downloaded "
+    "once. Every command takes --json (the last line of stdout is one JSON document, of an error too) and --debug "
+    "(tracebacks)."
 )
 
 
@@ -55,9 +56,9 @@ def usage() -> str:
 
     verbs = "\n".join(f"  {verb:<12}{text}" for verb, text in VERBS.items())
     return (
-        "usage: powerinfer VERB ...\n\n"
+        "usage: powerinfer COMMAND ...\n\n"
         "Runs large language models on ordinary machines.\n\n"
-        f"verbs:\n{verbs}\n\n{fill(_USAGE, min(get_terminal_size().columns, 120))}\n\n"
+        f"commands:\n{verbs}\n\n{fill(_USAGE, min(get_terminal_size().columns, 120))}\n\n"
         'examples:\n  powerinfer run "Why is the sky blue?"\n  powerinfer chat -m model.gguf\n  powerinfer pull\n'
     )
 
@@ -120,7 +121,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"powerinfer {__version__}")
         return 0
     if verb not in VERBS:
-        raise RequestError(f"no verb {verb}{did_you_mean(verb, VERBS) or '; the verbs are ' + ', '.join(VERBS)}")
+        raise RequestError(f"no command {verb}{did_you_mean(verb, VERBS) or '; there are ' + ', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import gc

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MAX_QUEUE = 32
 UNLIMITED = 1 << 30  # requests, where --max-queue is 0
 MAX_NAME = 128
+LOADED = 4  # models whose requests are expected at a time, where --max-models says nothing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -127,13 +128,14 @@ def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: Engine
     from powerinfer.serve.served import Budget
     from powerinfer.serve.service import Policy
 
-    found = _several(args, out)
-    sources = [_source(name, path, engine) for name, path in found.items()]
+    given = _given(args, out)
+    list_sources = partial(_sources, args.models, given, engine)
+    sources = list_sources()
     policy = Policy(
         Budget(engine.ram, engine.vram), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
-        engine.max_batch,
+        engine.max_batch, list_sources,
     )  # fmt: skip
-    loaded = min(len(sources), config.max_models or len(sources))
+    loaded = config.max_models or max(len(sources), LOADED)
     return server.make_server(sources, config, min(UNLIMITED, loaded * _requests(engine)), policy)
 
 
@@ -141,25 +143,35 @@ def _requests(engine: EngineConfig) -> int:
     return engine.max_batch + (engine.max_queue or UNLIMITED)
 
 
-def _several(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
-    """The models of the flags by name. RequestError if two have the same one, or there is none."""
-    from powerinfer.hub import list_stored, models_in, resolve_model
+def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
+    """The models of -m by name. RequestError if two have the same one."""
+    from powerinfer.hub import resolve_model
 
     found: dict[str, Path] = {}
-    if args.models:
-        found = models_in(args.models)
-    elif args.models is not None:
-        found = {model.name: model.path for model in list_stored()}
-    for given in args.model or ():
-        name, model = _named(given)
+    for text in args.model or ():
+        name, model = _named(text)
         path = resolve_model(model, say=out.note, agree=agreed)
-        name = name or _name(model, path)
+        _add(found, {name or _name(model, path): path})
+    return found
+
+
+def _sources(folder: str | None, given: Mapping[str, Path], engine: EngineConfig) -> list[Source]:
+    """All models that there are now: those given, and those of --models. folder: None: not said; "": the local ones."""
+    from powerinfer.hub import list_stored, models_in
+
+    found: dict[str, Path] = {}
+    if folder:
+        found = models_in(folder)
+    elif folder is not None:
+        found = {model.name: model.path for model in list_stored()}
+    _add(found, given)
+    return [_source(name, path, engine) for name, path in found.items()]
+
+
+def _add(found: dict[str, Path], more: Mapping[str, Path]) -> None:
+    for name, path in more.items():
         if found.setdefault(name, path) != path:
             raise RequestError(f"{found[name]} and {path} are both named {name}: -m NAME=MODEL names one")
-    if not found:
-        where = f"in {args.models}" if args.models else "yet: `powerinfer pull` downloads one"
-        raise RequestError(f"there are no models {where}")
-    return found
 
 
 def _source(name: str, path: Path, engine: EngineConfig) -> Source:

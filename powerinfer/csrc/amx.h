@@ -112,14 +112,14 @@ bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
   if (tokens <= 24) return false;  // the vector kernels stream weights better than a mostly empty tile
   const int64_t k = x->k, nb = k / 32, stride = pi_panel_bytes(l->type, k), codes_bytes = pi_codes_bytes(l->type, k);
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = W::HALVES == 2 ? 4 : 8;
-  const int64_t some = PI_AMX_ACTS / k / TILE_TOKENS * TILE_TOKENS, most = some < TILE_TOKENS ? TILE_TOKENS : some;
+  const int64_t some = PI_AMX_ACTS / k / TILE_TOKENS * TILE_TOKENS, at_once = some < TILE_TOKENS ? TILE_TOKENS : some;
   int32_t* sums = (int32_t*)scratch;
   float* d = (float*)((uint8_t*)scratch + 4096);
-  float* sd = d + most * nb;
-  uint8_t* wide = (uint8_t*)(sd + most * nb);
+  float* sd = d + at_once * nb;
+  uint8_t* wide = (uint8_t*)(sd + at_once * nb);
   int configured = 0;
-  for (int64_t m = 0; m < tokens; m += most) {
-    const int64_t end = m + most < tokens ? m + most : tokens;
+  for (int64_t m = 0; m < tokens; m += at_once) {
+    const int64_t end = m + at_once < tokens ? m + at_once : tokens;
     for (int64_t t = m; t < end; t++) {
       float* to = d + (t - m) / 16 * 16 * nb + (t - m) % 16;
       for (int64_t b = 0; b < nb; b++) {
@@ -193,10 +193,10 @@ void amx_bf16_tiles(const PiLinear* l, const PiActs* x, int64_t p, int64_t t0, i
 }
 
 void amx_bf16(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  const int64_t some = 393216 / x->k / 32 * 32, most = some < 32 ? 32 : some;
+  const int64_t some = 393216 / x->k / 32 * 32, at_once = some < 32 ? 32 : some;
   int configured = 0;
-  for (int64_t m = 0; m < tokens; m += most) {
-    const int64_t end = m + most < tokens ? m + most : tokens;
+  for (int64_t m = 0; m < tokens; m += at_once) {
+    const int64_t end = m + at_once < tokens ? m + at_once : tokens;
     for (int64_t p = p0; p < p1; p += 2) {
       for (int64_t t = m; t < end;) {
         const int64_t left = end - t;

@@ -15,6 +15,7 @@
 #include <stdexcept>
 
 #include "bundles.h"
+#include "experts.h"
 #include "ffn.h"
 #include "levels.h"
 #include "neuron_sum.h"
@@ -635,6 +636,59 @@ void bind_ffn(nb::module_& m) {
       .def("clear", &Ffn::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 
+void bind_experts(nb::module_& m) {
+  nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")
+      .def(
+          "__init__",
+          [](RouterSpec* spec, int64_t top_k, const std::string& scoring, bool normalise, float scale,
+             std::optional<Floats> bias, std::optional<Floats> correction, int64_t groups, int64_t top_groups,
+             int64_t group_best) {
+            require(scoring == "softmax" || scoring == "sigmoid", "a router's scoring is softmax or sigmoid");
+            new (spec)
+                RouterSpec{top_k,  scoring == "sigmoid", normalise, scale, vector_of(bias), vector_of(correction),
+                           groups, top_groups,           group_best};
+          },
+          "top_k"_a, "scoring"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "bias"_a = nb::none(),
+          "correction"_a = nb::none(), "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
+          "bias: of the logits; correction: added to scores for the selection alone. Experts are selected in the\n"
+          "top_groups best of `groups`; a group's score is the sum of its group_best best experts'.");
+  m.def(
+      "route",
+      [](const RouterSpec& spec, Floats logits) {
+        const int64_t n = (int64_t)logits.shape(0);
+        check_router(spec, n);
+        Vector copy = vector_of(logits), scratch((size_t)n), weights((size_t)spec.top_k);
+        std::vector<int32_t> selected((size_t)spec.top_k);
+        route(spec, copy.data(), n, scratch.data(), selected.data(), weights.data());
+        return std::make_pair(selected, weights);
+      },
+      "spec"_a, "logits"_a, "The experts of a token, in ascending order, and their weights; logits: [experts].");
+  nb::class_<ExpertMatrices>(m, "ExpertMatrices", "Experts of one layer: matrices of all of them, one below the other.")
+      .def(
+          "__init__",
+          [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
+             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+             std::optional<Floats> down_bias) {
+            new (all) ExpertMatrices{
+                experts, neurons, spec, std::move(gate), std::move(up), std::move(down), vector_of(down_bias)};
+          },
+          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "down_bias"_a = nb::none(),
+          "neurons: of each; rows of each are padded to LANES. Biases: [experts * rows].");
+  nb::class_<Experts, Op>(m, "Experts", "An FFN of experts, of which a router selects some for each token.")
+      .def(
+          "counts",
+          [](const Experts& experts, const Workspace& workspace) {
+            std::vector<int64_t> counts;
+            between_jobs(workspace, [&] { counts = experts.counts(); });
+            return counts;
+          },
+          "workspace"_a, "For each expert the tokens that selected it since they were cleared.")
+      .def(
+          "clear",
+          [](Experts& experts, const Workspace& workspace) { between_jobs(workspace, [&] { experts.clear(); }); },
+          "workspace"_a, "Reset the counters.");
+}
+
 void bind_watch(nb::module_& m) {
   auto watch =
       nb::class_<Watch>(m, "Watch",
@@ -739,6 +793,17 @@ void bind_program(nb::module_& m) {
           "x += out_norm(sum of the neurons of norm(x) + down_bias).\n\n"
           "The neurons as matrices, as bundles, or both. predictor: selects among bundles, in steps of up to\n"
           "NEURON_TOKENS tokens.")
+      .def(
+          "experts",
+          [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
+             const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
+            return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
+          },
+          "spec"_a, "router"_a, "scores"_a, "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
+          "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
+          "scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of "
+          "it,\n"
+          "is the shared expert's weight.")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",
@@ -794,6 +859,7 @@ NB_MODULE(_native, m) {
   bind_predictor(m);
   bind_dense_neurons(m);
   bind_ffn(m);
+  bind_experts(m);
   bind_watch(m);
   bind_program(m);
 }

@@ -702,115 +702,146 @@ struct KvQ8_0 {
   }
 };
 
-// R query rows against every page they see: scores with one key per lane, online softmax, values with one dimension
-// per lane. Masked keys have weight exactly 0, so a row's bits do not depend on the other rows.
+// A query row of a kv head, and the positions that it sees: from `first` to `last`.
+struct QueryRow {
+  const float* q;
+  float* out;
+  int64_t first, last;
+  PI_INLINE_MEMBER QueryRow() {}
+  PI_INLINE_MEMBER QueryRow(const PiAttention* a, int g, int64_t row) {
+    const int64_t token = row / a->group, head = (int64_t)g * a->group + row % a->group;
+    q = a->q + token * a->q_stride + head * a->head_pad;
+    out = a->out + token * a->out_stride + head * a->head_dim;
+    last = a->position + token;
+    first = a->window && last >= a->window ? last - a->window + 1 : 0;
+  }
+};
+
+// Scores of R rows against the keys of a page, one key per lane. The hardware prefetcher stops at the end of a page: few
+// rows prefetch the next one, `ahead` bytes of it per iteration.
+template <class Kv, int R>
+PI_INLINE void score(const Kv& kv, int n, const float* const* q, const uint8_t* next, int64_t ahead, f32x16 (*s)[2]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_zero();
+  for (int i = 0; i < n; i++) {
+    f32x16 k0 = kv.key(i, 0), k1 = kv.key(i, 1);
+    if constexpr (R <= 4)
+      for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + i * ahead + line);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      f32x16 x = f_set(q[r][i]);
+      s[r][0] = f_fma(k0, x, s[r][0]);
+      s[r][1] = f_fma(k1, x, s[r][1]);
+    }
+  }
+}
+
+// Scores of a page, from position `base` on, that a row does not see: as good as minus infinity.
+PI_INLINE void mask(const QueryRow& row, int64_t base, f32x16* s) {
+  const int end = row.last - base + 1 < PI_PAGE ? (int)(row.last - base + 1) : (int)PI_PAGE;
+  const int begin = row.first > base ? (row.first - base < PI_PAGE ? (int)(row.first - base) : (int)PI_PAGE) : 0;
+  f32x16 none = f_set(-3e38f);
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+    s[h] = f_keep_below(s[h], end - 16 * h, none);
+    if (begin) s[h] = f_keep_below(none, begin - 16 * h, s[h]);
+  }
+}
+
+// Online softmax of R rows: their weights of a page from its scores. largest, total: of a row's scores and weights so
+// far; shrink: the factor of what was added up before, whose weights were relative to a smaller score.
+template <int R>
+PI_INLINE void weigh(f32x16 (*s)[2], float* largest, float* total, float* shrink, float* weights) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    float top = f_hmax(f_max(s[r][0], s[r][1]));
+    top = top > largest[r] ? top : largest[r];
+    shrink[r] = largest[r] - top;
+    largest[r] = top;
+  }
+  f_store(shrink, f_exp(f_load(shrink)));
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    f32x16 m = f_set(largest[r]), w0 = f_exp(f_sub(s[r][0], m)), w1 = f_exp(f_sub(s[r][1], m));
+    total[r] = total[r] * shrink[r] + f_sum(f_add(w0, w1));
+    f_store(weights + r * PI_PAGE, w0);
+    f_store(weights + r * PI_PAGE + 16, w1);
+  }
+}
+
+// acc = shrink * acc + weights . the values of a page's first `slots`, one dimension per lane, 16 * `Blocks` of them.
+template <class Kv, int R, int Blocks>
+PI_INLINE void add_values(const Kv& kv, int n, int i, int slots, const float* weights, const float* shrink,
+                          float* acc) {
+  f32x16 o[R][Blocks];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    f32x16 by = f_set(shrink[r]);
+#pragma GCC unroll 2
+    for (int b = 0; b < Blocks; b++) o[r][b] = f_mul(f_load(acc + r * n + i + 16 * b), by);
+  }
+  for (int j = 0; j < slots; j++) {
+    f32x16 v[Blocks];
+#pragma GCC unroll 2
+    for (int b = 0; b < Blocks; b++) v[b] = kv.value(j, i + 16 * b);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      f32x16 w = f_set(weights[r * PI_PAGE + j]);
+#pragma GCC unroll 2
+      for (int b = 0; b < Blocks; b++) o[r][b] = f_fma(v[b], w, o[r][b]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+    for (int b = 0; b < Blocks; b++) f_store(acc + r * n + i + 16 * b, o[r][b]);
+  }
+}
+
+// out = acc / total.
+PI_INLINE void divide(const float* acc, float total, float* out, int head_dim) {
+  f32x16 by = f_set(total);
+  for (int i = 0; i < head_dim; i += 16) {
+    f32x16 v = f_div(f_load(acc + i), by);
+    if (i + 16 <= head_dim) f_store(out + i, v);
+    else f_store_n(out + i, v, head_dim - i);
+  }
+}
+
+// R query rows against every page they see. Masked keys have weight exactly 0, so a row's bits do not depend on the
+// other rows.
 template <class Kv, int R>
 void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
   const int n = a->head_pad;
+  QueryRow rows[R];
   const float* q[R];
-  int64_t position[R], first[R];
-  float *acc = scratch, *weights = scratch + PI_ATTENTION_ROWS * n, most[R], total[R];
-  int64_t page0 = INT64_MAX, last = 0;
+  float *acc = scratch, *weights = scratch + PI_ATTENTION_ROWS * n, largest[R], total[R];
+  int64_t page = INT64_MAX, last = 0;
   for (int r = 0; r < R; r++) {
-    const int64_t t = (r0 + r) / a->group, h = (int64_t)g * a->group + (r0 + r) % a->group;
-    q[r] = a->q + t * a->q_stride + h * n;
-    position[r] = a->position + t;
-    first[r] = a->window && position[r] >= a->window ? position[r] - a->window + 1 : 0;
-    if (first[r] / PI_PAGE < page0) page0 = first[r] / PI_PAGE;
-    if (position[r] > last) last = position[r];
-    most[r] = -1e30f;
+    rows[r] = QueryRow(a, g, r0 + r);
+    q[r] = rows[r].q;
+    if (rows[r].first / PI_PAGE < page) page = rows[r].first / PI_PAGE;
+    if (rows[r].last > last) last = rows[r].last;
+    largest[r] = -1e30f;
     total[r] = 0.0f;
   }
   for (int64_t i = 0; i < (int64_t)R * n; i += 16) f_store(acc + i, f_zero());
-  for (int64_t page = page0; page <= last / PI_PAGE; page++) {
-    const Kv kv(a->kv + a->pages[page] * a->page_bytes + g * a->head_bytes, n);
+  for (; page <= last / PI_PAGE; page++) {
+    const auto head_of = [&](int64_t of) { return a->kv + a->pages[of] * a->page_bytes + g * a->head_bytes; };
+    const Kv kv(head_of(page), n);
     const int64_t base = page * PI_PAGE;
     const int slots = last - base + 1 < PI_PAGE ? (int)(last - base + 1) : (int)PI_PAGE;
-    // The hardware prefetcher stops at the end of a page: prefetch the next one, a line per iteration.
-    [[maybe_unused]] const uint8_t* next =
-        a->kv + a->pages[page < last / PI_PAGE ? page + 1 : page] * a->page_bytes + g * a->head_bytes;
-    [[maybe_unused]] const int64_t ahead = a->head_bytes / n;
     f32x16 s[R][2];
+    score<Kv, R>(kv, n, q, head_of(page < last / PI_PAGE ? page + 1 : page), a->head_bytes / n, s);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_zero();
-    for (int i = 0; i < n; i++) {
-      f32x16 k0 = kv.key(i, 0), k1 = kv.key(i, 1);
-      if constexpr (R <= 4)
-        for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + i * ahead + line);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        f32x16 x = f_set(q[r][i]);
-        s[r][0] = f_fma(k0, x, s[r][0]);
-        s[r][1] = f_fma(k1, x, s[r][1]);
-      }
-    }
+    for (int r = 0; r < R; r++) mask(rows[r], base, s[r]);
     float shrink[16] = {0};
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const int end = position[r] - base + 1 < PI_PAGE ? (int)(position[r] - base + 1) : (int)PI_PAGE;
-      const int begin = first[r] > base ? (first[r] - base < PI_PAGE ? (int)(first[r] - base) : (int)PI_PAGE) : 0;
-      f32x16 none = f_set(-3e38f);
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; h++) {
-        s[r][h] = f_keep_below(s[r][h], end - 16 * h, none);
-        if (begin) s[r][h] = f_keep_below(none, begin - 16 * h, s[r][h]);
-      }
-      float top = f_hmax(f_max(s[r][0], s[r][1]));
-      top = top > most[r] ? top : most[r];
-      shrink[r] = most[r] - top;
-      most[r] = top;
-    }
-    f_store(shrink, f_exp(f_load(shrink)));
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      f32x16 m = f_set(most[r]), w0 = f_exp(f_sub(s[r][0], m)), w1 = f_exp(f_sub(s[r][1], m));
-      total[r] = total[r] * shrink[r] + f_sum(f_add(w0, w1));
-      f_store(weights + r * PI_PAGE, w0);
-      f_store(weights + r * PI_PAGE + 16, w1);
-    }
-    for (int i = 0; i < n; i += 32) {
-      const bool two = i + 16 < n;
-      f32x16 o[R][2];
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        f32x16 by = f_set(shrink[r]);
-        o[r][0] = f_mul(f_load(acc + r * n + i), by);
-        o[r][1] = two ? f_mul(f_load(acc + r * n + i + 16), by) : f_zero();
-      }
-      if (two) {
-        for (int j = 0; j < slots; j++) {
-          f32x16 v0 = kv.value(j, i), v1 = kv.value(j, i + 16);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++) {
-            f32x16 w = f_set(weights[r * PI_PAGE + j]);
-            o[r][0] = f_fma(v0, w, o[r][0]);
-            o[r][1] = f_fma(v1, w, o[r][1]);
-          }
-        }
-      } else {
-        for (int j = 0; j < slots; j++) {
-          f32x16 v0 = kv.value(j, i);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++) o[r][0] = f_fma(v0, f_set(weights[r * PI_PAGE + j]), o[r][0]);
-        }
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        f_store(acc + r * n + i, o[r][0]);
-        if (two) f_store(acc + r * n + i + 16, o[r][1]);
-      }
-    }
+    weigh<R>(s, largest, total, shrink, weights);
+    int i = 0;
+    for (; i + 16 < n; i += 32) add_values<Kv, R, 2>(kv, n, i, slots, weights, shrink, acc);
+    if (i < n) add_values<Kv, R, 1>(kv, n, i, slots, weights, shrink, acc);
   }
-  for (int r = 0; r < R; r++) {
-    const int64_t t = (r0 + r) / a->group, h = (int64_t)g * a->group + (r0 + r) % a->group;
-    float* out = a->out + t * a->out_stride + h * a->head_dim;
-    f32x16 by = f_set(total[r]);
-    for (int i = 0; i < a->head_dim; i += 16) {
-      f32x16 v = f_div(f_load(acc + r * n + i), by);
-      if (i + 16 <= a->head_dim) f_store(out + i, v);
-      else f_store_n(out + i, v, a->head_dim - i);
-    }
-  }
+  for (int r = 0; r < R; r++) divide(acc + r * n, total[r], rows[r].out, a->head_dim);
 }
 
 template <class Kv>

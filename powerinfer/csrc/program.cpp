@@ -18,9 +18,9 @@ std::vector<Cache::Layer> lay_out(int type, const std::vector<std::pair<int64_t,
   return layers;
 }
 
-// The most that a layer of the cache, with its query heads, makes of f.
+// The largest that a layer of the cache, with its query heads, makes of f.
 template <class F>
-int64_t most(const Cache& cache, const std::vector<int64_t>& heads, F f) {
+int64_t largest_of(const Cache& cache, const std::vector<int64_t>& heads, F f) {
   int64_t found = 0;
   for (size_t i = 0; i < std::min(heads.size(), cache.layers.size()); i++)
     found = std::max(found, f(cache.layers[i], heads[i]));
@@ -41,8 +41,8 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
       workspace(std::move(workspace_)),
       cache(std::move(cache_)),
       ldx(pi_round_up(sizes.d_model, PI_LANES)),
-      ldqkv(most(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; })),
-      lda(most(*cache, sizes.heads, [](auto& kv, int64_t q) { return pi_round_up(q * kv.head_dim, PI_LANES); })),
+      ldqkv(largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; })),
+      lda(largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return pi_round_up(q * kv.head_dim, PI_LANES); })),
       ldh(pi_round_up(std::max({sizes.d_ff, sizes.d_model, sizes.embed_dim}), 2 * PI_LANES)),
       hidden(sizes.max_tokens * pi_round_up(sizes.d_ff, 32)) {
   check(sizes.heads.size() == cache->layers.size(), "the cache has another number of layers than there are heads for");
@@ -60,7 +60,7 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
   up = floats(sizes.max_tokens * ldh);
   for (int64_t k : {sizes.d_model, sizes.embed_dim}) workspace->reserve(sizes.max_tokens, k);
   workspace->reserve(1, sizes.d_ff);
-  const int64_t pad = most(*cache, sizes.heads, [](auto& kv, int64_t) { return kv.head_pad; });
+  const int64_t pad = largest_of(*cache, sizes.heads, [](auto& kv, int64_t) { return kv.head_pad; });
   threads_.resize((size_t)workspace->pool->threads());
   for (size_t i = 0; i < threads_.size(); i++) threads_[i] = {(int)i, this, Vector((size_t)pi_attention_scratch(pad))};
 }

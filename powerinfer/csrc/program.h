@@ -83,6 +83,11 @@ struct AttentionInput {
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
+struct RouterSpec;
+struct ExpertMatrices;
+struct SharedExpert;
+struct ExpertRows;
+class Experts;
 class NeuronSum;
 class Predictor;
 
@@ -111,6 +116,9 @@ class Program {
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
+  // x += FFN(x) of experts, see experts.h. scores: the router.
+  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                                   SharedExpert shared);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -134,7 +142,8 @@ class Program {
   // between layers they are scratch.
   const int64_t ldx, ldqkv, lda, ldh;
   float *x, *qkv, *attended, *gate, *up;
-  ActMemory hidden;  // forms of an FFN's activations, whose floats are in `gate`
+  ActMemory hidden;                         // forms of an FFN's activations, whose floats are in `gate`
+  std::shared_ptr<ExpertRows> expert_rows;  // null: there are no experts
 
   Rows residual(int64_t first, int64_t tokens) const { return {x + first * ldx, ldx, sizes.d_model, tokens}; }
   // Where what is added to x from row `first` on goes: to x, or, if there is a norm, to rows that are `ldh` apart, for

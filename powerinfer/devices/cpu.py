@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import EngineConfig, ModelConfig, RopeConfig
+from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig, RopeConfig, RouterConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.errors import ModelError, RequestError
@@ -254,6 +254,52 @@ class CpuExecutor:
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, biases[2]), None, neurons, selects)
         self.ffns[layer] = CpuFfn(self.parts, layer, op, biases, layout=layout, predictor=selects)
 
+    def experts(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        router: _native.Matrix,
+        experts: Sequence[RawTensor],
+        shared: Sequence[_native.Matrix] = (),
+        *,
+        router_bias: Float32 | None = None,
+        correction: Float32 | None = None,
+        shared_weight: Float32 | None = None,
+        out_norm: _native.Norm | None = None,
+    ) -> None:
+        """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
+
+        router: [experts, d_model]; experts: the matrices of all experts, [experts, out, in], in the order of the
+        layer's `matrices`; shared: those of the shared expert. shared_weight: float32 [d_model].
+        """
+        about = self.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down)
+        of_shared = None
+        if shared:
+            *gate, up, down = shared
+            of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
+        self._program.experts(
+            _native.FfnSpec(norm, out_norm),
+            _router(about.router, router_bias, correction),
+            router,
+            of_all,
+            of_shared,
+            shared_weight,
+        )
+
+    def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
+        """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
+        n, rows, cols = tensor.shape
+        padded = cpu.round_up(rows, cpu.LANES)
+        places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
+        row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
+        packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
+        self.bytes_per_token += packed.nbytes * read // n
+        return packed
+
     def normalise(self, layer: int, norm: _native.Norm) -> None:
         """x = norm(x)."""
         self._program.normalise(norm)
@@ -418,3 +464,17 @@ def choose_pages(
     if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return limit, "a quarter of the free memory" if limit > one else "one context"
+
+
+def _router(about: RouterConfig, bias: Float32 | None, correction: Float32 | None) -> _native.RouterSpec:
+    return _native.RouterSpec(
+        about.top_k,
+        about.scoring,
+        about.normalise,
+        about.scale,
+        bias,
+        correction,
+        about.groups,
+        about.top_groups,
+        about.group_best,
+    )

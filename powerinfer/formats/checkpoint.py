@@ -6,7 +6,9 @@
 
 Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
 and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_norm gate up down ffn_out_norm`, with
-`_bias` behind the name of a matrix or a LayerNorm; which of them a model has follows from its configuration
+`_bias` behind the name of a matrix or a LayerNorm; layers of experts have `router experts_gate experts_up experts_down`
+(of all experts, [experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up
+down`; which of them a model has follows from its configuration
 (`layout.py`). A file may also have `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] for every layer,
 and may store `down` as `down_rows` [neurons, d_model]; then there are both. All matrices are [out_features,
 in_features]. Opening reads headers only; tensors are views of mapped files.
@@ -23,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.layout import matrix_names
+from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.source import Source
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, convert, transpose
+from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, StoredTensor, convert, transpose
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class Checkpoint:
         if quantize not in _QUANTIZE:
             raise RequestError(f"cannot quantise to {quantize!r} on load; choose q8_0 or q4_0")
         target = block_type(_QUANTIZE[quantize])
-        names = list(matrix_names(self.config))
+        names = [name for name in matrix_names(self.config) if not is_router(name)]
         if not any(self._tensors[self._own_name(name)].type in FLOAT_TYPES for name in names):
             raise RequestError(
                 f"{self.path} is quantised already ({self.main_type}); leave out the option to quantise it on load"
@@ -147,7 +149,7 @@ class Checkpoint:
             return tensor.gathered()
         change = convert if own == name else transpose
         try:
-            return change(tensor, self._targets[name], self._tick)
+            return change(tensor.gathered(), self._targets[name], self._tick)
         except ModelError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
@@ -187,7 +189,7 @@ class Checkpoint:
         """Bytes of the tensors on disk by storage type, the largest share first."""
         sizes: Counter[str] = Counter()
         for name, own in self._own_types.items():
-            sizes[own] += self._tensors[name].data.nbytes
+            sizes[own] += self._tensors[name].nbytes
         return dict(sizes.most_common())
 
     @property
@@ -203,7 +205,7 @@ class Checkpoint:
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, type, shape, bytes) of every tensor on disk."""
         tensors = ((name, self._tensors[name]) for name in self._own_types)
-        return [(name, tensor.type, tensor.shape, tensor.data.nbytes) for name, tensor in tensors]
+        return [(name, tensor.type, tensor.shape, tensor.nbytes) for name, tensor in tensors]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -256,14 +258,14 @@ def _is_predictor(name: str) -> bool:
     return ".predictor_" in name
 
 
-def _turned(tensor: RawTensor) -> str:
+def _turned(tensor: StoredTensor) -> str:
     """The type of a matrix once it is transposed: blocks lie along the other axis then."""
     if tensor.type in FLOAT_TYPES:
         return tensor.type
     return "Q8_0" if tensor.shape[0] % block_type("Q8_0").block == 0 and tensor.type != "F64" else "F32"
 
 
-def _fallback(tensor: RawTensor) -> str:
+def _fallback(tensor: StoredTensor) -> str:
     """The type to convert to when no kernel takes the tensor as it is, else its own."""
     if len(tensor.shape) == 1:
         return tensor.type if tensor.type in FLOAT_TYPES else "F32"

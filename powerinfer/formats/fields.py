@@ -94,6 +94,10 @@ class Fields:
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             raise self.bad(key, f"is {shown(value)}, which this engine does not support")
 
+    def was_read(self, key: str) -> bool:
+        """Whether somebody has asked for it."""
+        return key in self._read
+
     def unread(self) -> list[str]:
         """Keys below the prefix that were not read."""
         start = len(self._prefix)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import ExpertsConfig, ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.folder_config import read_config
@@ -15,7 +18,7 @@ from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
 from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, StoredTensor
 
 _LLAMA = Names(
     outer={"embed": "model.embed_tokens", "head": "lm_head", "final_norm": "model.norm"},
@@ -83,7 +86,27 @@ _OPENELM = Names(
     },
 )
 _FALCON_TWO_NORMS = replace(_FALCON, inner=_FALCON.inner | {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
+_QWEN_MOE = replace(
+    _LLAMA,
+    inner=_LLAMA.inner
+    | {
+        "router": "mlp.gate",
+        **{f"experts_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+        **{f"shared_{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        "shared_weight": "mlp.shared_expert_gate",
+    },
+)
+_MIXTRAL = {"router": "block_sparse_moe.gate"} | {
+    f"experts_{part}": f"block_sparse_moe.experts.{{}}.{name}"
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+_GLM_MOE = {"router_correction": "mlp.gate.e_score_correction"} | {
+    f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
 _NAMES = {
+    "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
+    "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
     "opt": _OPT,
     "falcon": _FALCON,
     "openelm": _OPENELM,
@@ -121,6 +144,8 @@ def open_folder(folder: Path) -> Source:
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
     if config.architecture == "opt" and not any(name.startswith("model.decoder.") for name in stored):
         stored = {f"model.{name}" if name.startswith("decoder.") else name: stored[name] for name in stored}
+    if any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
+        stored = dict(_of_experts(config, metadata, stored))
     names = _names(config)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)
@@ -136,13 +161,29 @@ def open_folder(folder: Path) -> Source:
     return replace(source, predictor_threshold=0.0, notes=["the files include predictors, with threshold 0"])
 
 
-def _add_one_to_norms(tensors: dict[str, RawTensor], files: list[MappedFile]) -> None:
+def _of_experts(
+    config: ModelConfig, metadata: dict[str, Any], stored: dict[str, RawTensor]
+) -> Iterator[tuple[str, RawTensor]]:
+    """The tensors with the names and shapes of other layers; without those of layers that only predict further tokens,
+    which follow the model's own (GLM-4.5)."""
+    beyond = re.compile(r"model\.layers\.(\d+)\.") if metadata.get("num_nextn_predict_layers") else None
+    for name, tensor in stored.items():
+        if beyond and (found := beyond.match(name)) and int(found[1]) >= config.n_layers:
+            continue
+        if name.endswith(".mlp.gate.e_score_correction_bias"):
+            name = name.removesuffix("_bias") + ".bias"
+        if name.endswith(".mlp.shared_expert_gate.weight") and tensor.shape[0] == 1:
+            tensor = RawTensor(tensor.type, tensor.shape[1:], tensor.data)
+        yield name, tensor
+
+
+def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile]) -> None:
     """Some families' files keep the weights of their norms less one."""
     for file in files:
         file.check()
     for name, tensor in tensors.items():
         if name.endswith("_norm"):
-            values = tensor.float32() + np.float32(1)
+            values = tensor.gathered().float32() + np.float32(1)
             tensors[name] = RawTensor("F32", tensor.shape, values.astype("<f4").view(np.uint8))
 
 

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+    uniform,
+)
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.mapped import shown
@@ -33,6 +42,11 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "OpenELMForCausalLM": "openelm",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "OlmoeForCausalLM": "olmoe",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -123,6 +137,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "openelm": {
         "vocab_size": 32000, "max_context_length": 2048, "model_dim": 2048, "num_transformer_layers": 12,
         "head_dim": 128, "ffn_dim_divisor": 256, "activation_fn_name": "swish", "rms_norm_eps": 1e-6,
+    },
+    "mixtral": {
+        "hidden_act": "silu", "rope_theta": 1e6, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 131072, "intermediate_size": 14336,
+    },
+    "qwen2_moe": _LLAMA | {
+        "qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "intermediate_size": 5632, "num_key_value_heads": 16,
+    },
+    "qwen3_moe": _LLAMA | {
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+    },
+    "olmoe": {
+        "hidden_act": "silu", "num_experts": 64, "num_experts_per_tok": 8, "intermediate_size": 2048,
+        "vocab_size": 50304, "max_position_embeddings": 4096,
+    },
+    "glm4_moe": {
+        "hidden_act": "silu", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+        "intermediate_size": 10944, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
     },
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
@@ -314,6 +349,89 @@ def _divisible(size: float, divisor: int) -> int:
     return nearest + divisor * (nearest < 0.9 * size)
 
 
+def _experts_of(fields: Fields, count: str, size: str, router: RouterConfig, **more: Any) -> ExpertsConfig:
+    """Experts whose number and size are in these keys; transformers 5 may call the number `num_local_experts`."""
+    n_experts = fields.integer("num_local_experts", 1, layout.MAX_EXPERTS, None)
+    if n_experts is None or fields.has(count):
+        n_experts = fields.integer(count, 1, layout.MAX_EXPERTS)
+    router = replace(router, top_k=fields.integer("num_experts_per_tok", 1, n_experts))
+    activation = _activation(fields, "hidden_act", _GATED)
+    return ExpertsConfig(n_experts, fields.integer(size, 1, layout.MAX_WIDTH), router, activation, **more)
+
+
+def _mixtral(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    heads = _heads(fields, config)
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
+    attention = replace(heads, rope=_rope(fields, config, heads), window=window)
+    experts = _experts_of(fields, "num_local_experts", "intermediate_size", RouterConfig(0))
+    return replace(config, layers=uniform(n_layers, LayerConfig(attention, experts)))
+
+
+def _qwen_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers`."""
+    third = config.architecture == "qwen3_moe"
+    fields.only("use_sliding_window", False)
+    heads = _heads(fields, config)
+    bias = fields.flag("attention_bias" if third else "qkv_bias", False)
+    attention = replace(
+        heads,
+        rope=_rope(fields, config, heads),
+        qkv_bias=bias,
+        o_bias=third and bias,
+        qk_norm="head" if third else None,
+    )
+    router = RouterConfig(0, normalise=fields.flag("norm_topk_prob", False))
+    shared = 0 if third else fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
+    experts = _experts_of(
+        fields, "num_experts", "moe_intermediate_size", router, shared_size=shared, shared_weight=shared > 0
+    )
+    dense = FfnConfig(_ffn_size(fields), experts.activation)
+    every = fields.integer("decoder_sparse_step", 1, layout.MAX_LAYERS, 1)
+    without = fields.get("mlp_only_layers", None) or []
+    if type(without) is not list or not all(type(layer) is int for layer in without):
+        raise fields.bad("mlp_only_layers", f"is {shown(without)}, not a list of layers")
+    kinds = [dense if (layer + 1) % every or layer in without else experts for layer in range(n_layers)]
+    return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
+
+
+def _olmoe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("clip_qkv")
+    heads = _heads(fields, config)
+    bias = fields.flag("attention_bias", False)
+    attention = replace(heads, rope=_rope(fields, config, heads), qkv_bias=bias, o_bias=bias, qk_norm="width")
+    router = RouterConfig(0, normalise=fields.flag("norm_topk_prob", False))
+    experts = _experts_of(fields, "num_experts", "intermediate_size", router)
+    return replace(config, layers=uniform(n_layers, LayerConfig(attention, experts)))
+
+
+def _glm4_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    heads = _heads(fields, config)
+    attention = replace(
+        heads,
+        rope=_rope(fields, config, heads, partial=0.5),
+        qkv_bias=fields.flag("attention_bias", False),
+        qk_norm="head" if fields.flag("use_qk_norm", False) else None,
+    )
+    groups = fields.integer("n_group", 1, layout.MAX_EXPERTS, 1)
+    router = RouterConfig(
+        0,
+        scoring="sigmoid",
+        normalise=fields.flag("norm_topk_prob"),
+        scale=fields.number("routed_scaling_factor", 1e-6, layout.MAX_SCALE, 1.0),
+        correction=True,
+        groups=groups,
+        top_groups=fields.integer("topk_group", 1, groups, 1),
+        group_best=2 if groups > 1 else 1,
+    )
+    experts = _experts_of(fields, "n_routed_experts", "moe_intermediate_size", router)
+    shared = fields.integer("n_shared_experts", 0, layout.MAX_EXPERTS)
+    experts = replace(experts, shared_size=shared * experts.size)
+    first = fields.integer("first_k_dense_replace", 0, n_layers)
+    dense = FfnConfig(_ffn_size(fields), experts.activation)
+    kinds = [dense if layer < first else experts for layer in range(n_layers)]
+    return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
+
+
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
     "opt": _opt,
@@ -324,6 +442,11 @@ _READERS = {
     "olmo2": _olmo,
     "olmo3": _olmo,
     "openelm": _openelm,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen_moe,
+    "qwen3_moe": _qwen_moe,
+    "olmoe": _olmoe,
+    "glm4_moe": _glm4_moe,
 }
 
 

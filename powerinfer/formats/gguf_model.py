@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import ACTIVATIONS, AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
+from powerinfer.config import (
+    ACTIVATIONS,
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    FfnKind,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+)
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
@@ -32,6 +42,7 @@ class _Family:
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
     local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
     full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    experts: how they are selected where the file does not say, None: the family has no experts.
     """
 
     activation: str
@@ -46,6 +57,7 @@ class _Family:
     local_theta: float | None = None
     scaled: bool = False
     fused: tuple[Fused, ...] = ()
+    experts: RouterConfig | None = None
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -53,14 +65,21 @@ class _Family:
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 
+_NORMALISED, _AS_THEY_ARE = (RouterConfig(0, normalise=normalise) for normalise in (True, False))
+_DEEPSEEK = RouterConfig(0, scoring="sigmoid", correction=True, group_best=2)
+
 ARCHITECTURES = {
-    "llama": _Family("silu", interleaved=True),
+    "llama": _Family("silu", interleaved=True, experts=_NORMALISED),  # with experts: Mixtral
     "qwen2": _Family("silu", qkv_bias=True),
     "qwen3": _Family("silu", qk_norm="head"),
     "gemma3": _Family("gelu_tanh", norms="both", qk_norm="head", full_every=6, local_theta=10000.0, scaled=True),
     "phi3": _Family("silu", partial=True, fused=(Fused(("gate", "up")),)),
     "olmo2": _Family("silu", norms="output", qk_norm="width", full_every=4),
     "openelm": _Family("silu", qk_norm="head"),
+    "qwen2moe": _Family("silu", qkv_bias=True, experts=_AS_THEY_ARE),
+    "qwen3moe": _Family("silu", qk_norm="head", experts=_NORMALISED),
+    "olmoe": _Family("silu", qk_norm="width", experts=_AS_THEY_ARE),
+    "glm4moe": _Family("silu", partial=True, experts=_DEEPSEEK),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -89,6 +108,11 @@ _NAMES = Names(
         "gate": "ffn_gate",
         "up": "ffn_up",
         "down": "ffn_down",
+        "router": "ffn_gate_inp",
+        "router_correction": "exp_probs_b",
+        **{f"experts_{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+        **{f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        "shared_weight": "ffn_gate_inp_shexp",
     },
 )
 _QKV = Fused(("q", "k", "v"))
@@ -109,7 +133,10 @@ def open_gguf(file: GGUFFile) -> Source:
 def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     """The tensors under the names of the file, without those that became part of the configuration."""
     read = [f"{name}.weight" for name in _DIVISORS] if config.ropes else []
-    return {name: tensor for name, tensor in file.tensors.items() if name not in read}
+    fields = Fields(file.metadata, str(file.path), prefix=f"{config.architecture}.")
+    blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
+    beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
+    return {name: tensor for name, tensor in file.tensors.items() if name not in read and not name.startswith(beyond)}
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
@@ -117,6 +144,8 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     inner = dict(_NAMES.inner)
     for one in fused(file, config):
         inner |= dict.fromkeys(one.parts, "attn_qkv" if one == _QKV else inner[one.parts[-1]])
+    if config.architecture == "glm4moe":
+        inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
     return replace(_NAMES, inner=inner)
@@ -157,6 +186,8 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
+    if family.experts is not None:  # layers that only predict further tokens follow the model's own
+        n_layers -= fields.integer("nextn_predict_layers", 0, n_layers - 1, 0)
     names = file.tensors
     if "token_embd.weight" not in names:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
@@ -209,25 +240,75 @@ def _layers(
     shared: dict[str, Any] = {
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
-        "qk_norm": family.qk_norm,
+        "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
         "scale": _scale(fields, architecture, heads),
     }
-    activation, threshold = _activation(fields, family)
-    bias = "blk.0.ffn_up.bias" in names
     return tuple(
         LayerConfig(
             replace(own, rope=rope if window is None else local, window=window, **shared),
-            FfnConfig(size, activation, threshold, family.gated, bias),
+            ffn,
             norms=family.norms,
             parallel=falcon,
             shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
         )
-        for own, size, window in zip(
-            heads,
-            fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH),
-            _windows(fields, n_layers, family),
-            strict=True,
+        for own, ffn, window in zip(
+            heads, _ffns(file, fields, family, n_layers), _windows(fields, n_layers, family), strict=True
         )
+    )
+
+
+def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
+    """The FFN of each layer; layers with a router have experts."""
+    activation, threshold = _activation(fields, family)
+    bias = "blk.0.ffn_up.bias" in file.tensors
+    sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH)
+    ffns: list[FfnKind] = [FfnConfig(size, activation, threshold, family.gated, bias) for size in sizes]
+    if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
+        fields.only("expert_count", 0)
+        fields.only("expert_used_count", 0)
+        return ffns
+    experts = _experts(file, fields, family.experts, activation, sizes[0])
+    with_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(n_layers)]
+    if not any(with_router):
+        raise fields.bad("expert_count", f"is {experts.n_experts}, but no layer has a router")
+    dense = fields.integer("leading_dense_block_count", 0, n_layers, 0)
+    if any(with_router[:dense]):
+        raise fields.bad("leading_dense_block_count", f"is {dense}, but some of these layers have experts")
+    return [experts if routed else ffn for ffn, routed in zip(ffns, with_router, strict=True)]
+
+
+def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: str, size: int) -> ExpertsConfig:
+    """size: neurons of an expert, where the file states no other number."""
+    n_experts = fields.integer("expert_count", 1, layout.MAX_EXPERTS)
+    size = fields.integer("expert_feed_forward_length", 1, layout.MAX_WIDTH, size)
+    shared = [name for name in file.tensors if name.endswith(".ffn_up_shexp.weight")]
+    shared_size = 0
+    if shared:
+        count = fields.integer("expert_shared_count", 1, layout.MAX_EXPERTS, 1)
+        shared_size = fields.integer("expert_shared_feed_forward_length", 1, layout.MAX_WIDTH, size * count)
+    else:
+        fields.only("expert_shared_count", 0)
+        fields.get("expert_shared_feed_forward_length", None)  # of a shared expert that the file does not have
+    gating = {0: router.scoring, 1: "softmax", 2: "sigmoid"}
+    scoring = fields.integer("expert_gating_func", 0, max(gating), 0)
+    groups = fields.integer("expert_group_count", 1, n_experts, 1)
+    return ExpertsConfig(
+        n_experts,
+        size,
+        replace(
+            router,
+            top_k=fields.integer("expert_used_count", 1, n_experts),
+            scoring=gating[scoring],
+            normalise=fields.flag("expert_weights_norm", router.normalise),
+            scale=fields.number("expert_weights_scale", 0, layout.MAX_SCALE, 1.0) or 1.0,
+            correction=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+            groups=groups,
+            top_groups=fields.integer("expert_group_used_count", 1, groups, groups),
+            group_best=router.group_best if groups > 1 else 1,
+        ),
+        activation,
+        shared_size=shared_size,
+        shared_weight=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in file.tensors),
     )
 
 
@@ -358,8 +439,9 @@ def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]
 
 def _refuse_others(fields: Fields, parallel: bool) -> None:
     """Keys with a neutral value pass; any other key of the architecture asks for something this engine lacks."""
-    for key in ("expert_count", "expert_used_count", "nextn_predict_layers", "pooling_type", "expert_shared_count"):
-        fields.only(key, 0)
+    for key in ("nextn_predict_layers", "pooling_type", "expert_shared_count"):
+        if not fields.was_read(key):
+            fields.only(key, 0)
     fields.only("attention.causal", True)
     fields.only("use_parallel_residual", parallel)
     for key in _BOOKKEEPING:

@@ -11,6 +11,7 @@ from powerinfer.errors import ModelError
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 14
+MAX_EXPERTS = 1 << 12
 MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 24
@@ -25,11 +26,16 @@ read, for their sums."""
 def matrix_names(config: ModelConfig) -> Iterator[str]:
     """Canonical names of the matrices: those of the layers, and around them what is a tensor of its own."""
     for layer in range(config.n_layers):
-        yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if len(shape) == 2)
+        yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if len(shape) > 1)
     if config.embed_dim:
         yield from ("project_in", "project_out")
     if not config.tied_embeddings:
         yield "head"
+
+
+def is_router(name: str) -> bool:
+    """Whether that is a matrix whose products decide which experts are computed: it is never quantised on load."""
+    return name.endswith(".router")
 
 
 def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

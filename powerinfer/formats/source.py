@@ -12,7 +12,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import block_type, can_dequantize
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, StackedTensor, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Source:
     path: Path
     config: ModelConfig
     metadata: dict[str, Any]
-    tensors: dict[str, RawTensor]
+    tensors: dict[str, StoredTensor]
     files: list[MappedFile]
     notes: list[str] = field(default_factory=list)  # lines for the user about how the file was read
     predictor_threshold: float | None = None  # of the file's own predictors
@@ -33,7 +33,7 @@ class Source:
 class Names:
     """How a family's files spell canonical names: `outer` and `inner` name -> name without `.weight` or `.bias`.
 
-    layers: the prefix of a layer's number.
+    layers: the prefix of a layer's number. `{}` in a name is an expert's number: the file has a tensor for each.
     """
 
     outer: dict[str, str]
@@ -89,7 +89,7 @@ def collect(
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Sequence[Fused] = (),
-) -> dict[str, RawTensor]:
+) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
     stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has `down_rows`, the file
@@ -97,27 +97,22 @@ def collect(
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
-    found: dict[str, RawTensor] = {}
+    found: dict[str, StoredTensor] = {}
     rest, known = set(stored), dict(layout.shapes(config))
     for canonical, shape in (*known.items(), *extra):
         if "down_rows" in names.inner and canonical.endswith(".down"):
             canonical, shape = f"{canonical}_rows", shape[::-1]
         name = names(canonical)
-        tensor = stored.get(name)
-        if tensor is None:
-            raise ModelError(f"{where}: tensor {name} is missing")
+        if "{}" in name:
+            every = {name.format(expert): shape[1:] for expert in range(shape[0])}
+            found[canonical] = _stacked([_checked(stored, one, own, where) for one, own in every.items()], name, where)
+            rest -= every.keys()
+            continue
         layer, _, inner = canonical.rpartition(".")
         part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
         cut = next((one for one in fused if part in one.parts), None)
         rows = [known[f"{layer}.{one}{bias}"][0] for one in cut.parts] if cut is not None else [shape[0]]
-        expected = (sum(rows), *shape[1:])
-        if tensor.shape != expected:
-            raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(expected)}")
-        if not can_dequantize(tensor.type):
-            raise ModelError(
-                f"{where}: tensor {name} has type {tensor.type}, which this engine does not read; "
-                "take the model in another quantisation, such as Q4_K_M or Q8_0"
-            )
+        tensor = _checked(stored, name, (sum(rows), *shape[1:]), where)
         if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
             raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
         found[canonical] = tensor if cut is None else cut.cut(part, tensor, rows)
@@ -127,6 +122,30 @@ def collect(
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
     return found
+
+
+def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], where: str) -> RawTensor:
+    """The tensor of that name in the file; ModelError if it is missing, or has another shape or an unknown type."""
+    tensor = stored.get(name)
+    if tensor is None:
+        raise ModelError(f"{where}: tensor {name} is missing")
+    if tensor.shape != shape:
+        raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+    if not can_dequantize(tensor.type):
+        raise ModelError(
+            f"{where}: tensor {name} has type {tensor.type}, which this engine does not read; "
+            "take the model in another quantisation, such as Q4_K_M or Q8_0"
+        )
+    return tensor
+
+
+def _stacked(parts: list[RawTensor], name: str, where: str) -> StackedTensor:
+    types = {part.type for part in parts}
+    if len(types) > 1:
+        raise ModelError(
+            f"{where}: tensors {name} have types {' and '.join(sorted(types))}: those of all experts must be one"
+        )
+    return StackedTensor(tuple(parts))
 
 
 def printable(name: object) -> str:

@@ -36,6 +36,11 @@ class RawTensor:
         """Elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.data.nbytes
+
     def rows(self) -> Bytes:
         """The bytes row by row, uint8 [rows, row_bytes]; a 1-D tensor is one row."""
         cols = self.shape[-1]
@@ -57,6 +62,40 @@ class RawTensor:
         if self.type == "F32" and self.data.ctypes.data % 4 == 0:
             return self.data.view("<f4").reshape(self.shape)
         return dequantize(self.rows(), self.type).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedTensor:
+    """Tensors of one type and shape, stored apart, as one with a first dimension more; as `RawTensor` otherwise."""
+
+    parts: tuple[RawTensor, ...]
+
+    @property
+    def type(self) -> str:
+        return self.parts[0].type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def gathered(self) -> RawTensor:
+        """All of it in one array, a copy."""
+        return RawTensor(self.type, self.shape, np.concatenate([part.gathered().data for part in self.parts]))
+
+    def samples(self) -> Iterator[bytes]:
+        for part in self.parts:
+            yield from part.samples()
+
+
+StoredTensor = RawTensor | StackedTensor
 
 
 def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:

@@ -339,7 +339,7 @@ class NeuronSplit:
             cpu,
             layers,
             self.bundles,
-            self.placement.parts(layer)[Tier.GPU],
+            self.placement.by_tier(layer)[Tier.GPU],
             biases=biases,
             threshold=self.threshold(layer),
             weights=None if self.predictors is None else self.predictors(layer),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from powerinfer.sparsity import Sparsity
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.ffn import NeuronSplit
-    from powerinfer.hybrid.vram import Held
+    from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.placement.plan import Plan
 
@@ -126,17 +125,17 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> 
 def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
     from powerinfer.hybrid.sparsity import HybridSparsity
-    from powerinfer.hybrid.vram import Held, SavedMemory, hold_budget
+    from powerinfer.hybrid.vram import Attempt, SavedMemory, hold_budget
 
     saved = SavedMemory(resolved)
     earlier = saved.find(plan)
-    start = earlier or Held(plan)
-    executor, split, start, failures = _load_planned(resolved, start, progress)
+    executor, split, attempt = _load_planned(resolved, Attempt(plan if earlier is None else earlier.plan), progress)
     executor.choices["gpu"] += f", {resolved.why}"
     settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
     limits = resolved.engine.max_batch, resolved.vram
     try:
-        held = hold_budget(executor, *limits, start, split, failures=failures, settle=settle)
+        measured = None if earlier is None else earlier.measured
+        held = hold_budget(executor, *limits, attempt, split, earlier=measured, settle=settle)
         assert held.plan is not None
         if held.measured is not None and (earlier is None or held.plan is not earlier.plan):
             saved.keep(held)
@@ -151,26 +150,23 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
     return executor, sparsity
 
 
-def _load_planned(resolved: Resolved, start: Held, progress: Progress) -> tuple[SplitExecutor, NeuronSplit, Held, int]:
-    """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded, as often
-    as the last number says."""
-    from powerinfer.hybrid.vram import less_after_failure
-
-    failures = 0
+def _load_planned(
+    resolved: Resolved, attempt: Attempt, progress: Progress
+) -> tuple[SplitExecutor, NeuronSplit, Attempt]:
+    """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded."""
     while True:
-        assert start.plan is not None
+        assert attempt.plan is not None
         split = None
         try:
-            split = _planned_split(resolved, start.plan)
-            return load_split(resolved, split, progress), split, start, failures
+            split = _planned_split(resolved, attempt.plan)
+            return load_split(resolved, split, progress), split, attempt
         except GpuMemoryError:
             if split is not None:
                 split.close()
-            failures += 1
-            less = less_after_failure(start.plan, failures)
-            if less is None or not less.fits:
+            less = attempt.after_failure()
+            if less is None or less.plan is None or not less.plan.fits:
                 raise
-            start = replace(start, plan=less)
+            attempt = less
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:

@@ -57,8 +57,8 @@ class Held:
     """plan: places the neurons, None: there are none to place. measured: bytes that dense parts and steps take with it,
     None: that is not known."""
 
-    plan: Plan | None = None
-    measured: int | None = None
+    plan: Plan | None
+    measured: int | None
 
 
 class SavedMemory:
@@ -102,61 +102,86 @@ class SavedMemory:
         keep_entry(self.path, KIND, _Kept, self._key, result)
 
 
-def less_after_failure(plan: Plan, failures: int) -> Plan | None:
-    """The plan to try after that number of times out of memory in a row; None: no neurons are left to move.
+@dataclass(frozen=True)
+class Attempt:
+    """A plan that is tried, None: there are no neurons to place.
 
-    RequestError as `with_less_vram`.
+    failures: how often the device ran out of memory before; tight: with the plan before this one. grow: neurons may
+    move to the GPU if there is room for more.
     """
-    held = _held(plan)
-    return with_less_vram(plan, min(_LACKING << (failures - 1), held)) if held else None
+
+    plan: Plan | None = None
+    failures: int = 0
+    tight: bool = False
+    grow: bool = True
+
+    def after_failure(self) -> Attempt | None:
+        """What to try once the device ran out of memory with it; None: no neurons are left to move.
+
+        RequestError as `with_less_vram`.
+        """
+        held = 0 if self.plan is None else _held(self.plan)
+        if self.plan is None or not held:
+            return None
+        less = with_less_vram(self.plan, min(_LACKING << self.failures, held))
+        return None if less is None else Attempt(less, self.failures + 1, tight=True, grow=False)
+
+    def after_steps(self, used: int | None, lacking: int, earlier: int | None) -> Attempt | None:
+        """What to try once the largest steps ran with it; None: it stays.
+
+        used: what they and the dense parts take, and earlier: took at the last start, None: that is not known. lacking:
+        bytes beyond the limit. RequestError as `with_less_vram`.
+        """
+        plan = other = self.plan
+        if plan is None:
+            return None
+        if lacking > 0:
+            other = _with_fewer(plan, lacking, _margin(plan, used))
+        elif self.tight:  # what was freed suffices; a margin has to follow
+            other = _if_changed(plan, _with_fewer(plan, 0, _margin(plan, used)))
+        else:
+            other = _with_more(plan, used, earlier) if self.grow and used is not None else None
+        return None if other is None else Attempt(other, self.failures, grow=False)
 
 
 def hold_budget(
     executor: SplitExecutor,
     requests: int,
     vram: int | None,
-    start: Held = Held(),
+    attempt: Attempt = Attempt(),
     split: NeuronSplit | None = None,
     *,
-    failures: int = 0,
+    earlier: int | None = None,
     settle: Callable[[], None] = lambda: None,
 ) -> Held:
     """Run the largest steps, `requests` of them decoding together, and `settle`, and move neurons until they fit.
 
-    The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. start:
-    the plan so far; if nothing was measured for it, or something else than now, neurons also move to the GPU, once, if
-    there is room for more. split: the placed neurons, None: there are none to move. failures: times that the device has
-    run out of memory so far. settle: what else must run, at the end. Returns what fits.
+    The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. attempt:
+    the plan so far; earlier: what was measured with it, None: nothing. If that is something else than now, neurons also
+    move to the GPU, once, if there is room for more. split: the placed neurons, None: there are none to move. settle:
+    what else must run, at the end. Returns what fits.
     GpuMemoryError, with what would help, if the budget cannot be kept.
     """
-    plan, grow, tight = start.plan, not failures, failures > 0
     while True:
-        less = None
         try:
-            if plan is not None and split is not None:
-                _move(split, plan)
+            if attempt.plan is not None and split is not None:
+                _move(split, attempt.plan)
             used = _rehearsal(executor, requests, split)
             lacking = _lacking(used, split, vram)
-            if plan is not None and lacking > 0:
-                less = _with_fewer(plan, lacking, _margin(plan, used))
-            elif plan is not None and tight:  # what was freed suffices; a margin has to follow
-                less = _if_changed(plan, _with_fewer(plan, 0, _margin(plan, used)))
-            elif plan is not None and used is not None and grow:
-                less = _with_more(plan, used, start.measured)
-            if less is None and lacking <= 0:
+            other = attempt.after_steps(used, lacking, earlier)
+            if other is None and lacking <= 0:
                 settle()
-                return Held(plan, used)
+                return Held(attempt.plan, used)
             problem = _over_budget(lacking, vram)
-            grow = tight = False
         except GpuMemoryError as error:
-            problem, failures = error.with_traceback(None), failures + 1  # its frames hold tensors of the step
-            less = None if plan is None else less_after_failure(plan, failures)
-            grow, tight = False, True
-        if less is None or split is None:
+            problem = error.with_traceback(None)  # its frames hold tensors of the step
+            other = attempt.after_failure()
+        if other is None or split is None:
             raise problem
-        if not less.fits:
+        assert other.plan is not None
+        if not other.plan.fits:
             raise PowerInferError(f"{problem}; --ram does not hold the neurons that would make room there")
-        plan = less
+        attempt = other
 
 
 def _lacking(used: int | None, split: NeuronSplit | None, vram: int | None) -> int:
@@ -251,7 +276,7 @@ def _neuron_bytes(split: NeuronSplit) -> int:
 def _move(split: NeuronSplit, plan: Plan) -> None:
     """Move neurons to match another plan: first the layers that lose some, to make room."""
     placement = plan.placement(plan.request.profile)
-    hot = {ffn.layer: placement.parts(ffn.layer)[Tier.GPU] for ffn in split.ffns}
+    hot = {ffn.layer: placement.by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
     for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
         failed = ffn.neurons is None and len(ffn.hot) > 0  # by running out of memory
         if failed or len(hot[ffn.layer]) != len(ffn.hot):

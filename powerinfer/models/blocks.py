@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from powerinfer.config import AttentionConfig, FfnConfig
+from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Vector, vector
+from powerinfer.models.experts import sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.progress import Progress
 
@@ -51,7 +52,7 @@ class AttentionWiring(NamedTuple):
 ATTENTIONS: dict[type, AttentionWiring] = {AttentionConfig: AttentionWiring(attend, project)}
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""
 
-FFNS: dict[type, Callable[..., None]] = {FfnConfig: sum_neurons}
+FFNS: dict[type, Callable[..., None]] = {FfnConfig: sum_neurons, ExpertsConfig: sum_experts}
 """How each kind of FFN is wired, by the class of `LayerConfig.ffn`: called with (device, checkpoint, layer, norm of
 what it reads, norm of what it adds, who else wires it: `OwnFfn` or None)."""
 

@@ -183,7 +183,7 @@ def layers_that_fit(
     model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False
 ) -> tuple[int, bool]:
     """How many layers, from the first on, fit into a GPU budget, and whether the head fits too. dense: as `on_gpu`."""
-    if hardware.gpu is None or not vram:
+    if hardware.gpu is None or not vram or model.config.why_not_on_gpu is not None:
         return 0, False
 
     def taken(layers: int, head: bool = False) -> int:

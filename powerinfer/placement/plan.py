@@ -603,6 +603,8 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
         why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
         reasons.append(f"no GPU is used: {why}")
+    elif config.why_not_on_gpu is not None:
+        reasons.append(f"no GPU is used: {config.why_not_on_gpu}")
     elif not claims.gpu_layers:
         reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
     elif claims.gpu_layers < config.n_layers:
@@ -630,17 +632,17 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
-    if hardware.gpu is not None and vram:
+    if hardware.gpu is not None and vram and model.config.why_not_on_gpu is None:
         dense = model, hardware, request.workload, layers
         what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
-        wanted = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, False).values()))]
-        wanted.append(("the output head on the GPU", sum(on_gpu(*dense, True).values())))
+        goals = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, False).values()))]
+        goals.append(("the output head on the GPU", sum(on_gpu(*dense, True).values())))
         for share in (0.5, 0.8, 1.0):
             what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
             groups = _groups_for(tables.mass, share)
             staged = 0 if share == 1 else staged_beside(model, groups * GROUP * model.gpu_neuron)
-            wanted.append((f"room on the GPU for {what}", request.vram_for(groups) + staged))
-        more = [(what, nbytes) for what, nbytes in wanted if nbytes > vram]
+            goals.append((f"room on the GPU for {what}", request.vram_for(groups) + staged))
+        more = [(what, nbytes) for what, nbytes in goals if nbytes > vram]
         helps = [Help(what, "--vram", nbytes, nbytes <= hardware.gpu.memory_bytes) for what, nbytes in more]
     groups = layers * (tables.costs.shape[1] - 1)
     if claims.bundles and sum(choice.kept) < groups:

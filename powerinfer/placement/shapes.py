@@ -14,7 +14,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+    uniform,
+)
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
@@ -203,7 +212,7 @@ class Model:
         floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
-        per_token = 4 * floats + forms
+        per_token = 4 * floats + forms + max(layer.ffn.row_bytes(1, config.d_model) for layer in config.layers)
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
@@ -381,8 +390,20 @@ def _llama(
     return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
 
 
+def _experts(
+    family: str, layers: int, width: int, heads: tuple[int, int], experts: ExpertsConfig, vocab: int, context: int,
+    dense: tuple[int, int] = (0, 0), **attention: Any,
+) -> ModelConfig:  # fmt: skip
+    """heads: of queries, of keys and values, each of 128 dimensions; dense: the first layers without experts, and their
+    size."""
+    about = AttentionConfig(*heads, 128, RopeConfig(1e6, 128), **attention)
+    first, size = dense
+    kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
+    return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
+
+
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
 
     config: ModelConfig
@@ -390,28 +411,51 @@ class Shape:
     predictor: float = PREDICTOR_SHARE
 
 
-SHAPES: dict[str, Shape] = {
-    "opt-6.7b": Shape(_opt(32, 4096, 32), FAMILIES["opt"]),
-    "opt-13b": Shape(_opt(40, 5120, 40), FAMILIES["opt"], 0.0671),
-    "opt-30b": Shape(_opt(48, 7168, 56), FAMILIES["opt"]),
-    "opt-66b": Shape(_opt(64, 9216, 72), FAMILIES["opt"], 0.0488),
-    "opt-175b": Shape(_opt(96, 12288, 96), FAMILIES["opt"]),
-    "falcon-7b": Shape(_falcon(32, 4544, 71, 1), FAMILIES["falcon"]),
-    "falcon-40b": Shape(_falcon(60, 8192, 128, 8), FAMILIES["falcon"], 0.0868),
-    "llama-7b": Shape(_llama(32, 4096, 32, 32, 11008), FAMILIES["reglu-7b"]),
-    "llama-13b": Shape(_llama(40, 5120, 40, 40, 13824), FAMILIES["reglu-13b"]),
-    "llama-70b": Shape(_llama(80, 8192, 64, 8, 28672), FAMILIES["reglu-70b"], 0.0808),
-    "llama-70b-swiglu": Shape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
-    "bamboo-7b": Shape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
-    "mistral-7b": Shape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
-}
+SHAPES: dict[str, ModelShape] = {
+    "opt-6.7b": ModelShape(_opt(32, 4096, 32), FAMILIES["opt"]),
+    "opt-13b": ModelShape(_opt(40, 5120, 40), FAMILIES["opt"], 0.0671),
+    "opt-30b": ModelShape(_opt(48, 7168, 56), FAMILIES["opt"]),
+    "opt-66b": ModelShape(_opt(64, 9216, 72), FAMILIES["opt"], 0.0488),
+    "opt-175b": ModelShape(_opt(96, 12288, 96), FAMILIES["opt"]),
+    "falcon-7b": ModelShape(_falcon(32, 4544, 71, 1), FAMILIES["falcon"]),
+    "falcon-40b": ModelShape(_falcon(60, 8192, 128, 8), FAMILIES["falcon"], 0.0868),
+    "llama-7b": ModelShape(_llama(32, 4096, 32, 32, 11008), FAMILIES["reglu-7b"]),
+    "llama-13b": ModelShape(_llama(40, 5120, 40, 40, 13824), FAMILIES["reglu-13b"]),
+    "llama-70b": ModelShape(_llama(80, 8192, 64, 8, 28672), FAMILIES["reglu-70b"], 0.0808),
+    "llama-70b-swiglu": ModelShape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
+    "bamboo-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
+    "mistral-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
+    "mixtral-8x7b": ModelShape(
+        _experts("mixtral", 32, 4096, (32, 8), ExpertsConfig(8, 14336, RouterConfig(2)), 32000, 32768),
+        FAMILIES["swiglu"],
+    ),
+    "olmoe-1b-7b": ModelShape(
+        _experts(
+            "olmoe", 16, 2048, (16, 16), ExpertsConfig(64, 1024, RouterConfig(8, normalise=False)), 50304, 4096,
+            qk_norm="width",
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "qwen3-30b-a3b": ModelShape(
+        _experts(
+            "qwen3_moe", 48, 2048, (32, 4), ExpertsConfig(128, 768, RouterConfig(8)), 151936, 40960, qk_norm="head"
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "glm-4.5-air": ModelShape(
+        _experts(
+            "glm4_moe", 46, 4096, (96, 8),
+            ExpertsConfig(128, 1408, RouterConfig(8, scoring="sigmoid", correction=True), shared_size=1408),
+            151552, 131072, (1, 10944), qkv_bias=True,
+        ),
+        FAMILIES["swiglu"],
+    ),
+}  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
-
-Mixtures of experts are missing on purpose: the engine does not run them.
-"""
+How neurons fire is not asked of models whose layers are experts."""
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> ModelShape:
     """A model by its name in `SHAPES`, or by a config.json (or its folder), whose family decides how neurons fire.
 
     RequestError where there is neither; ModelError for a configuration that the engine does not run.
@@ -430,7 +474,7 @@ def find_shape(name: str) -> Shape:
     config = read_config(metadata, path.parent)
     check(config, str(path))
     _check_size(config)
-    return Shape(config, law_of(config))
+    return ModelShape(config, law_of(config))
 
 
 def law_of(config: ModelConfig) -> Law:

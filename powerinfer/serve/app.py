@@ -46,12 +46,13 @@ from powerinfer.serve.schema import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
+    ModelRequest,
     Sampling,
     TokenizeRequest,
 )
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
-from powerinfer.serve.shapes import ChatShape, Logprobs, Shape, TextShape, Usage, add_logprobs, encode_json
+from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -241,7 +242,18 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
+        await service.refresh()
         return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @app.post("/models/load")
+    async def load(body: ModelRequest) -> Response:
+        await service.preload(body.model)
+        return json_response({"success": True})
+
+    @app.post("/models/unload")
+    async def unload(body: ModelRequest) -> Response:
+        await service.unload(body.model)
+        return json_response({"success": True})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
@@ -271,7 +283,7 @@ def _shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str
     return request.state.request_id, body.model or model.name, model.llm.tokenizer, body.include_usage
 
 
-async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., Shape]) -> Response:
+async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., AnswerShape]) -> Response:
     """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
     model = await service.use(body.model, request.state.leases)
     llm = model.llm
@@ -302,7 +314,7 @@ async def _answer(
     model: ServedModel,
     request: Request,
     body: Sampling,
-    shape: Shape,
+    shape: AnswerShape,
     prompts: list[list[int]],
     params: SamplingParams | None,
 ) -> Response:
@@ -337,7 +349,7 @@ class _Run:
     def __init__(
         self,
         model: ServedModel,
-        shape: Shape,
+        shape: AnswerShape,
         events: Answers,
         usage: Usage,
         n: int,

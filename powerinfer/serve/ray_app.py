@@ -29,7 +29,7 @@ from powerinfer.serve.gate import App
 from powerinfer.serve.keys import Keys
 from powerinfer.serve.logs import log, set_up
 from powerinfer.serve.served import Budget, Source
-from powerinfer.serve.server import assemble, checked_keys, listen, read_replicas
+from powerinfer.serve.server import IN_PROGRESS, assemble, checked_keys, listen, read_replicas
 from powerinfer.serve.service import Service
 
 NAME = "powerinfer"  # of the application and its deployment
@@ -97,7 +97,7 @@ def application(setup: Setup, replicas: tuple[int, int], cpus: float, gpus: floa
         }
     made = serve.deployment(
         name=NAME,
-        max_ongoing_requests=setup.requests,
+        max_ongoing_requests=setup.requests + IN_PROGRESS,  # what is beyond its limits the replica itself refuses
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=max(0.1, setup.config.drain),

@@ -116,6 +116,14 @@ class Body(BaseModel):
             raise ApiError(400, f"unknown field {shown!r}", param=shown, code="unknown_parameter")
 
 
+class ModelRequest(BaseModel):
+    """The body of /models/load and /models/unload."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    model: Annotated[str, Field(max_length=1024)]
+
+
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     # True == 1 in Python, but not in JSON
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-from powerinfer.errors import PowerInferError
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
@@ -31,7 +31,7 @@ class Policy(NamedTuple):
 
     budget: for all of them; together: that may be loaded, 0: any number; keep_alive: seconds that one stays without a
     request, None: for ever; waiting: requests that may wait for one model to be loaded; batch: requests that it decodes
-    together.
+    together. sources: all models that there are now; None: always those of the start.
     """
 
     budget: Budget = Budget()
@@ -39,6 +39,7 @@ class Policy(NamedTuple):
     keep_alive: float | None = 300.0
     waiting: int = 32
     batch: int = 1
+    sources: Callable[[], Sequence[Source]] | None = None
 
 
 class Service:
@@ -56,21 +57,39 @@ class Service:
         self.started = int(time.time())
         self.ending: Callable[[], bool] = lambda: False
         self.metrics = Metrics(lambda: self.models)
-        self.queue_timeout = queue_timeout
-        self.models = [
-            ServedModel(
-                source, self.metrics, timeout=timeout, queue_timeout=queue_timeout, ending=lambda: self.ending(),
-                changed=self._released,
-            )
-            for source in sources
-        ]  # fmt: skip
-        self._names = {name: model for model in self.models for name in model.source.names}
+        self.timeout, self.queue_timeout = timeout, queue_timeout
+        self.models: list[ServedModel] = []
+        self._names: dict[str, ServedModel] = {}
         self._policy = policy
         self._turn = asyncio.Lock()  # of what loads and unloads
         self._change = asyncio.Event()  # a model may have become idle, or unwanted
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}  # loads
         self._unloads: set[asyncio.Task[None]] = set()
         self._timers: dict[ServedModel, asyncio.TimerHandle] = {}
+        self._take(sources)
+
+    def _take(self, sources: Sequence[Source]) -> None:
+        """Have these models; those that are new, and no more those that are not among them, unless they are in use."""
+        known = {model.name: model for model in self.models}
+        models = {source.names[0]: known.get(source.names[0]) or self._model(source) for source in sources}
+        kept = {name: model for name, model in known.items() if model.held or model.busy or model in self._tasks}
+        self.models = list((kept | models).values())
+        self._names = {name: model for model in self.models for name in model.source.names}
+
+    def _model(self, source: Source) -> ServedModel:
+        return ServedModel(
+            source, self.metrics, timeout=self.timeout, queue_timeout=self.queue_timeout,
+            ending=lambda: self.ending(), changed=self._released,
+        )  # fmt: skip
+
+    async def refresh(self) -> None:
+        """Take note of models that have come or gone."""
+        if self._policy is None or self._policy.sources is None:
+            return
+        try:
+            self._take(await in_thread(self._policy.sources, "listing"))
+        except PowerInferError as error:
+            log("warning", f"the list of models stays as it was: {error}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,13 +137,33 @@ class Service:
 
     async def use(self, name: str | None, leases: ExitStack) -> ServedModel:
         """The model of that name, loaded, which stays so until `leases` end. ApiError if it cannot be had."""
-        model = self.find(name)
+        model = await self._known(name)
         while not model.ready:
             if self._policy is None:
                 raise model.not_ready()
             await self._wait_for(model, self._policy)
         model.take(leases)
         return model
+
+    async def _known(self, name: str | None) -> ServedModel:
+        if name is not None and name not in self._names:
+            await self.refresh()
+        return self.find(name)
+
+    async def preload(self, name: str) -> None:
+        """Load a model without using it. ApiError if that fails."""
+        with ExitStack() as leases:
+            await self.use(name, leases)
+
+    async def unload(self, name: str) -> None:
+        """Unload a model. ApiError (409) if it is in use, (400) if it is the only one of the server."""
+        model = self.find(name)
+        if self._policy is None:
+            raise ApiError(400, f"{model.name} is the only model of this server: it stays loaded", param="model")
+        async with self._turn:
+            if model.busy:
+                raise ApiError(409, f"{model.name} is in use: try again later", param="model", code="in_use")
+            await self._unload(model)
 
     def peek(self, name: str | None, leases: ExitStack) -> ServedModel:
         """The same for what only looks: ApiError (503) if it is not loaded, and that is no use of it."""
@@ -137,7 +176,7 @@ class Service:
         return model
 
     def _some_names(self, most: int = 16) -> str:
-        names = list(self._names)
+        names = list(self._names) or ["no model yet"]
         return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
     async def _wait_for(self, model: ServedModel, policy: Policy) -> None:
@@ -228,7 +267,14 @@ class Service:
             limit = policy.budget.ram if policy.budget.ram is not None else free_memory(taken)
             vram = policy.budget.vram
             budget = Budget(limit, None if vram is None else max(0, vram - sum(one.taken.vram for one in held)))
-            needs = await in_thread(partial(read, budget), "reading")
+            try:
+                needs = await in_thread(partial(read, budget), "reading")
+            except RequestError:
+                users = [one for one in held if one.taken.vram]
+                if not users:
+                    raise
+                await self._make_room(model, users)  # it may be VRAM that lacks
+                continue
             left = limit - taken - needs.ram
             if left >= 0 and (not policy.together or len(held) < policy.together):
                 further = min((policy.batch - 1) * needs.kv, left // KV_SHARE)

@@ -68,7 +68,7 @@ class Usage:
         }
 
 
-class Shape(ABC):
+class AnswerShape(ABC):
     """One kind of answer. name: of the whole object; chunk_name: of a chunk of a stream."""
 
     name = chunk_name = prefix = ""
@@ -159,7 +159,7 @@ class Shape(ABC):
         }
 
 
-class ChatShape(Shape):
+class ChatShape(AnswerShape):
     """/v1/chat/completions. form: how the model writes calls of functions; None: it has none to call."""
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -251,7 +251,7 @@ class Echo(NamedTuple):
     logprobs: Logprobs | None
 
 
-class TextShape(Shape):
+class TextShape(AnswerShape):
     """/v1/completions. echoes: by answer, the prompts that the answers begin with."""
 
     name = chunk_name = "text_completion"

@@ -203,6 +203,7 @@ function choose() {
 async function begin() {
   try {
     const { data } = await (await ask("v1/models")).json();
+    if (!data.length) throw new Refused("This server has no model yet.");
     if (data.length === 1) $("model").textContent = data[0].id;
     else choices(data);
     $("status").textContent = "";

@@ -1,0 +1,383 @@
+#include "experts.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+// ---- The router -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr float NEVER = -INFINITY;
+const Vector NONE;  // no bias
+
+// The index of the largest of x; 0 where none is a number above -infinity.
+int64_t largest(const float* x, int64_t n) {
+  int64_t best = 0;
+  float most = NEVER;
+  for (int64_t i = 0; i < n; i++)
+    if (x[i] > most) most = x[i], best = i;
+  return best;
+}
+
+void softmax(float* x, int64_t n) {
+  const float most = x[largest(x, n)];
+  float sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += x[i] = expf(x[i] - most);
+  for (int64_t i = 0; i < n; i++) x[i] /= sum;
+}
+
+float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// The sum of the `best` largest of x.
+float sum_of_best(const float* x, int64_t n, int64_t best) {
+  std::vector<float> sorted(x, x + n);
+  for (float& one : sorted)
+    if (!(one > NEVER)) one = NEVER;  // NaN has no order
+  std::partial_sort(sorted.begin(), sorted.begin() + best, sorted.end(), std::greater<float>());
+  return std::accumulate(sorted.begin(), sorted.begin() + best, 0.0f);
+}
+
+// Leaves the experts of the best groups; the others can no longer be selected.
+void keep_groups(const RouterSpec& spec, float* scores, int64_t experts) {
+  const int64_t each = experts / spec.groups;
+  std::vector<float> of((size_t)spec.groups);
+  std::vector<bool> kept((size_t)spec.groups);
+  for (int64_t g = 0; g < spec.groups; g++) of[(size_t)g] = sum_of_best(scores + g * each, each, spec.group_best);
+  for (int64_t i = 0; i < spec.top_groups; i++) {
+    const int64_t g = largest(of.data(), spec.groups);
+    kept[(size_t)g] = true;
+    of[(size_t)g] = NEVER;
+  }
+  for (int64_t g = 0; g < spec.groups; g++)
+    if (!kept[(size_t)g]) std::fill(scores + g * each, scores + (g + 1) * each, NEVER);
+}
+
+// The `top_k` largest scores, ascending by index. Where too few are numbers, the first of the rest.
+void select_best(float* scores, int64_t experts, int64_t top_k, int32_t* selected) {
+  for (int64_t i = 0; i < top_k; i++) {
+    const int64_t best = largest(scores, experts);
+    selected[i] = (int32_t)best;
+    if (!(scores[best] > NEVER)) {
+      for (int32_t e = 0; i < top_k; e++)
+        if (std::find(selected, selected + i, e) == selected + i) selected[i++] = e;
+      break;
+    }
+    scores[best] = NEVER;
+  }
+  std::sort(selected, selected + top_k);
+}
+
+}  // namespace
+
+void check_router(const RouterSpec& router, int64_t n) {
+  check(router.top_k > 0 && router.top_k <= n, "a token cannot have more experts than there are");
+  check(router.groups > 0 && n % router.groups == 0, "experts cannot be divided into groups evenly");
+  const int64_t each = n / router.groups;
+  check(router.top_groups > 0 && router.top_groups <= router.groups && router.top_groups * each >= router.top_k,
+        "the best groups have too few experts");
+  check(router.group_best > 0 && router.group_best <= each, "a group has too few experts for its score");
+  check_bias(router.bias, n, "the router");
+  check_bias(router.correction, n, "the router's scores");
+}
+
+void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights) {
+  for (size_t i = 0; i < spec.bias.size(); i++) logits[i] += spec.bias[i];
+  if (spec.sigmoid) std::transform(logits, logits + experts, logits, sigmoid);
+  else softmax(logits, experts);
+  std::copy(logits, logits + experts, scratch);
+  for (size_t i = 0; i < spec.correction.size(); i++) scratch[i] += spec.correction[i];
+  if (spec.groups > 1) keep_groups(spec, scratch, experts);
+  select_best(scratch, experts, spec.top_k, selected);
+  float sum = 0;
+  for (int64_t i = 0; i < spec.top_k; i++) sum += weights[i] = logits[selected[i]];
+  const float factor = spec.normalise ? spec.scale / sum : spec.scale;
+  for (int64_t i = 0; i < spec.top_k; i++) weights[i] *= factor;
+}
+
+// ---- Making one -----------------------------------------------------------------------------------------------------
+
+ExpertRows::ExpertRows(const Sizes& s)
+    : sizes(s),
+      ldl(pi_round_up(s.experts, PI_LANES)),
+      ldh(pi_round_up(s.neurons, 2 * PI_LANES)),
+      ldy(pi_round_up(s.d_model, PI_LANES)),
+      input(s.tokens * s.top_k * pi_round_up(s.d_model, 32)),
+      hidden(s.tokens * s.top_k * ldh),
+      logits((size_t)(s.tokens * ldl)),
+      scores((size_t)(s.tokens * ldl)),
+      gate(s.tokens * s.top_k * ldh * 4),
+      up(s.tokens * s.top_k * ldh * 4),
+      out(s.tokens * s.top_k * ldy * 4),
+      shared(s.tokens * ldy * 4),
+      selected((size_t)(s.tokens * s.top_k)),
+      row_of(selected.size()),
+      token_of(selected.size()),
+      weights(selected.size()),
+      weight_of(selected.size()),
+      of_shared((size_t)s.tokens),
+      begin((size_t)s.experts + 1),
+      cost((size_t)s.experts + 1) {
+  active.reserve((size_t)s.experts);
+}
+
+namespace {
+
+// The matrices of the single experts, that lie one below the other.
+std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
+  std::vector<Matrix> each;
+  const int64_t panels = all.panels / experts;
+  for (int64_t e = 0; e < experts; e++)
+    each.push_back({all.type, rows, all.k, panels, all.data + e * panels * pi_panel_bytes(all.type, all.k), all.arena});
+  return each;
+}
+
+std::vector<Vector> cut(const Vector& all, int64_t experts) {
+  std::vector<Vector> each((size_t)experts);
+  const size_t n = all.size() / (size_t)experts;
+  for (size_t e = 0; n && e < each.size(); e++) {
+    each[e].assign(all.begin() + (std::ptrdiff_t)(e * n), all.begin() + (std::ptrdiff_t)((e + 1) * n));
+    each[e] = padded(std::move(each[e]));
+  }
+  return each;
+}
+
+}  // namespace
+
+Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                 SharedExpert shared)
+    : spec_(std::move(spec)),
+      router_(std::move(router)),
+      scores_(std::move(scores)),
+      shared_(std::move(shared)),
+      n_(all.experts),
+      neurons_(all.neurons),
+      d_model_(all.up->k),
+      activation_(all.spec.activation),
+      gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
+      up_(cut(*all.up, n_, neurons_)),
+      down_(cut(*all.down, n_, d_model_)),
+      gate_bias_(cut(all.spec.gate_bias, n_)),
+      up_bias_(cut(all.spec.up_bias, n_)),
+      down_bias_(cut(all.down_bias, n_)),
+      counts_((size_t)n_) {}
+
+std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
+                                          ExpertMatrices all, SharedExpert shared) {
+  const int64_t n = all.experts, d = sizes.d_model;
+  const auto stacked = [&](const Matrix& m, int64_t rows) {
+    return m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
+           (m.rows == n * rows || m.rows == m.panels * PI_LANES);
+  };
+  check(n > 0 && all.neurons > 0, "experts need neurons");
+  check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
+  check_router(router, n);
+  for (const auto& gate : {all.gate, all.up})
+    check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
+  check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
+  check_bias(all.spec.gate_bias, all.gate ? n * all.neurons : 0, "the experts' gate");
+  check_bias(all.spec.up_bias, n * all.neurons, "the experts' up");
+  check_bias(all.down_bias, n * d, "the experts' down");
+  check_bias(spec.down_bias, d, "down");
+  check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
+  check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
+        "the shared expert has a wrong shape");
+  check_norm(spec.norm, d, "the FFN norm");
+  check_norm(spec.out_norm, d, "the norm of the FFN's output");
+  workspace->reserve(1, all.neurons);
+  if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
+  spec.down_bias = padded(std::move(spec.down_bias));
+  const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
+  if (had.experts < n || had.top_k < router.top_k || had.neurons < all.neurons)
+    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts),
+                                                                 std::max(router.top_k, had.top_k),
+                                                                 std::max(all.neurons, had.neurons), d});
+  return add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
+                                       std::move(shared)));
+}
+
+// ---- A step ---------------------------------------------------------------------------------------------------------
+
+void Experts::run(Thread& t, const Step& step) {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  ExpertRows& rows = *p.expert_rows;
+  const int64_t tokens = step.tokens;
+  const int own = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
+  const Rows x = p.residual(0, tokens);
+  const PiActs* acts =
+      w.prepare(t.id, x, spec_.norm, scores_->form() | own | (shared_.neurons ? shared_.neurons->forms() : 0));
+  select(t, rows, acts, tokens);
+  if (shared_.neurons)
+    shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
+  multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
+  w.pool->barrier();
+  add_down(t, rows);
+  w.pool->barrier();
+  merge(t, rows, tokens, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up));
+  w.pool->barrier();
+  p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
+}
+
+// The experts of each token, and the rows that follow.
+void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+  Workspace& w = *t.program->workspace;
+  w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
+  w.pool->barrier();
+  if (tokens > 1) {
+    int64_t begin, end;
+    share(tokens, 1, w.pool->threads(), t.id, &begin, &end);
+    for (int64_t i = begin; i < end; i++) route_token(rows, acts, i);
+    w.pool->barrier();
+  } else if (t.id == 0) route_token(rows, acts, 0);
+  if (t.id == 0) group(rows, tokens);
+  w.pool->barrier();
+}
+
+void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const {
+  const int64_t k = router_.top_k;
+  route(router_, rows.logits.data() + token * rows.ldl, n_, rows.scores.data() + token * rows.ldl,
+        rows.selected.data() + token * k, rows.weights.data() + token * k);
+  if (shared_.gate.empty()) {
+    rows.of_shared[(size_t)token] = 1;
+    return;
+  }
+  const float* x = acts->f + token * acts->ldf;
+  float sums[PI_LANES] = {0};  // of every sixteenth product, so that the compiler can use vectors
+  for (int64_t c = 0; c < d_model_; c++) sums[c % PI_LANES] += x[c] * shared_.gate[(size_t)c];
+  rows.of_shared[(size_t)token] = sigmoid(std::accumulate(sums, sums + PI_LANES, 0.0f));
+}
+
+// Orders rows by expert, and by token within an expert. By one thread.
+void Experts::group(ExpertRows& rows, int64_t tokens) {
+  const int64_t n = tokens * router_.top_k;
+  std::vector<int32_t>& begin = rows.begin;
+  std::fill(begin.begin(), begin.begin() + n_ + 1, 0);
+  for (int64_t i = 0; i < n; i++) begin[(size_t)rows.selected[(size_t)i] + 1]++;
+  rows.active.clear();
+  for (int64_t e = 0; e < n_; e++) {
+    if (const int32_t own = begin[(size_t)e + 1]) {
+      counts_[(size_t)e] += own;
+      // what a row costs, and what it costs to read the weights and to widen them
+      rows.cost[rows.active.size() + 1] = rows.cost[rows.active.size()] + own + 2;
+      rows.active.push_back((int32_t)e);
+    }
+    begin[(size_t)e + 1] += begin[(size_t)e];
+  }
+  // `begin` moves to the end of each expert's rows, where those of the next one begin, and back
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t row = begin[(size_t)rows.selected[(size_t)i]]++;
+    rows.row_of[(size_t)i] = row;
+    rows.token_of[(size_t)row] = (int32_t)(i / router_.top_k);
+    rows.weight_of[(size_t)row] = rows.weights[(size_t)i];
+  }
+  std::copy_backward(begin.begin(), begin.begin() + n_, begin.begin() + n_ + 1);
+  begin[0] = 0;
+}
+
+// The input of each row.
+PiActs Experts::gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const {
+  Workspace& w = *t.program->workspace;
+  const int64_t k = d_model_, nb = k / 32;
+  const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
+  const PiActs to = rows.input.rows(k);
+  int64_t begin, end;
+  share(rows.begin[(size_t)n_], 1, w.pool->threads(), t.id, &begin, &end);
+  for (int64_t r = begin; r < end; r++) {
+    const int64_t i = rows.token_of[(size_t)r];
+    if (forms & PI_FORM_F32) memcpy(rows.input.floats() + r * to.ldf, acts->f + i * acts->ldf, (size_t)k * 4);
+    if (forms & PI_FORM_BF16) memcpy(to.b + r * to.ldb, acts->b + i * acts->ldb, (size_t)to.ldb * 2);
+    if (!(forms & PI_FORM_Q8)) continue;
+    memcpy(to.q + r * k, acts->q + i * k, (size_t)k);
+    memcpy(to.d + r * nb, acts->d + i * nb, (size_t)nb * 4);
+    memcpy(to.sd + r * nb, acts->sd + i * nb, (size_t)nb * 4);
+    memcpy(to.s + r * 2 * nb, acts->s + i * 2 * nb, (size_t)nb * 4);
+  }
+  w.pool->barrier();
+  return to;
+}
+
+// Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, in whole
+// units: shares cost about the same however the rows are distributed.
+template <class F>
+void Experts::each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const {
+  const size_t n = rows.active.size();
+  const int64_t units = (panels + unit - 1) / unit;
+  int64_t from, to;
+  share(rows.cost[n] * units, 1, t.program->workspace->pool->threads(), t.id, &from, &to);
+  for (size_t i = 0; i < n; i++) {
+    const int64_t each = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * units;
+    const auto first = [&](int64_t cost) {  // the unit that begins there or next
+      return std::clamp((cost - before + each - 1) / each, (int64_t)0, units) * unit;
+    };
+    const int64_t p0 = std::min(first(std::max(from, before)), panels),
+                  p1 = std::min(first(std::max(to, before)), panels);
+    if (p0 < p1) work(rows.active[i], p0, p1);
+  }
+}
+
+// h of all rows: this thread's share, times the weights of the rows, in the form that down takes.
+void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const {
+  Workspace& w = *t.program->workspace;
+  float *const gate = rows.floats(rows.gate), *const up = rows.floats(rows.up);
+  const int form = down_[0].form();
+  PiActs hidden = rows.hidden.rows(neurons_);
+  hidden.f = gate;
+  hidden.ldf = rows.ldh;
+  each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {  // two panels: a block of h
+    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
+    const int64_t lanes = (p1 - p0) * PI_LANES, columns = std::min(neurons_ - c0, lanes);
+    const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
+    float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
+    if (!gate_.empty()) w.linear(t.id, gate_[e], gate_bias_[e], &x, h, rows.ldh, n, false, p0, p1);
+    w.linear(t.id, up_[e], up_bias_[e], &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
+    for (int64_t i = 0; i < n; i++) {
+      float* row = h + i * rows.ldh + c0;
+      activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
+      w.kernels->scale(row, rows.weight_of[(size_t)(begin + i)], columns);
+      if (form == PI_FORM_F32) continue;
+      const PiActs to = pi_acts_from(&hidden, begin + i, c0);
+      w.kernels->forms(row, columns, form, &to);
+    }
+  });
+}
+
+// The output of every row: this thread's share.
+void Experts::add_down(Thread& t, const ExpertRows& rows) const {
+  PiActs hidden = rows.hidden.rows(neurons_);
+  hidden.f = rows.floats(rows.gate);
+  hidden.ldf = rows.ldh;
+  each_share(t, rows, down_[0].panels, 1, [&](size_t e, int64_t p0, int64_t p1) {
+    const int64_t begin = rows.begin[e];
+    const PiActs h = pi_acts_from(&hidden, begin, 0);
+    t.program->workspace->linear(t.id, down_[e], {}, &h, rows.floats(rows.out) + begin * rows.ldy, rows.ldy,
+                                 rows.begin[e + 1] - begin, false, p0, p1);
+  });
+}
+
+// Each token's sum: the shared expert, then its own experts in ascending order.
+void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
+  const int64_t k = router_.top_k;
+  int64_t c0, c1;
+  share(d_model_, PI_LANES, t.program->workspace->pool->threads(), t.id, &c0, &c1);
+  for (int64_t i = 0; i < tokens; i++) {
+    float* const out = to.out + i * to.ld;
+    if (!to.add) std::fill(out + c0, out + c1, 0.0f);
+    if (!to.bias.empty())
+      for (int64_t c = c0; c < c1; c++) out[c] += to.bias[(size_t)c];
+    if (shared_.neurons) {
+      const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = rows.of_shared[(size_t)i];
+      for (int64_t c = c0; c < c1; c++) out[c] += weight * row[c];
+    }
+    for (int64_t j = i * k; j < (i + 1) * k; j++) {
+      const float* row = rows.floats(rows.out) + rows.row_of[(size_t)j] * rows.ldy;
+      const Vector& bias = down_bias_[(size_t)rows.selected[(size_t)j]];
+      for (int64_t c = c0; c < c1; c++) out[c] += row[c];
+      if (!bias.empty())
+        for (int64_t c = c0; c < c1; c++) out[c] += rows.weights[(size_t)j] * bias[(size_t)c];
+    }
+  }
+}

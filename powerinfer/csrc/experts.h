@@ -1,0 +1,91 @@
+// The FFN of a layer whose neurons are experts: groups of neurons of one size, of which a router selects a few for each
+// token. Beside them may be a shared expert, which every token has.
+#pragma once
+#include "ffn.h"
+
+// How a token's experts follow from the router's scores, one for each expert.
+struct RouterSpec {
+  int64_t top_k;           // experts of a token
+  bool sigmoid = false;    // scores are sigmoids of the logits; else their softmax
+  bool normalise = false;  // the weights of a token's experts add up to `scale`
+  float scale = 1;         // of the weights
+  Vector bias;             // of the logits
+  Vector correction;       // added to scores for the selection alone
+  // Experts are selected in the `top_groups` best of `groups` equal groups; a group's score is the sum of its
+  // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
+  int64_t groups = 1, top_groups = 1, group_best = 1;
+};
+
+// std::invalid_argument where that many experts cannot be selected so.
+void check_router(const RouterSpec& spec, int64_t experts);
+
+// Selects a token's experts, in ascending order, and their weights; logits: [experts], overwritten. Every index is valid
+// and occurs once, whatever the logits are. scratch: [experts].
+void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights);
+
+// The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
+struct ExpertMatrices {
+  int64_t experts, neurons;  // neurons: of each expert
+  NeuronSpec spec;           // biases [experts * neurons]
+  std::shared_ptr<Matrix> gate, up, down;
+  Vector down_bias;  // [experts * d_model]
+};
+
+// The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
+struct SharedExpert {
+  std::shared_ptr<const DenseNeurons> neurons;
+  Vector gate;
+};
+
+// Buffers for a step's rows: one for each of a token's experts, those of an expert side by side.
+struct ExpertRows {
+  struct Sizes {
+    int64_t tokens, experts, top_k, neurons, d_model;
+  };
+  explicit ExpertRows(const Sizes& sizes);
+
+  const Sizes sizes;
+  const int64_t ldl, ldh, ldy;
+  ActMemory input, hidden;                           // [rows] of d_model and of neurons
+  std::vector<float> logits, scores;                 // [tokens][ldl]
+  Mapping gate, up, out, shared;                     // [rows][ldh] twice, [rows][ldy], [tokens][ldy]
+  std::vector<int32_t> selected, row_of, token_of;   // experts and rows [tokens][top_k]; tokens [rows]
+  std::vector<float> weights, weight_of, of_shared;  // [tokens][top_k], [rows], [tokens]
+  std::vector<int32_t> begin, active;  // [experts + 1] first row of each expert; the experts that have rows
+  std::vector<int64_t> cost;           // [active + 1] of a unit of work of all those before
+  float* floats(const Mapping& of) const { return (float*)of.data(); }
+};
+
+class Experts : public Op {
+ public:
+  // Made by Program::experts, which checks the sizes.
+  Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared);
+
+  const char* name() const override { return "experts"; }
+  void run(Thread& t, const Step& step) override;
+
+  // For each expert the tokens that selected it since they were cleared; read and cleared between jobs.
+  const std::vector<int64_t>& counts() const { return counts_; }
+  void clear() { std::fill(counts_.begin(), counts_.end(), 0); }
+
+ private:
+  template <class F>
+  void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
+  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens);
+  void route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const;
+  void group(ExpertRows& rows, int64_t tokens);
+  PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const;
+  void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
+  void add_down(Thread& t, const ExpertRows& rows) const;
+  void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
+
+  const FfnSpec spec_;
+  const RouterSpec router_;
+  const std::shared_ptr<Matrix> scores_;
+  const SharedExpert shared_;
+  const int64_t n_, neurons_, d_model_;
+  const Activation activation_;
+  std::vector<Matrix> gate_, up_, down_;                 // of each expert
+  std::vector<Vector> gate_bias_, up_bias_, down_bias_;  // likewise, padded; empty: none
+  std::vector<int64_t> counts_;
+};

@@ -1,0 +1,355 @@
+"""The router and the native operator of experts, against numpy; and models whose experts cannot be right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from gguf_bytes import F32, U32
+from hypothesis import given
+from hypothesis import strategies as st
+from model_files import FF, LAYERS, D, tiny_gguf
+from stored_weights import stored_evenly
+
+from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
+from powerinfer.config import EngineConfig, ExpertsConfig, RouterConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.quant import dequantize
+from powerinfer.hybrid.resolve import resolve
+
+EXPERTS, TOP = 6, 3
+LEVELS = _native.levels()
+
+# ---- the router
+
+
+def routed(spec: dict[str, Any], logits: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """The rule in numpy, for logits without ties."""
+    logits = logits.astype(np.float64) + spec.get("bias", 0.0)
+    if spec.get("scoring") == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max())
+        scores /= scores.sum()
+    wanted = scores + spec.get("correction", 0.0)
+    groups = wanted.reshape(spec.get("groups", 1), -1)
+    best = np.sort(groups, axis=1)[:, -spec.get("group_best", 1) :].sum(axis=1)
+    kept = np.argsort(-best)[: spec.get("top_groups", 1)]
+    outside = np.isin(np.arange(len(groups)), kept, invert=True)
+    wanted = np.where(outside[:, None], -np.inf, groups).reshape(-1)
+    selected = np.sort(np.argsort(-wanted)[: spec["top_k"]])
+    weights = scores[selected]
+    if spec.get("normalise"):
+        weights /= weights.sum()
+    return selected.tolist(), weights * spec.get("scale", 1.0)
+
+
+def some(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "softmax": {"top_k": 2},
+    "normalised": {"top_k": 3, "normalise": True},
+    "all of them": {"top_k": 8, "normalise": True, "scale": 2.5},
+    "sigmoid": {"top_k": 3, "scoring": "sigmoid", "scale": 1.5},
+    "bias": {"top_k": 2, "bias": some(1, 8)},
+    "correction": {"top_k": 3, "scoring": "sigmoid", "normalise": True, "correction": some(2, 8)},
+    "groups": {"top_k": 2, "groups": 4, "top_groups": 2},
+    "groups by two": {
+        "top_k": 4, "scoring": "sigmoid", "groups": 4, "top_groups": 2, "group_best": 2, "correction": some(3, 8),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_router_selects_what_the_rule_says(spec: dict[str, Any]) -> None:
+    native = _native.RouterSpec(**spec)
+    for seed in range(200):
+        logits = 2 * some(100 + seed, 8)
+        selected, weights = _native.route(native, logits)
+        expected, exact = routed(spec, logits)
+        assert selected == expected
+        np.testing.assert_allclose(weights, exact, rtol=1e-5)
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=8, max_size=8),
+    st.sampled_from(sorted(SPECS)),
+)
+def test_whatever_the_logits_are_experts_are_valid(logits: list[float], name: str) -> None:
+    spec = SPECS[name]
+    selected, weights = _native.route(_native.RouterSpec(**spec), np.array(logits, np.float32))
+    assert len(weights) == len(selected) == spec["top_k"]
+    assert all(0 <= one < 8 for one in selected) and all(a < b for a, b in pairwise(selected))
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ({"top_k": 0}, "cannot have"),
+        ({"top_k": 9}, "more experts than there are"),
+        ({"top_k": 2, "groups": 3}, "evenly"),
+        ({"top_k": 3, "groups": 4, "top_groups": 1}, "too few experts"),
+        ({"top_k": 1, "groups": 8, "top_groups": 1, "group_best": 2}, "for its score"),
+        ({"top_k": 1, "bias": some(0, 7)}, "wrong length"),
+        ({"top_k": 1, "correction": some(0, 9)}, "wrong length"),
+    ],
+)
+def test_a_router_that_cannot_be(spec: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        _native.route(_native.RouterSpec(**spec), some(0, 8))
+
+
+# ---- the operator
+
+
+class Layer:
+    """Random experts, native and in numpy."""
+
+    def __init__(self, kind: str, d: int, size: int, gated: bool, shared: int, biases: bool, seed: int = 5) -> None:
+        self.kind, self.d, self.size, self.gated, self.shared = kind, d, size, gated, shared
+        self.rng = np.random.default_rng(seed)
+        self.activation = "silu" if gated else "relu"
+        self.stored = {name: self._stack(EXPERTS, *shape) for name, shape in self._shapes(size)}
+        self.stored |= {f"shared_{name}": self._stack(1, *shape) for name, shape in self._shapes(shared) if shared}
+        self.router = self.rng.standard_normal((EXPERTS, d)).astype(np.float32) / np.float32(d**0.5)
+        self.shared_gate = self.rng.standard_normal(d).astype(np.float32) / np.float32(d**0.5) if shared else None
+        names = [name for name, _ in self._shapes(size)]
+        self.biases = {name: self._bias(name) for name in names if biases}
+
+    def _shapes(self, size: int) -> list[tuple[str, tuple[int, int]]]:
+        gate = [("gate", (size, self.d))] if self.gated else []
+        return [*gate, ("up", (size, self.d)), ("down", (self.d, size))]
+
+    def _stack(self, n: int, rows: int, k: int) -> list[np.ndarray]:
+        return [stored_evenly(self.kind, rows, k, k**-0.5, self.rng) for _ in range(n)]
+
+    def _bias(self, name: str) -> np.ndarray:
+        return self.rng.standard_normal((EXPERTS, self.d if name == "down" else self.size)).astype(np.float32)
+
+    def run(self, level: str, x: np.ndarray, threads: int) -> np.ndarray:
+        """What the operator adds to x [tokens, d]."""
+        pool = _native.Pool(threads)
+        workspace = _native.Workspace(pool, level)
+        arena = _native.Arena()
+        program = _native.Program(
+            workspace, _native.Cache("f32", [(1, 16)], 1), len(x), self.d, max(self.size, self.shared), [1]
+        )
+        spec = _native.NeuronSpec(self.activation)
+
+        def packed(name: str) -> _native.Matrix | None:
+            every = self.stored.get(name)
+            if every is None:
+                return None
+            rows, k = dict(self._shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]]
+            padded = -(-rows // _native.LANES) * _native.LANES
+            within = np.arange(padded)
+            row_map = np.where(within < rows, np.arange(len(every))[:, None] * rows + within, -1)
+            row_map = row_map.reshape(-1).astype(np.int32) if len(every) > 1 else None
+            data = np.concatenate(every)
+            return _native.pack_matrix(pool, arena, self.kind, len(every) * rows, k, data, row_map)
+
+        first = [self.biases.get(name) for name in ("gate", "up")]
+        first = [None if one is None else one.reshape(-1) for one in first]
+        down = self.biases.get("down")
+        experts = _native.ExpertMatrices(
+            EXPERTS,
+            self.size,
+            _native.NeuronSpec(self.activation, 0.0, *first),
+            packed("gate"),
+            packed("up"),
+            packed("down"),
+            None if down is None else down.reshape(-1),
+        )
+        shared = None
+        if self.shared:
+            shared = _native.DenseNeurons(spec, *(packed(f"shared_{name}") for name in ("gate", "up", "down")))
+        router = _native.pack_matrix(pool, arena, "F32", EXPERTS, self.d, self.router.view(np.uint8).reshape(-1))
+        table = np.ascontiguousarray(x, np.float32)
+        program.embed(_native.Table("F32", len(x), self.d, table.view(np.uint8).reshape(-1)))
+        op = program.experts(
+            _native.FfnSpec(), _native.RouterSpec(TOP, normalise=True), router, experts, shared, self.shared_gate
+        )
+        tokens = np.arange(len(x), dtype=np.int32)
+        zeros = np.zeros(len(x), np.int32)
+        pages = np.zeros((1, -(-len(x) // 32)), np.int32)
+        program.run(
+            tokens, tokens, zeros, pages, zeros[:0], np.empty((0, -(-len(x) // 16) * 16), np.float32), 0, 2, len(x)
+        )
+        assert sum(op.counts(workspace)) == TOP * len(x)
+        return program.residual(len(x)).copy() - x
+
+    def linear(self, x: np.ndarray, name: str, expert: int) -> np.ndarray:
+        rows = dict(self._shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]][0]
+        out = reference.linear(x, self.stored[name][expert], self.kind, rows)
+        return out + self.biases[name][expert] if name in self.biases and name != "down" else out
+
+    def hidden(self, x: np.ndarray, prefix: str, expert: int) -> np.ndarray:
+        up = self.linear(x, f"{prefix}up", expert)
+        if not self.gated:
+            return reference.activate(self.activation, up)
+        return reference.activate(self.activation, self.linear(x, f"{prefix}gate", expert), up)
+
+    def exact(self, x: np.ndarray, wrong: int = 0) -> np.ndarray:
+        """wrong: experts that are mistaken for others."""
+        out = np.zeros(x.shape)
+        for i, row in enumerate(x):
+            selected, weights = routed({"top_k": TOP, "normalise": True}, row.astype(np.float64) @ self.router.T)
+            for expert, weight in zip(selected, weights, strict=True):
+                expert = (expert + wrong) % EXPERTS
+                h = weight * self.hidden(row[None], "", expert)
+                out[i] += self.linear(h, "down", expert)[0]
+                if "down" in self.biases:
+                    out[i] += weight * self.biases["down"][expert]
+        if self.shared:
+            gate = 1 / (1 + np.exp(-x.astype(np.float64) @ self.shared_gate))
+            out += gate[:, None] * self.linear(self.hidden(x, "shared_", 0), "shared_down", 0)
+        return out
+
+
+KINDS = {"F32": (40, 24), "F16": (48, 40), "BF16": (64, 40), "Q8_0": (64, 96), "Q4_0": (96, 64), "Q4_K": (256, 256)}
+ALLOWED = {"F32": 1e-6, "F16": 1e-6}  # of the values; other types round activations, some of them the other way
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_operator_sums_what_the_router_selects(level: str, kind: str, tokens: int) -> None:
+    """Sizes that are no whole panels, with and without gate, shared expert and biases."""
+    d, size = KINDS[kind]
+    gated, shared, biases = kind != "F16", size if kind in ("F32", "Q4_0") else 0, kind in ("F32", "Q8_0", "F16")
+    layer = Layer(kind, d, size, gated, shared, biases)
+    x = np.random.default_rng(9).standard_normal((tokens, d)).astype(np.float32)
+    exact = layer.exact(x)
+    found = layer.run(level, x, threads=2)
+    assert rms(found - exact) <= ALLOWED.get(kind, 2e-3) * rms(exact)
+    assert rms(layer.exact(x, wrong=1) - exact) > 0.3 * rms(exact), "other experts would be noticed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_depend_on_neither_the_batch_nor_the_threads(kind: str) -> None:
+    d, size = KINDS[kind]
+    layer = Layer(kind, d, size, True, size, True)
+    x = np.random.default_rng(9).standard_normal((40, d)).astype(np.float32)
+    whole = layer.run(LEVELS[0], x, threads=1)
+    for threads in (2, 3, 7):
+        assert np.array_equal(layer.run(LEVELS[0], x, threads), whole)
+    for first, last in ((0, 1), (1, 2), (2, 9), (9, 40)):
+        assert np.array_equal(layer.run(LEVELS[0], x[first:last], 2), whole[first:last])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_in_its_row(number: float) -> None:
+    layer = Layer("F32", 40, 24, True, 24, False)
+    x = np.random.default_rng(9).standard_normal((6, 40)).astype(np.float32)
+    damaged = x.copy()
+    damaged[2, 3] = number
+    whole, found = layer.run(LEVELS[0], x, 2), layer.run(LEVELS[0], damaged, 2)
+    others = [0, 1, 3, 4, 5]
+    assert np.array_equal(found[others], whole[others]) and not np.isfinite(found[2]).all()
+
+
+# ---- models
+
+
+def model(path: Path, *, experts: int = 4, top: int = 2, leave: str = "", router: int = 0) -> Path:
+    """A tiny GGUF file of Mixtral's kind, without the tensor called `leave`, with a router of `router` rows."""
+    builder = tiny_gguf()
+    builder.add("llama.expert_count", U32, experts).add("llama.expert_used_count", U32, top)
+    rng = np.random.default_rng(3)
+    plain = [f"blk.{layer}.ffn_{part}.weight" for layer in range(LAYERS) for part in ("gate", "up", "down")]
+    builder.tensors = [tensor for tensor in builder.tensors if tensor.name not in plain]
+    for layer in range(LAYERS):
+        shapes = {"gate_exps": (experts, FF, D), "up_exps": (experts, FF, D), "down_exps": (experts, D, FF)}
+        for name, shape in (shapes | {"gate_inp": (router or experts, D)}).items():
+            if f"{layer}.{name}" != leave:
+                values = rng.standard_normal(shape).astype(np.float32) / np.float32(shape[-1] ** 0.5)
+                builder.tensor(f"blk.{layer}.ffn_{name}.weight", values)
+    return builder.write(path / "m.gguf")
+
+
+def test_a_model_of_experts_answers(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    config = open_checkpoint(path).config
+    assert {layer.ffn for layer in config.layers} == {ExpertsConfig(4, FF, RouterConfig(2))}
+    with LLM(path, gpu="none", threads=2) as llm:
+        settings = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        first, again = llm.generate(["ab", "ab"], settings)
+        assert len(first.token_ids) == 6 and first.token_ids == again.token_ids
+        read = llm.bytes_per_token
+    more = model(tmp_path, top=4)
+    with LLM(more, gpu="none", threads=2) as llm:
+        every = LAYERS * 3 * 2 * 4 * 16 * -(-FF // 16) * D  # two more experts of three matrices, in whole panels
+        assert read is not None and llm.bytes_per_token is not None
+        assert 0.8 * every <= llm.bytes_per_token - read <= 1.2 * every
+
+
+@pytest.mark.parametrize("layout", ["q8_0", "q4_0"])
+def test_quantised_on_load_the_router_is_not(layout: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(model(tmp_path), layout)
+    assert checkpoint.taken_type("layers.0.router") == "F32"
+    wanted = layout.upper() if D % 32 == 0 else "F32"
+    assert checkpoint.taken_type("layers.0.experts_up") == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"experts": 1, "top": 2}, "expert_used_count is '2'"),
+        ({"top": 0}, "expert_used_count is '0'"),
+        ({"leave": "1.gate_exps"}, "tensor blk.1.ffn_gate_exps.weight is missing"),
+        ({"leave": "1.gate_inp"}, "tensor blk.1.ffn_gate.weight is missing"),
+        ({"router": 5}, r"ffn_gate_inp.weight has shape \[5, "),
+        ({"router": 3}, r"ffn_gate_inp.weight has shape \[3, "),
+    ],
+)
+def test_models_that_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=why):
+        open_checkpoint(model(tmp_path, **change))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (RouterConfig(0), "0 experts a token of 4"),
+        (RouterConfig(5), "5 experts a token of 4"),
+        (RouterConfig(2, scoring="max"), "scores 'max'"),
+        (RouterConfig(2, groups=3), "3 groups evenly"),
+        (RouterConfig(3, groups=4, top_groups=2), "too few"),
+        (RouterConfig(2, groups=4, top_groups=2, group_best=2), "too small"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: RouterConfig, why: str) -> None:
+    assert why in str(ExpertsConfig(4, 8, settings).problem())
+    right = replace(settings, top_k=1, scoring="softmax", groups=1, top_groups=1, group_best=1)
+    assert ExpertsConfig(4, 8, right).problem() is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_scale_that_is_none(value: float, tmp_path: Path) -> None:
+    made = tiny_gguf().add("llama.expert_count", U32, 4).add("llama.expert_used_count", U32, 2)
+    made.add("llama.expert_weights_scale", F32, value)
+    with pytest.raises(ModelError, match="expert_weights_scale"):
+        open_checkpoint(made.write(tmp_path / "n.gguf"))
+
+
+def test_a_gpu_that_is_named_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(model(tmp_path))
+    with pytest.raises(RequestError, match="run on the CPU alone so far"):
+        resolve(checkpoint, EngineConfig(gpu="cpu", context=64))
+
+
+def test_weights_of_experts_are_the_files(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(model(tmp_path))
+    tensor = checkpoint.take("layers.0.experts_up")
+    assert tensor.shape == (4, FF, D) and dequantize(tensor.rows(), tensor.type).shape == (4 * FF, D)
