@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -88,3 +89,9 @@ def test_commands_are_valid(words: list[str]) -> None:
     common_flags(parser)
     import_module(f"powerinfer.cli.{verb}").configure(parser)
     parser.parse_args(rest)
+
+
+def test_every_extra_for_users_is_named() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"`powerinfer\[(\w+)\]`", (ROOT / "README.md").read_text()))
+    assert named == set(extras) - {"test", "bench", "check"}

@@ -27,6 +27,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from sparse_models import tiny_llama
 
 from powerinfer.cli import chat, common, conversation_file, run, terminal
 from powerinfer.cli.main import VERBS, main, usage
@@ -610,6 +611,17 @@ class Screen:
 
 
 PROMPT, ENTERED = "\x1b[0m>", "\x1b[?2004l"  # as prompt_toolkit writes a prompt, and the end of what was typed
+
+
+def test_a_server_on_a_terminal_says_where_it_is(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "tiny.gguf")
+    screen = Screen([*COMMAND, "serve", "-m", str(model), "--port", "0", "--gpu", "none"])
+    line = screen.until("; Ctrl-C ends").splitlines()[-1]
+    found = re.search(r"OpenAI's API: (http://127\.0\.0\.1:\d+)/v1, a chat in the browser: (\S+)/;", line)
+    assert found is not None and found[1] == found[2]
+    screen.until('"event": "loaded"')
+    screen.keys("\x03")
+    assert screen.end()[1] == 0
 
 
 def test_a_conversation_on_a_terminal(smollm2: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -73,6 +74,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         out.document({})
         return 0
     made = (_serve_several if several else _serve_one)(args, config, engine, out)
+    if sys.stderr.isatty():  # beside the log, for who looks on
+        out.note(f"OpenAI's API: {made.url}/v1, a chat in the browser: {made.url}/; Ctrl-C ends")
     try:
         made.live()
     finally:

@@ -129,7 +129,7 @@ class Work:
 
     @cached_property
     def gain(self) -> tuple[float, float] | None:
-        """Seconds of a token that are predicted with thresholds and with every neuron; None if that decides nothing."""
+        """Estimated seconds of a token with thresholds and with every neuron; None if that decides nothing."""
         from powerinfer.placement.plan import make_plan
 
         if self.rectified or self.engine.selector != "auto":
@@ -234,7 +234,7 @@ def _packed_bundles(work: Work) -> BundleFile | None:
 
 
 def _why_all(work: Work) -> str:
-    """The predicted speeds with and without thresholds, if they decided."""
+    """The estimated speeds with and without thresholds, if they decided."""
     from powerinfer.placement.plan_document import rate
 
     if work.gain is None:
@@ -259,7 +259,7 @@ def plan(work: Work, progress: Progress) -> Outcome:
         facts = made.document(save_plan(made, work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
-    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s predicted with --selector {work.selector}, {on_gpu}"
+    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s estimated with --selector {work.selector}, {on_gpu}"
     figures = {"path": str(path), "key": request.key, "selector": work.selector}
     return Outcome(SKIPPED if known else DONE, said, figures)
 

@@ -175,8 +175,8 @@ class AsyncLLM:
     async def _prepared(self, prepare: Prepare, params: SamplingParams | None) -> AnswerRequest:
         """In threads: templates and tokenisers take long for long prompts, and some grammars do."""
         grammars = self.llm._runner._grammars
-        if params is not None and params.grammar is not None and not grammars.knows(params.grammar):
-            await self._compile(partial(grammars.mask, params.grammar))
+        if params is not None and params.rules is not None and not grammars.knows(params.rules):
+            await self._compile(partial(grammars.mask, params.rules))
         return await asyncio.to_thread(prepare)
 
     async def _compile(self, compile_: Callable[[], object]) -> None:

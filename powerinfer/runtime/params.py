@@ -53,7 +53,7 @@ class SamplingParams:
         None, "return log-probabilities of the chosen token and of the N most likely", metavar="N"
     )
     skip_special_tokens: bool = option(True, "hide special tokens in the text")
-    grammar: Grammar | LazyGrammar | None = None
+    grammar: Grammar | LazyGrammar | str | None = None
     json_schema: InitVar[Any] = None
     regex: InitVar[str | None] = None
     choice: InitVar[Sequence[str] | None] = None
@@ -90,6 +90,12 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
+
+    @property
+    def rules(self) -> Grammar | LazyGrammar | None:
+        """`grammar` as it was read."""
+        assert not isinstance(self.grammar, str)
+        return self.grammar
 
 
 def check_params(params: object) -> None:

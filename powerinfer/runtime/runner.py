@@ -88,10 +88,10 @@ class Runner:
                 f"the prompt of {len(prompt)} tokens and {wanted} to generate do not fit the context of "
                 f"{self.context} tokens: shorten the prompt, lower max_tokens or raise the context"
             )
-        if params.grammar is not None:
+        if params.rules is not None:
             if mask is not None:
                 raise RequestError("a mask and a grammar were given: give one")
-            mask = self._grammars.mask(params.grammar)
+            mask = self._grammars.mask(params.rules)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_ids
         request = AnswerRequest(
             prompt,

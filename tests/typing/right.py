@@ -15,6 +15,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 
 llm = LLM("model.gguf", threads=4, context=4096, selector="exact", vram=8 << 30, gpu="none")
 params = SamplingParams(temperature=0, max_tokens=None, stop=["x"], regex="[0-9]+")
+SamplingParams(grammar='root ::= "x"')
 assert_type(llm.generate("a"), Completion)
 assert_type(llm.generate(["a", [1, 2]], params), list[Completion])
 assert_type(llm.generate(["a", "b"], [params, params]), list[Completion])
