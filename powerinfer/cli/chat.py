@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
+    SAMPLING,
     Output,
     checked_text,
     config_flags,
@@ -65,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the speed of every answer to stderr")
-    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
+    config_flags(parser, SamplingParams, SAMPLING, {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 

@@ -195,6 +195,10 @@ _READERS: dict[str, dict[str, Any]] = {
 }
 
 
+SAMPLING = "sampling (the model's own defaults come first; those below are for models without any)"
+"""The title of the flags of `SamplingParams`."""
+
+
 def config_flags(
     parser: argparse.ArgumentParser,
     config: type,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
+    SAMPLING,
     Output,
     checked_text,
     config_flags,
@@ -70,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--grammar", dest="gbnf", metavar="FILE", help="the answer matches this grammar, in llama.cpp's GBNF"
     )
     parser.add_argument("--regex", dest="pattern", metavar="PATTERN", help="the answer matches this regular expression")
-    config_flags(parser, SamplingParams, "sampling", {"max_tokens": None})
+    config_flags(parser, SamplingParams, SAMPLING, {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
 

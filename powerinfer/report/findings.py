@@ -169,7 +169,10 @@ def _options(plan: PlanDocument) -> str:
 def next_steps(found: Findings) -> list[tuple[str, str]]:
     """(what it does, the command) to run next: what makes the next missing file, or what uses them all."""
     if found.open is None:
-        return []
+        assert found.plan.value is not None
+        budgets = found.plan.value.budgets
+        given = f"--vram {_exact(budgets.vram)} --ram {_exact(budgets.ram)}"
+        return [("With the model and a text at hand:", f"powerinfer prepare -m MODEL --corpus TEXT {given}")]
     if found.lacking:
         one = found.lacking[0]
         return [(f"Make the {one.noun}{' again' if one.stale else ''}:", one.command)]
