@@ -136,7 +136,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'q8_0', 'f16')",
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
-    "formats/tool_calls.py": ["('none', 'auto', 'required')"],  # whether tools are called
+    "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
@@ -148,8 +148,10 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "self.engine.selector != 'auto'",
     ],
     "prepare/training.py": ["config.type != 'auto'"],
+    "runtime/options.py": ["('auto', 'all', 'exact', 'predicted', 'threshold')"],  # the names that are allowed
     "serve/constraints.py": ["tools.choice.kind != 'auto'"],  # of tools, too
     "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],
+    "serve/responses.py": ["('auto', 'disabled')", "self.truncation == 'auto'"],  # of prompts
     "serve/schema.py": ["('none', 'auto')", "('none', 'auto')"],
 }
 

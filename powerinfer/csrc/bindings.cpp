@@ -735,18 +735,8 @@ void bind_watch(nb::module_& m) {
   watch.attr("LOWEST_OCTAVE") = (int)Watch::LOW;
 }
 
-void bind_program(nb::module_& m) {
-  nb::class_<Program>(m, "Program")
-      .def(
-          "__init__",
-          [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
-             int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim) {
-            Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
-            require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
-            new (p) Program(std::move(workspace), std::move(cache), std::move(sizes));
-          },
-          "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
-          "heads: query heads of each layer of the cache.")
+void bind_operators(nb::class_<Program>& program) {
+  program
       .def(
           "add_rope",
           [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
@@ -810,7 +800,24 @@ void bind_program(nb::module_& m) {
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
             p.head(norm_of(norm), std::move(project), std::move(w));
           },
-          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "logits = w . project . norm(x).")
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "logits = w . project . norm(x).");
+}
+
+void bind_program(nb::module_& m) {
+  auto program =
+      nb::class_<Program>(m, "Program")
+          .def(
+              "__init__",
+              [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
+                 int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim) {
+                Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
+                require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
+                new (p) Program(std::move(workspace), std::move(cache), std::move(sizes));
+              },
+              "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
+              "heads: query heads of each layer of the cache.");
+  bind_operators(program);
+  program
       .def(
           "set_watch",
           [](Program& p, std::shared_ptr<Watch> watch) {

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -52,6 +53,14 @@ class EngineStats:
     timed_out: int
 
 
+class _Life(Enum):
+    """Of the executor; it only goes forward."""
+
+    OPEN = auto()
+    CLOSING = auto()  # at the end of the thread, or by the caller of `close`, whichever comes first
+    CLOSED = auto()
+
+
 class Driver:
     """Runs requests on an executor, in a thread of its own, which the first command starts.
 
@@ -85,7 +94,7 @@ class Driver:
         self._gate = threading.Lock()  # of what follows
         self._thread: threading.Thread | None = None
         self._over: Callable[[], PowerInferError] | None = None  # set when it has ended: the error of later requests
-        self.closing = self._closed = False  # closing: `close` was called
+        self._life = _Life.OPEN
         self._process = os.getpid()
         self._prompt_tokens = self._cached_tokens = self._answer_tokens = 0
         self._steps = self._aborted = self._rejected = self._timed_out = 0
@@ -126,6 +135,11 @@ class Driver:
         return self._thread is threading.current_thread()
 
     @property
+    def closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._life is not _Life.OPEN
+
+    @property
     def ended(self) -> bool:
         """Whether there is no thread that runs commands, nor will be."""
         return self._over is not None or os.getpid() != self._process
@@ -139,8 +153,9 @@ class Driver:
         """End the requests as aborted and close the executor; wait for it. May be called twice."""
         if os.getpid() != self._process:
             return
-        self.closing = True
         with self._gate:
+            if not self.closing:
+                self._life = _Life.CLOSING
             if self._thread is None:
                 self._over = self._over or _closed
         self.stop()
@@ -402,8 +417,8 @@ class Driver:
 
     def _close_executor(self) -> None:
         with self._gate:
-            closed, self._closed = self._closed, True
-        if not closed:
+            before, self._life = self._life, _Life.CLOSED
+        if before is not _Life.CLOSED:
             self._executor.close()
 
     def _end(self, over: Callable[[], PowerInferError]) -> None:
