@@ -63,7 +63,8 @@ def test_the_keywords_of_sampling_are_its_parameters() -> None:
 def test_right_code_passes_and_wrong_code_is_flagged() -> None:
     pytest.importorskip("mypy")
     root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "tests/typing/right.py", "tests/typing/wrong.py"]
+    files = ["tests/typing/right.py", "tests/typing/wrong.py"]
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
     assert done.returncode == 1, done.stderr + done.stdout
     found = re.findall(r"^(\S+):(\d+): error:", done.stdout, re.MULTILINE)
