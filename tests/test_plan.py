@@ -430,8 +430,12 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     needed = sum(request.claims().cpu.values()) - request.claims().cpu.get("panels", 0)
     tight = make_plan(replace(request, ram=needed + 2 * GROUP * request.model.bundle.stride))
     assert not tight.fits and tight.choice.seconds > base.choice.seconds
-    [more] = [one for one in tight.helps if one.flag == "--ram"]
+    more, dense = [one for one in tight.helps if one.flag == "--ram"]
     assert make_plan(replace(request, ram=more.bytes)).fits and not make_plan(replace(request, ram=more.bytes - 1)).fits
+    assert dense.bytes > more.bytes and "`run` needs without a GPU" in dense.what
+    for ram, reached in ((dense.bytes, True), (dense.bytes - 1, False)):
+        found = make_plan(replace(request, ram=ram))
+        assert found.fits and found.claims.panels is reached and (not found.helps) is reached
     small = make_plan(replace(request, vram=3 * MIB, ram=None))
     assert {one.flag for one in small.helps} == {"--vram"} and len(small.helps) == 5
     for one in small.helps:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 from pathlib import Path
 from typing import Any
 
+import model_files
 import pytest
-from sparse_models import TEXT, give_bundles, tiny_llama
+from model_files import family_gguf
+from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama
 
 from powerinfer import LLM, RequestError, SamplingParams
+from powerinfer.cli.common import read_size
+from powerinfer.cli.main import main
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.kernels import cpu
-from powerinfer.placement.budget import Workload, bundle_bytes, in_ram
+from powerinfer.placement.budget import Workload, bundle_bytes, gib, in_ram, least_ram
 from powerinfer.placement.shapes import checkpoint_model
 
 OPTIONS: dict[str, Any] = {"threads": 1, "prefill_chunk": 32, "max_batch": 3, "gpu": "none", "trial": False}
@@ -49,6 +54,41 @@ def test_what_ram_holds(tmp_path: Path) -> None:
             LLM(path, ram=ram, **OPTIONS, **more)
         assert all(word in str(caught.value) for word in words), str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "uneven", "falcon"])
+@pytest.mark.parametrize("selector", ["all", "exact", "predicted"])
+def test_the_least_ram_of_a_plan_is_what_a_load_accepts(
+    name: str, selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the errors of both, and in the advice of a plan that reads neurons from a disk, which no load does."""
+    monkeypatch.setattr(model_files, "FF", 80 if name == "uneven" else model_files.FF)  # no whole groups of bundles
+    path = tmp_path / "m.gguf"
+    path = family_gguf("falcon").write(path) if name == "falcon" else tiny_llama(path)
+    path = give_profile(give_predictor(give_bundles(path)))
+    flags = ["plan", "-m", str(path), "--hardware", "pc-low", "--vram", "0", "--selector", selector]
+    flags += ["--threads", "1", "--prefill-chunk", "32", "--max-batch", "3", "--dry-run", "--json", "--ram"]
+
+    def refused(ram: int) -> tuple[int, str]:
+        with pytest.raises(RequestError, match="give --ram ") as caught:
+            LLM(path, ram=ram, selector=selector, **OPTIONS)
+        said = str(caught.value).split("give --ram ")[1].split(",")[0]
+        return read_size(said), said
+
+    least, said = refused(1 << 20)
+    assert main([*flags, "1MiB"]) == 2
+    assert f"`run` without a GPU needs --ram {said}" in capsys.readouterr().err
+    model = checkpoint_model(open_checkpoint(path))
+    work = Workload("f16", model.config.context_length, chunk=32, requests=3, selector=selector)
+    exact = least_ram(model, work)
+    assert gib(exact) == said and refused(exact - 1)[0] == least
+    assert main([*flags, f"{exact - 1}B"]) == 0
+    helps = json.loads(capsys.readouterr().out.splitlines()[-1])["helps"]
+    assert [one["bytes"] for one in helps if "`run` needs without a GPU" in one["what"]] == [exact]
+    with LLM(path, ram=exact, selector=selector, **OPTIONS) as llm:
+        assert llm.choices["selector"].startswith(selector)
+    assert main([*flags, f"{exact}B"]) == 0
+    assert not [one for one in json.loads(capsys.readouterr().out.splitlines()[-1])["helps"] if one["flag"] == "--ram"]
 
 
 @pytest.mark.parametrize("room", (True, False))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from pydantic import BaseModel
 from schemathesis import GenerationMode
 from serving import SlowExecutor, client, post, served_llm, serving, until
-from toy_model import ToyTokenizer, idle, reference_greedy, reference_logits
+from toy_model import BOS, ToyTokenizer, idle, reference_greedy, reference_logits
 
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
@@ -466,3 +466,22 @@ def test_no_request_is_a_server_error(server: Server, mode: GenerationMode) -> N
                 assert answer.json()["error"]["message"]
 
         ask()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["", ["x", ""]])
+def test_an_empty_prompt_begins_a_text_where_the_model_has_a_token_for_that(prompt: Any, stream: bool) -> None:
+    """As in llama-server; otherwise there is nothing that could be continued."""
+    llm = served_llm()
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": stream}
+    with serving(llm) as server, client(server) as http:
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 400 and "the prompt is empty" in refused.json()["error"]["message"]
+        assert http.post("/v1/completions", json=body | {"prompt": []}).status_code == 400
+        llm.tokenizer.add_bos = True  # type: ignore[misc]
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            text = ToyTokenizer().decode(reference_greedy([BOS], 3))
+            assert answer.json()["choices"][-1]["text"] == text
+    until(lambda: idle(llm))

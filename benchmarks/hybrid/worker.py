@@ -15,8 +15,8 @@ has all of its neurons on one side, so both sides take turns; `dense`: no neuron
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -324,5 +324,11 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
         return work(task)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", type=json.loads, help="JSON, as above")
+    print(json.dumps(perform(parser.parse_args().task)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(perform(json.loads(sys.argv[1]))))
+    main()

@@ -28,6 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=_plain_formatter, allow_abbrev=False, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1GiB is a wrong value, not a flag
 
     def format_help(self) -> str:
         self.formatter_class = _help_formatter

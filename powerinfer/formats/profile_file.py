@@ -70,6 +70,8 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
     description, tensors, file = place.read()
     layers, sizes = checkpoint.config.n_layers, checkpoint.config.ffn_sizes
     for name, size in (("neurons", list(sizes)), ("n_layers", layers)):
+        if name not in description:
+            raise place.bad(f"was written by an earlier version of powerinfer, which stated no {name}")
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     about = place.described(_Description, description)

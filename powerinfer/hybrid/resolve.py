@@ -159,11 +159,9 @@ def _on_cpu(resolved: Resolved) -> Resolved:
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:
     """Bytes of RAM that the model takes with the KV cache of one context. selection: None: every neuron is computed."""
-    from powerinfer.placement.budget import bundle_bytes, in_ram
+    from powerinfer.placement.budget import least_ram
 
-    selector = "all" if selection is None else selection.selector
-    held = sum(in_ram(model, _workload(model, engine, selector)).values())
-    return held + (0 if selector == "all" else bundle_bytes(model))
+    return least_ram(model, _workload(model, engine, "all" if selection is None else selection.selector))
 
 
 def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:

@@ -173,6 +173,12 @@ def bundle_bytes(model: Model) -> int:
     return sum(n_groups(size) * layout.group_bytes for size, layout in pairs)
 
 
+def least_ram(model: Model, work: Workload) -> int:
+    """The smallest --ram that a load without a GPU accepts: for dense matrices and, unless every neuron is computed,
+    bundles beside them."""
+    return sum(in_ram(model, work).values()) + (0 if work.selector == "all" else bundle_bytes(model))
+
+
 def layers_that_fit(
     model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False
 ) -> tuple[int, bool]:
@@ -223,8 +229,7 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, panels=False)
     left = ram - sum(cpu.values())
     if left < 0:
-        raise _too_large(model, gpu, cpu, ram)
-    bundles = model.bundle.stride * model.config.n_neurons
+        raise _too_large(model, gpu, cpu, ram, None if layers else least_ram(model, work))
     if layers:
         gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
         left = max(0, left - shared_in_ram(model, layers))
@@ -233,21 +238,23 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
         return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundle.pitch, True, False, staging)
     whole, dense = cpu.get("panels", 0), work.selector == "all"
     panels = sum(map(_panels, model.ffn)) - whole
-    keep = panels + (0 if dense else bundles) <= left
+    keep = ram >= least_ram(model, work)
     if keep:
         cpu["panels"] = panels + whole
         left -= panels
     return Claims(0, False, {}, cpu, 0, left, model.bundle.stride, not (dense and keep), keep)
 
 
-def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int) -> RequestError:
+def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, least: int | None) -> RequestError:
+    """least: `least_ram`, where no GPU is used."""
     needed, beside = sum(cpu.values()), sum(gpu.values())
+    runs = "" if least is None else f"; `run` without a GPU needs --ram {gib(least)}"
     ends = cpu["embedding"] + cpu["head"]
     return RequestError(
         f"{model.name} needs at least {gib(needed + beside)} of RAM + VRAM for the dense part: give --ram "
         f"{gib(needed)} or more{f' beside {gib(beside)} of VRAM' if gpu else ''}, not {gib(ram)} (attention "
         f"{gib(cpu['attention'])}, KV cache {gib(cpu['kv'])}, embedding and head {gib(ends)}, the rest "
-        f"{gib(needed - cpu['attention'] - cpu['kv'] - ends)})"
+        f"{gib(needed - cpu['attention'] - cpu['kv'] - ends)}){runs}"
     )
 
 

@@ -39,6 +39,7 @@ from powerinfer.placement.budget import (
     budgets,
     claim,
     gib,
+    least_ram,
     on_gpu,
     shared_in_ram,
     shared_on_gpu,
@@ -648,6 +649,10 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
         neurons = (groups - sum(choice.gpu)) * GROUP * claims.cpu_neuron
         nbytes = sum(claims.cpu.values()) + shared_in_ram(model, claims.gpu_layers) + neurons
         helps.append(Help("everything in memory", "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
+    if not claims.gpu_layers and not claims.panels:
+        nbytes = least_ram(model, request.workload)
+        what = "the FFNs' dense matrices, which `run` needs without a GPU"
+        helps.append(Help(what, "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
     return tuple(helps)
 
 

@@ -105,6 +105,8 @@ def check_prompts(llm: LLM, prompts: list[list[int]], params: SamplingParams | N
     """ApiError for a prompt that cannot be answered. params None: nothing is generated."""
     for tokens in prompts:
         check_ids(llm, tokens, "prompt")
+        if not tokens:
+            raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
         wanted = 0 if params is None else params.max_tokens or 1
         if len(tokens) + wanted > llm.context:
             raise ApiError(

@@ -304,7 +304,7 @@ class CompletionRequest(Sampling):
         given: Any = self.prompt
         single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         prompts: list[str | list[int]] = [given] if single else given
-        if not prompts or not all(prompts):
+        if not prompts or [] in prompts:  # an empty text may still begin with a token of the model's own
             raise ApiError(400, "a prompt is empty: it needs at least one token", param="prompt")
         if len(prompts) * self.choices > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts times n {self.choices} exceed {MAX_PROMPTS}", param="prompt")
