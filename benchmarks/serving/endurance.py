@@ -29,6 +29,8 @@ from benchmarks.serving.servers import Answer, Server, ask, ours, prompt, runnin
 from powerinfer.formats.checkpoint import open_checkpoint
 
 CLIENTS, BATCH, QUEUE, TOKENS = 64, 8, 16, 48
+CONTEXT = 2048
+LENGTHS = (8, 200, 900)  # of the prompts of clients that leave
 DRAFTS = ("draft2020-12", "draft2019-09", "draft7", "draft6", "draft4")
 
 
@@ -73,10 +75,12 @@ async def leavers(server: Server, count: int, vocab: int) -> dict[str, Any]:
     before = server.get("/v1/engine")["stats"]
 
     async def one(number: int) -> None:
-        tokens = prompt(10_000 + number, chosen.choice((8, 200, 900)), vocab)
-        request = ask(server.port, body(tokens, max_tokens=400), leave=chosen.choice((None, 1, 3, 20)))
+        tokens = prompt(10_000 + number, chosen.choice(LENGTHS), vocab)
+        request = ask(
+            server.port, body(tokens, max_tokens=min(400, CONTEXT - len(tokens))), leave=chosen.choice((None, 1, 3, 20))
+        )
         try:
-            statuses[(await asyncio.wait_for(request, chosen.uniform(0.001, 0.6))).status] += 1
+            statuses[(await asyncio.wait_for(request, chosen.choice((0.05, 0.5, 4.0)) * chosen.random())).status] += 1
         except TimeoutError:
             statuses[-1] += 1
 
@@ -170,7 +174,7 @@ def main() -> None:
     arguments = parser.parse_args()
     vocab = open_checkpoint(arguments.model).config.vocab_size
     document: dict[str, Any] = {"kind": "serving-endurance", **machine.description(), "model": arguments.model.stem}
-    command = ours(arguments.model, arguments.threads, BATCH, 2048, "--max-queue", str(QUEUE))
+    command = ours(arguments.model, arguments.threads, BATCH, CONTEXT, "--max-queue", str(QUEUE))
     with running("powerinfer", command) as server:
         if arguments.leaving:
             document["leaving"] = asyncio.run(leavers(server, arguments.leaving, vocab))

@@ -25,7 +25,7 @@ from benchmarks.serving.servers import Answer, Server, ask, ours, prompt, runnin
 from powerinfer import LLM, SamplingParams
 from powerinfer.formats.checkpoint import open_checkpoint
 
-TOKENS, PROMPT, PREFIX = 64, 32, 1000
+TOKENS, PROMPT, PREFIX, CONTEXT = 64, 32, 1000, 2048
 SCHEMA = {
     "type": "object",
     "properties": {"items": {"type": "array", "minItems": 40, "items": {"type": "string", "maxLength": 12}}},
@@ -47,7 +47,7 @@ def through_python(llm: LLM, tokens: list[int], json_schema: dict[str, Any] | No
     return answer
 
 
-def between(answer: Answer, tokens: int = TOKENS) -> float:
+def between(answer: Answer, tokens: int) -> float:
     """Seconds from one token to the next; a server's events may hold several."""
     return (answer.times[-1] - answer.first) / (tokens - 1)
 
@@ -62,8 +62,8 @@ def main() -> None:
     document: dict[str, Any] = {"kind": "serving-overhead", **machine.description()}
     document |= {"model": arguments.model.stem, "threads": arguments.threads}
     vocab = open_checkpoint(arguments.model).config.vocab_size
-    command = ours(arguments.model, arguments.threads, 1, 2048)
-    llm = LLM(arguments.model, threads=arguments.threads, max_batch=1, context=2048, gpu="none")
+    command = ours(arguments.model, arguments.threads, 1, CONTEXT)
+    llm = LLM(arguments.model, threads=arguments.threads, max_batch=1, context=CONTEXT, gpu="none")
     with llm, running("powerinfer", command) as server:
         rounds: dict[str, list[Answer]] = {"server": [], "python": []}
         for number in range(arguments.repeat + 2):
@@ -74,10 +74,12 @@ def main() -> None:
         document["first_token_ms"] = {
             label: 1000 * median(one.first for one in answers) for label, answers in kept.items()
         }
-        document["between_tokens_ms"] = {label: 1000 * median(map(between, answers)) for label, answers in kept.items()}
+        document["between_tokens_ms"] = {
+            label: 1000 * median(between(one, TOKENS) for one in answers) for label, answers in kept.items()
+        }
         pairs = list(zip(kept["server"], kept["python"], strict=True))
         document["added_first_token_ms"] = 1000 * median(a.first - b.first for a, b in pairs)
-        document["added_between_tokens_ms"] = 1000 * median(between(a) - between(b) for a, b in pairs)
+        document["added_between_tokens_ms"] = 1000 * median(between(a, TOKENS) - between(b, TOKENS) for a, b in pairs)
         first, again = [], []
         for number in range(arguments.repeat):
             shared = prompt(1000 + number, PREFIX, vocab)
@@ -90,7 +92,7 @@ def main() -> None:
             tokens = prompt(5000 + number, PROMPT, vocab)
             constrained = through_python(llm, tokens, SCHEMA)
             masked.append(between(constrained, len(constrained.times)))
-            free.append(between(through_python(llm, tokens)))
+            free.append(between(through_python(llm, tokens), TOKENS))
         document["mask"] = {
             "free_ms": 1000 * median(free[1:]),
             "masked_ms": 1000 * median(masked[1:]),

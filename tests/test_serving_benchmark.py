@@ -1,0 +1,77 @@
+"""The scripts of benchmarks/serving on a tiny model, and random models of experts as files that run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib import machine
+from benchmarks.models import expert_models
+from benchmarks.serving import endurance, overhead, table
+from powerinfer import LLM, SamplingParams
+from powerinfer.config import ExpertsConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+
+
+def small(shape: expert_models.Shape) -> expert_models.Shape:
+    return replace(
+        shape, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, n_experts=8, size=32, vocab=1200, d_ff=32,
+        shared=32 if shape.shared else 0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    expert_models.write(path, small(expert_models.SHAPES["qwen3-30b-a3b"]), "q8_0")
+    return path
+
+
+def result(script: object, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, object]:
+    out = Path(arguments[arguments.index("--out") + 1])
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    monkeypatch.setattr(
+        machine, "description", lambda: {"cpu": {"name": "c"}, "commit": "0", "date": "d", "command": "x"}
+    )
+    script.main()  # type: ignore[attr-defined]
+    return dict(json.loads(out.read_text()))
+
+
+def test_a_crowd_and_clients_that_leave(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endurance, "CONTEXT", 128)
+    monkeypatch.setattr(endurance, "LENGTHS", (8, 60))
+    found = result(
+        endurance, monkeypatch, str(model), "--minutes", "0.03", "--leaving", "8", "--out", str(tmp_path / "e.json")
+    )
+    crowd, leaving = found["crowd"], found["leaving"]
+    assert crowd["wrong"] == 0 and set(crowd["statuses"]) <= {"200", "429", "503"} and crowd["statuses"]["200"] > 0
+    assert leaving["after"]["running"] == leaving["after"]["used_pages"] == 0 and leaving["answers"] == 200
+    assert "0 wrong" in table.endurance_table(found)
+
+
+def test_what_the_server_adds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "CONTEXT", 128)
+    monkeypatch.setattr(overhead, "TOKENS", 8)
+    monkeypatch.setattr(overhead, "PREFIX", 64)
+    found = result(overhead, monkeypatch, str(model), "--repeat", "1", "--out", str(tmp_path / "o.json"))
+    assert found["first_token_ms"]["server"] > 0 and found["prefix_ratio"] > 0 and found["mask"]["masked_ms"] > 0
+    assert "times sooner" in table.overhead_table(found)
+
+
+@pytest.mark.parametrize("name", expert_models.SHAPES)
+def test_random_models_of_experts_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = expert_models.SHAPES[name]
+    monkeypatch.setitem(expert_models.SHAPES, name, small(whole))
+    path = tmp_path / "m.gguf"
+    monkeypatch.setattr(sys, "argv", ["script", str(path), "--shape", name, "--layers", str(2)])
+    expert_models.main()
+    config = open_checkpoint(path).config
+    experts = config.layers[1].ffn
+    assert isinstance(experts, ExpertsConfig) and (experts.n_experts, experts.router.top_k) == (8, whole.top_k)
+    with LLM(path, gpu="none", threads=1, context=64) as llm:
+        answer = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        assert len(answer.token_ids) == 3
