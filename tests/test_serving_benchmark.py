@@ -73,5 +73,5 @@ def test_random_models_of_experts_run(name: str, tmp_path: Path, monkeypatch: py
     experts = config.layers[1].ffn
     assert isinstance(experts, ExpertsConfig) and (experts.n_experts, experts.router.top_k) == (8, whole.top_k)
     with LLM(path, gpu="none", threads=1, context=64) as llm:
-        answer = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         assert len(answer.token_ids) == 3
