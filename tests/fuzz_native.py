@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import random
 import sys
@@ -67,10 +68,10 @@ def hostile_weights(rng: random.Random) -> bytes:
     tensors = []
     for tensor in base.tensors:
         kind = BLOCK_TYPES[rng.choice(NATIVE_IDS)]
-        if len(tensor.dims) != 2 or tensor.dims[0] % kind.block:
+        if len(tensor.dims) < 2 or tensor.dims[0] % kind.block:
             tensors.append(replace(tensor))
             continue
-        size = tensor.dims[0] // kind.block * kind.nbytes * tensor.dims[1]
+        size = tensor.dims[0] // kind.block * kind.nbytes * math.prod(tensor.dims[1:])
         tensors.append(replace(tensor, type_id=kind.id, data=rng.randbytes(size)))
     builder: Builder = replace(base, tensors=tensors)
     return builder.encode()

@@ -355,3 +355,19 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def experts_gguf(experts: int = 4, top: int = 2, leave: str = "", router: int = 0) -> Builder:
+    """A tiny model of Mixtral's kind, without the tensor `leave` (LAYER.NAME), with a router of `router` rows."""
+    builder = tiny_gguf()
+    builder.add("llama.expert_count", U32, experts).add("llama.expert_used_count", U32, top)
+    rng = np.random.default_rng(3)
+    plain = [f"blk.{layer}.ffn_{part}.weight" for layer in range(LAYERS) for part in ("gate", "up", "down")]
+    builder.tensors = [tensor for tensor in builder.tensors if tensor.name not in plain]
+    for layer in range(LAYERS):
+        shapes = {"gate_exps": (experts, FF, D), "up_exps": (experts, FF, D), "down_exps": (experts, D, FF)}
+        for name, shape in (shapes | {"gate_inp": (router or experts, D)}).items():
+            if f"{layer}.{name}" != leave:
+                values = rng.standard_normal(shape).astype(np.float32) / np.float32(shape[-1] ** 0.5)
+                builder.tensor(f"blk.{layer}.ffn_{name}.weight", values)
+    return builder

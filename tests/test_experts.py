@@ -13,7 +13,7 @@ import reference
 from gguf_bytes import F32, U32
 from hypothesis import given
 from hypothesis import strategies as st
-from model_files import FF, LAYERS, D, tiny_gguf
+from model_files import FF, LAYERS, D, experts_gguf, tiny_gguf
 from stored_weights import stored_evenly
 
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
@@ -262,20 +262,8 @@ def test_what_is_no_number_stays_in_its_row(number: float) -> None:
 # ---- models
 
 
-def model(path: Path, *, experts: int = 4, top: int = 2, leave: str = "", router: int = 0) -> Path:
-    """A tiny GGUF file of Mixtral's kind, without the tensor called `leave`, with a router of `router` rows."""
-    builder = tiny_gguf()
-    builder.add("llama.expert_count", U32, experts).add("llama.expert_used_count", U32, top)
-    rng = np.random.default_rng(3)
-    plain = [f"blk.{layer}.ffn_{part}.weight" for layer in range(LAYERS) for part in ("gate", "up", "down")]
-    builder.tensors = [tensor for tensor in builder.tensors if tensor.name not in plain]
-    for layer in range(LAYERS):
-        shapes = {"gate_exps": (experts, FF, D), "up_exps": (experts, FF, D), "down_exps": (experts, D, FF)}
-        for name, shape in (shapes | {"gate_inp": (router or experts, D)}).items():
-            if f"{layer}.{name}" != leave:
-                values = rng.standard_normal(shape).astype(np.float32) / np.float32(shape[-1] ** 0.5)
-                builder.tensor(f"blk.{layer}.ffn_{name}.weight", values)
-    return builder.write(path / "m.gguf")
+def model(folder: Path, **change: Any) -> Path:
+    return experts_gguf(**change).write(folder / "m.gguf")
 
 
 def test_a_model_of_experts_answers(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from gguf_bytes import ARRAY, BOOL, CODES, F32, F64, STRING, U32, U64, Array, Builder, Raw, Tensor, text
 from model_files import (
     as_stored,
+    experts_gguf,
     family_gguf,
     plain_config,
     plain_folder,
@@ -239,8 +240,8 @@ def in_q4_0(builder: Builder) -> Builder:
     """With a chat template, and the matrices in Q4_0, so that a case is 40 kB."""
     builder.add("tokenizer.chat_template", STRING, "{{ messages[0].content }}")
     for tensor in builder.tensors:
-        if len(tensor.dims) == 2:
-            values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
+        if len(tensor.dims) > 1:
+            values = np.frombuffer(tensor.data, np.float32).reshape(-1, tensor.dims[0])
             tensor.type_id, tensor.data = 2, quantize(values, "Q4_0").tobytes()
     return builder
 
@@ -248,12 +249,15 @@ def in_q4_0(builder: Builder) -> Builder:
 GGUF_BASES = [in_q4_0(tiny_gguf("llama", True)), in_q4_0(tiny_gguf("llama", False, "qkv o ffn"))]
 GGUF_BASES += [in_q4_0(tiny_gguf("qwen3", True)), in_q4_0(family_gguf("nemotron"))]
 GGUF_BASES += [in_q4_0(family_gguf(name, published=True)) for name in ("llama", "falcon", "opt")]
+GGUF_BASES += [in_q4_0(experts_gguf())]
 GGUF_KEYS = ["general.alignment", "general.type", "split.no", "split.count", "split.tensors.count", "powerinfer.x"]
 GGUF_KEYS += ["powerinfer.sparse_threshold", "llama.hidden_act", "llama.hidden_act_param", "falcon.hidden_act"]
 GGUF_KEYS += [f"llama.{key}" for key in ("attention.key_length", "rope.scaling.type", "rope.scaling.factor", "new")]
 GGUF_KEYS += [
     f"llama.{key}" for key in ("attention.sliding_window", "attention.sliding_window_pattern", "expert_count")
 ]
+GGUF_KEYS += [f"llama.expert_{key}" for key in ("used_count", "feed_forward_length", "gating_func", "weights_scale")]
+GGUF_KEYS += [f"llama.expert_{key}" for key in ("group_count", "group_used_count", "weights_norm", "shared_count")]
 GGUF_KEYS += [f"tokenizer.ggml.{key}" for key in ("scores", "bos_token_id", "eot_token_id", "add_bos_token", "tokens")]
 
 
