@@ -290,14 +290,13 @@ class RouterSpec:
         scoring: str = "softmax",
         normalise: bool = False,
         scale: float = 1.0,
-        bias: NDArray[np.float32] | None = None,
         correction: NDArray[np.float32] | None = None,
         groups: int = 1,
         top_groups: int = 1,
         group_best: int = 1,
     ) -> None:
         """
-        bias: of the logits; correction: added to scores for the selection alone. Experts are selected in the
+        correction: added to scores for the selection alone. Experts are selected in the
         top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
         """
 
@@ -308,25 +307,9 @@ class ExpertMatrices:
     """Experts of one layer: matrices of all of them, one below the other."""
 
     def __init__(
-        self,
-        experts: int,
-        neurons: int,
-        spec: NeuronSpec,
-        gate: Matrix | None,
-        up: Matrix,
-        down: Matrix,
-        down_bias: NDArray[np.float32] | None = None,
+        self, experts: int, neurons: int, spec: NeuronSpec, gate: Matrix | None, up: Matrix, down: Matrix
     ) -> None:
-        """neurons: of each; rows of each are padded to LANES. Biases: [experts * rows]."""
-
-class Experts(Operator):
-    """An FFN of experts, of which a router selects some for each token."""
-
-    def counts(self, workspace: Workspace) -> list[int]:
-        """For each expert the tokens that selected it since they were cleared."""
-
-    def clear(self, workspace: Workspace) -> None:
-        """Reset the counters."""
+        """neurons: of each; rows of each are padded to LANES. spec: without biases."""
 
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
@@ -437,7 +420,7 @@ class Program:
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
-    ) -> Experts:
+    ) -> None:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 

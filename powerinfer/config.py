@@ -129,6 +129,11 @@ class FfnKind(ABC):
         return True
 
     @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the matrices of a sum of neurons, in order."""
+        return ("gate", "up", "down") if self.gated else ("up", "down")
+
+    @property
     def neurons(self) -> FfnConfig | None:
         """Itself, where it is a sum of neurons that are profiled, selected, bundled and placed one by one."""
         return None
@@ -155,8 +160,8 @@ class FfnKind(ABC):
         """Of its weights, the share that a step of so many tokens reads, as far as that can be expected."""
         return 1.0
 
-    def row_bytes(self, tokens: int, d_model: int) -> int:
-        """Bytes of its working memory on the CPU for a step, beside what every layer has."""
+    def row_bytes(self, d_model: int) -> int:
+        """Bytes of its working memory on the CPU for each token of a step, beside what every layer has."""
         return 0
 
 
@@ -186,11 +191,6 @@ class FfnConfig(FfnKind):
     def rectified(self) -> bool:
         """Whether the activation of a neuron that does not fire is exactly zero."""
         return self.activation in RECTIFIED
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """Names of its matrices: gate (where there is one), up, down."""
-        return ("gate", "up", "down") if self.gated else ("up", "down")
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         for name in self.matrices:
@@ -224,7 +224,6 @@ class RouterConfig:
     scoring: str = "softmax"  # over all experts; "sigmoid" of each
     normalise: bool = True  # the weights of a token's experts add up to `scale`
     scale: float = 1.0  # of the weights
-    bias: bool = False  # of the router's product
     correction: bool = False  # a bias for each expert that counts for the selection alone (DeepSeek-V3)
     groups: int = 1
     top_groups: int = 1
@@ -263,17 +262,12 @@ class ExpertsConfig(FfnKind):
         return False
 
     @property
-    def matrices(self) -> tuple[str, ...]:
-        """Names of the matrices of an expert, in order."""
-        return ("gate", "up", "down") if self.gated else ("up", "down")
-
-    @property
     def shared(self) -> FfnConfig | None:
         """The shared expert."""
         return FfnConfig(self.shared_size, self.activation, self.threshold, self.gated) if self.shared_size else None
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
-        yield from _matrix("router", self.n_experts, d_model, self.router.bias)
+        yield "router", (self.n_experts, d_model)
         if self.router.correction:
             yield "router_correction_bias", (self.n_experts,)
         for name in self.matrices:
@@ -306,9 +300,9 @@ class ExpertsConfig(FfnKind):
         experts = self.n_experts * self.size
         return ((1 - missed) * experts + self.shared_size) / (experts + self.shared_size)
 
-    def row_bytes(self, tokens: int, d_model: int) -> int:
+    def row_bytes(self, d_model: int) -> int:
         """A row for each of a token's experts: gate and up, then h; the input and the output."""
-        return tokens * self.router.top_k * (3 * 4 * self.size + 2 * 4 * d_model)
+        return self.router.top_k * (3 * 4 * self.size + 2 * 4 * d_model)
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,27 @@ from benchmarks.lib import machine
 from benchmarks.models import expert_models
 from benchmarks.serving import endurance, overhead, table
 from powerinfer import LLM, SamplingParams
-from powerinfer.config import ExpertsConfig
+from powerinfer.config import ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 
 
-def small(shape: expert_models.Shape) -> expert_models.Shape:
-    return replace(
-        shape, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, n_experts=8, size=32, vocab=1200, d_ff=32,
-        shared=32 if shape.shared else 0,
-    )  # fmt: skip
+def small(config: ModelConfig) -> ModelConfig:
+    def layer(own: LayerConfig) -> LayerConfig:
+        rope = own.attention.rope and replace(own.attention.rope, dim=own.attention.rope.dim // 4)
+        attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
+        if isinstance(own.ffn, ExpertsConfig):
+            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0)
+            return replace(own, attention=attention, ffn=ffn)
+        return replace(own, attention=attention, ffn=FfnConfig(32))
+
+    layers = tuple(layer(own) for own in config.layers[:3])
+    return replace(config, d_model=64, vocab_size=1200, layers=layers)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    expert_models.write(path, small(expert_models.SHAPES["qwen3-30b-a3b"]), "q8_0")
+    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), "q8_0")
     return path
 
 
@@ -62,16 +68,19 @@ def test_what_the_server_adds(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "times sooner" in table.overhead_table(found)
 
 
-@pytest.mark.parametrize("name", expert_models.SHAPES)
+@pytest.mark.parametrize("name", expert_models.CONFIGS)
 def test_random_models_of_experts_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = expert_models.SHAPES[name]
-    monkeypatch.setitem(expert_models.SHAPES, name, small(whole))
+    whole = expert_models.CONFIGS[name]
+    monkeypatch.setitem(expert_models.CONFIGS, name, small(whole))
     path = tmp_path / "m.gguf"
     monkeypatch.setattr(sys, "argv", ["script", str(path), "--shape", name, "--layers", str(2)])
     expert_models.main()
     config = open_checkpoint(path).config
     experts = config.layers[1].ffn
-    assert isinstance(experts, ExpertsConfig) and (experts.n_experts, experts.router.top_k) == (8, whole.top_k)
+    assert isinstance(experts, ExpertsConfig) and (experts.n_experts, experts.router.top_k) == (
+        8,
+        2 if name.startswith("mixtral") else 8,
+    )
     with LLM(path, gpu="none", threads=1, context=64) as llm:
         (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         assert len(answer.token_ids) == 3

@@ -641,16 +641,14 @@ void bind_experts(nb::module_& m) {
       .def(
           "__init__",
           [](RouterSpec* spec, int64_t top_k, const std::string& scoring, bool normalise, float scale,
-             std::optional<Floats> bias, std::optional<Floats> correction, int64_t groups, int64_t top_groups,
-             int64_t group_best) {
+             std::optional<Floats> correction, int64_t groups, int64_t top_groups, int64_t group_best) {
             require(scoring == "softmax" || scoring == "sigmoid", "a router's scoring is softmax or sigmoid");
-            new (spec)
-                RouterSpec{top_k,  scoring == "sigmoid", normalise, scale, vector_of(bias), vector_of(correction),
-                           groups, top_groups,           group_best};
+            new (spec) RouterSpec{top_k,  scoring == "sigmoid", normalise, scale, vector_of(correction),
+                                  groups, top_groups,           group_best};
           },
-          "top_k"_a, "scoring"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "bias"_a = nb::none(),
-          "correction"_a = nb::none(), "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
-          "bias: of the logits; correction: added to scores for the selection alone. Experts are selected in the\n"
+          "top_k"_a, "scoring"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "correction"_a = nb::none(),
+          "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
+          "correction: added to scores for the selection alone. Experts are selected in the\n"
           "top_groups best of `groups`; a group's score is the sum of its group_best best experts'.");
   m.def(
       "route",
@@ -667,26 +665,13 @@ void bind_experts(nb::module_& m) {
       .def(
           "__init__",
           [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
-             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
-             std::optional<Floats> down_bias) {
-            new (all) ExpertMatrices{
-                experts, neurons, spec, std::move(gate), std::move(up), std::move(down), vector_of(down_bias)};
+             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down) {
+            require(spec.gate_bias.empty() && spec.up_bias.empty(), "experts have no biases");
+            new (all)
+                ExpertMatrices{experts, neurons, spec.activation, std::move(gate), std::move(up), std::move(down)};
           },
-          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "down_bias"_a = nb::none(),
-          "neurons: of each; rows of each are padded to LANES. Biases: [experts * rows].");
-  nb::class_<Experts, Op>(m, "Experts", "An FFN of experts, of which a router selects some for each token.")
-      .def(
-          "counts",
-          [](const Experts& experts, const Workspace& workspace) {
-            std::vector<int64_t> counts;
-            between_jobs(workspace, [&] { counts = experts.counts(); });
-            return counts;
-          },
-          "workspace"_a, "For each expert the tokens that selected it since they were cleared.")
-      .def(
-          "clear",
-          [](Experts& experts, const Workspace& workspace) { between_jobs(workspace, [&] { experts.clear(); }); },
-          "workspace"_a, "Reset the counters.");
+          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
+          "neurons: of each; rows of each are padded to LANES. spec: without biases.");
 }
 
 void bind_watch(nb::module_& m) {
@@ -787,7 +772,7 @@ void bind_operators(nb::class_<Program>& program) {
           "experts",
           [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
-            return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
+            p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
           },
           "spec"_a, "router"_a, "scores"_a, "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"

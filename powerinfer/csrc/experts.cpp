@@ -80,12 +80,10 @@ void check_router(const RouterSpec& router, int64_t n) {
   check(router.top_groups > 0 && router.top_groups <= router.groups && router.top_groups * each >= router.top_k,
         "the best groups have too few experts");
   check(router.group_best > 0 && router.group_best <= each, "a group has too few experts for its score");
-  check_bias(router.bias, n, "the router");
   check_bias(router.correction, n, "the router's scores");
 }
 
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights) {
-  for (size_t i = 0; i < spec.bias.size(); i++) logits[i] += spec.bias[i];
   if (spec.sigmoid) std::transform(logits, logits + experts, logits, sigmoid);
   else softmax(logits, experts);
   std::copy(logits, logits + experts, scratch);
@@ -94,7 +92,7 @@ void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratc
   select_best(scratch, experts, spec.top_k, selected);
   float sum = 0;
   for (int64_t i = 0; i < spec.top_k; i++) sum += weights[i] = logits[selected[i]];
-  const float factor = spec.normalise ? spec.scale / sum : spec.scale;
+  const float factor = spec.normalise ? spec.scale / (sum + 1e-20f) : spec.scale;
   for (int64_t i = 0; i < spec.top_k; i++) weights[i] *= factor;
 }
 
@@ -135,16 +133,6 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
   return each;
 }
 
-std::vector<Vector> cut(const Vector& all, int64_t experts) {
-  std::vector<Vector> each((size_t)experts);
-  const size_t n = all.size() / (size_t)experts;
-  for (size_t e = 0; n && e < each.size(); e++) {
-    each[e].assign(all.begin() + (std::ptrdiff_t)(e * n), all.begin() + (std::ptrdiff_t)((e + 1) * n));
-    each[e] = padded(std::move(each[e]));
-  }
-  return each;
-}
-
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
@@ -156,17 +144,13 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       n_(all.experts),
       neurons_(all.neurons),
       d_model_(all.up->k),
-      activation_(all.spec.activation),
+      activation_(all.activation),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
       up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)),
-      gate_bias_(cut(all.spec.gate_bias, n_)),
-      up_bias_(cut(all.spec.up_bias, n_)),
-      down_bias_(cut(all.down_bias, n_)),
-      counts_((size_t)n_) {}
+      down_(cut(*all.down, n_, d_model_)) {}
 
-std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
-                                          ExpertMatrices all, SharedExpert shared) {
+void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                      SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   const auto stacked = [&](const Matrix& m, int64_t rows) {
     return m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
@@ -178,9 +162,6 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   for (const auto& gate : {all.gate, all.up})
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
-  check_bias(all.spec.gate_bias, all.gate ? n * all.neurons : 0, "the experts' gate");
-  check_bias(all.spec.up_bias, n * all.neurons, "the experts' up");
-  check_bias(all.down_bias, n * d, "the experts' down");
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
   check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
@@ -195,8 +176,8 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
     expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts),
                                                                  std::max(router.top_k, had.top_k),
                                                                  std::max(all.neurons, had.neurons), d});
-  return add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
-                                       std::move(shared)));
+  add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
+                                std::move(shared)));
 }
 
 // ---- A step ---------------------------------------------------------------------------------------------------------
@@ -223,7 +204,7 @@ void Experts::run(Thread& t, const Step& step) {
 }
 
 // The experts of each token, and the rows that follow.
-void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
   Workspace& w = *t.program->workspace;
   w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
   w.pool->barrier();
@@ -252,7 +233,7 @@ void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) c
 }
 
 // Orders rows by expert, and by token within an expert. By one thread.
-void Experts::group(ExpertRows& rows, int64_t tokens) {
+void Experts::group(ExpertRows& rows, int64_t tokens) const {
   const int64_t n = tokens * router_.top_k;
   std::vector<int32_t>& begin = rows.begin;
   std::fill(begin.begin(), begin.begin() + n_ + 1, 0);
@@ -260,7 +241,6 @@ void Experts::group(ExpertRows& rows, int64_t tokens) {
   rows.active.clear();
   for (int64_t e = 0; e < n_; e++) {
     if (const int32_t own = begin[(size_t)e + 1]) {
-      counts_[(size_t)e] += own;
       // what a row costs, and what it costs to read the weights and to widen them
       rows.cost[rows.active.size() + 1] = rows.cost[rows.active.size()] + own + 2;
       rows.active.push_back((int32_t)e);
@@ -332,8 +312,8 @@ void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bo
     const int64_t lanes = (p1 - p0) * PI_LANES, columns = std::min(neurons_ - c0, lanes);
     const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
     float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
-    if (!gate_.empty()) w.linear(t.id, gate_[e], gate_bias_[e], &x, h, rows.ldh, n, false, p0, p1);
-    w.linear(t.id, up_[e], up_bias_[e], &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
+    if (!gate_.empty()) w.linear(t.id, gate_[e], {}, &x, h, rows.ldh, n, false, p0, p1);
+    w.linear(t.id, up_[e], {}, &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
     for (int64_t i = 0; i < n; i++) {
       float* row = h + i * rows.ldh + c0;
       activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
@@ -374,10 +354,7 @@ void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Des
     }
     for (int64_t j = i * k; j < (i + 1) * k; j++) {
       const float* row = rows.floats(rows.out) + rows.row_of[(size_t)j] * rows.ldy;
-      const Vector& bias = down_bias_[(size_t)rows.selected[(size_t)j]];
       for (int64_t c = c0; c < c1; c++) out[c] += row[c];
-      if (!bias.empty())
-        for (int64_t c = c0; c < c1; c++) out[c] += rows.weights[(size_t)j] * bias[(size_t)c];
     }
   }
 }

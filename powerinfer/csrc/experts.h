@@ -9,7 +9,6 @@ struct RouterSpec {
   bool sigmoid = false;    // scores are sigmoids of the logits; else their softmax
   bool normalise = false;  // the weights of a token's experts add up to `scale`
   float scale = 1;         // of the weights
-  Vector bias;             // of the logits
   Vector correction;       // added to scores for the selection alone
   // Experts are selected in the `top_groups` best of `groups` equal groups; a group's score is the sum of its
   // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
@@ -26,9 +25,8 @@ void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratc
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
 struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
-  NeuronSpec spec;           // biases [experts * neurons]
+  Activation activation;
   std::shared_ptr<Matrix> gate, up, down;
-  Vector down_bias;  // [experts * d_model]
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
@@ -64,16 +62,12 @@ class Experts : public Op {
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
 
-  // For each expert the tokens that selected it since they were cleared; read and cleared between jobs.
-  const std::vector<int64_t>& counts() const { return counts_; }
-  void clear() { std::fill(counts_.begin(), counts_.end(), 0); }
-
  private:
   template <class F>
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
-  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens);
+  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const;
-  void group(ExpertRows& rows, int64_t tokens);
+  void group(ExpertRows& rows, int64_t tokens) const;
   PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const;
   void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
   void add_down(Thread& t, const ExpertRows& rows) const;
@@ -85,7 +79,5 @@ class Experts : public Op {
   const SharedExpert shared_;
   const int64_t n_, neurons_, d_model_;
   const Activation activation_;
-  std::vector<Matrix> gate_, up_, down_;                 // of each expert
-  std::vector<Vector> gate_bias_, up_bias_, down_bias_;  // likewise, padded; empty: none
-  std::vector<int64_t> counts_;
+  std::vector<Matrix> gate_, up_, down_;  // of each expert; no gates: empty
 };

@@ -87,7 +87,6 @@ struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
 struct ExpertRows;
-class Experts;
 class NeuronSum;
 class Predictor;
 
@@ -117,8 +116,8 @@ class Program {
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
-  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                                   SharedExpert shared);
+  void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+               SharedExpert shared);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -259,10 +259,9 @@ class CpuExecutor:
         layer: int,
         norm: _native.Norm | None,
         router: _native.Matrix,
-        experts: Sequence[RawTensor],
+        experts: Iterable[RawTensor],
         shared: Sequence[_native.Matrix] = (),
         *,
-        router_bias: Float32 | None = None,
         correction: Float32 | None = None,
         shared_weight: Float32 | None = None,
         out_norm: _native.Norm | None = None,
@@ -283,7 +282,7 @@ class CpuExecutor:
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
         self._program.experts(
             _native.FfnSpec(norm, out_norm),
-            _router(about.router, router_bias, correction),
+            _router(about.router, correction),
             router,
             of_all,
             of_shared,
@@ -466,13 +465,12 @@ def choose_pages(
     return limit, "a quarter of the free memory" if limit > one else "one context"
 
 
-def _router(about: RouterConfig, bias: Float32 | None, correction: Float32 | None) -> _native.RouterSpec:
+def _router(about: RouterConfig, correction: Float32 | None) -> _native.RouterSpec:
     return _native.RouterSpec(
         about.top_k,
         about.scoring,
         about.normalise,
         about.scale,
-        bias,
         correction,
         about.groups,
         about.top_groups,

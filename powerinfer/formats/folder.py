@@ -166,13 +166,13 @@ def _of_experts(
 ) -> Iterator[tuple[str, RawTensor]]:
     """The tensors with the names and shapes of other layers; without those of layers that only predict further tokens,
     which follow the model's own (GLM-4.5)."""
-    beyond = re.compile(r"model\.layers\.(\d+)\.") if metadata.get("num_nextn_predict_layers") else None
+    beyond = re.compile(r"model\.layers\.(\d{1,9})\.") if metadata.get("num_nextn_predict_layers") else None
     for name, tensor in stored.items():
         if beyond and (found := beyond.match(name)) and int(found[1]) >= config.n_layers:
             continue
         if name.endswith(".mlp.gate.e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
-        if name.endswith(".mlp.shared_expert_gate.weight") and tensor.shape[0] == 1:
+        if name.endswith(".mlp.shared_expert_gate.weight") and tensor.shape[:-1] == (1,):
             tensor = RawTensor(tensor.type, tensor.shape[1:], tensor.data)
         yield name, tensor
 

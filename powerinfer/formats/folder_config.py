@@ -349,21 +349,25 @@ def _divisible(size: float, divisor: int) -> int:
     return nearest + divisor * (nearest < 0.9 * size)
 
 
-def _experts_of(fields: Fields, count: str, size: str, router: RouterConfig, **more: Any) -> ExpertsConfig:
-    """Experts whose number and size are in these keys; transformers 5 may call the number `num_local_experts`."""
+def _experts_of(fields: Fields, count: str, size: str, **router: Any) -> ExpertsConfig:
+    """Experts whose number and size are in these keys; transformers 5 may call the number `num_local_experts`.
+
+    router: fields of `RouterConfig`.
+    """
     n_experts = fields.integer("num_local_experts", 1, layout.MAX_EXPERTS, None)
     if n_experts is None or fields.has(count):
         n_experts = fields.integer(count, 1, layout.MAX_EXPERTS)
-    router = replace(router, top_k=fields.integer("num_experts_per_tok", 1, n_experts))
+    top_k = fields.integer("num_experts_per_tok", 1, n_experts)
     activation = _activation(fields, "hidden_act", _GATED)
-    return ExpertsConfig(n_experts, fields.integer(size, 1, layout.MAX_WIDTH), router, activation, **more)
+    neurons = fields.integer(size, 1, layout.MAX_WIDTH)
+    return ExpertsConfig(n_experts, neurons, RouterConfig(top_k, **router), activation)
 
 
 def _mixtral(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     heads = _heads(fields, config)
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     attention = replace(heads, rope=_rope(fields, config, heads), window=window)
-    experts = _experts_of(fields, "num_local_experts", "intermediate_size", RouterConfig(0))
+    experts = _experts_of(fields, "num_local_experts", "intermediate_size")
     return replace(config, layers=uniform(n_layers, LayerConfig(attention, experts)))
 
 
@@ -380,11 +384,11 @@ def _qwen_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
         o_bias=third and bias,
         qk_norm="head" if third else None,
     )
-    router = RouterConfig(0, normalise=fields.flag("norm_topk_prob", False))
-    shared = 0 if third else fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
-    experts = _experts_of(
-        fields, "num_experts", "moe_intermediate_size", router, shared_size=shared, shared_weight=shared > 0
-    )
+    normalise = fields.flag("norm_topk_prob", False)
+    experts = _experts_of(fields, "num_experts", "moe_intermediate_size", normalise=normalise)
+    if not third:
+        shared = fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
+        experts = replace(experts, shared_size=shared, shared_weight=True)
     dense = FfnConfig(_ffn_size(fields), experts.activation)
     every = fields.integer("decoder_sparse_step", 1, layout.MAX_LAYERS, 1)
     without = fields.get("mlp_only_layers", None) or []
@@ -399,8 +403,8 @@ def _olmoe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     heads = _heads(fields, config)
     bias = fields.flag("attention_bias", False)
     attention = replace(heads, rope=_rope(fields, config, heads), qkv_bias=bias, o_bias=bias, qk_norm="width")
-    router = RouterConfig(0, normalise=fields.flag("norm_topk_prob", False))
-    experts = _experts_of(fields, "num_experts", "intermediate_size", router)
+    normalise = fields.flag("norm_topk_prob", False)
+    experts = _experts_of(fields, "num_experts", "intermediate_size", normalise=normalise)
     return replace(config, layers=uniform(n_layers, LayerConfig(attention, experts)))
 
 
@@ -413,8 +417,10 @@ def _glm4_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
     )
     groups = fields.integer("n_group", 1, layout.MAX_EXPERTS, 1)
-    router = RouterConfig(
-        0,
+    experts = _experts_of(
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
         scoring="sigmoid",
         normalise=fields.flag("norm_topk_prob"),
         scale=fields.number("routed_scaling_factor", 1e-6, layout.MAX_SCALE, 1.0),
@@ -423,7 +429,6 @@ def _glm4_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
         top_groups=fields.integer("topk_group", 1, groups, 1),
         group_best=2 if groups > 1 else 1,
     )
-    experts = _experts_of(fields, "n_routed_experts", "moe_intermediate_size", router)
     shared = fields.integer("n_shared_experts", 0, layout.MAX_EXPERTS)
     experts = replace(experts, shared_size=shared * experts.size)
     first = fields.integer("first_k_dense_replace", 0, n_layers)

@@ -42,7 +42,7 @@ class _Family:
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
     local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
     full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
-    experts: how they are selected where the file does not say, None: the family has no experts.
+    experts: how they are selected where the file does not say (it does say how many), None: the family has none.
     """
 
     activation: str
@@ -65,8 +65,8 @@ class _Family:
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 
-_NORMALISED, _AS_THEY_ARE = (RouterConfig(0, normalise=normalise) for normalise in (True, False))
-_DEEPSEEK = RouterConfig(0, scoring="sigmoid", correction=True, group_best=2)
+_NORMALISED, _AS_THEY_ARE = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
+_DEEPSEEK = RouterConfig(1, scoring="sigmoid", group_best=2)
 
 ARCHITECTURES = {
     "llama": _Family("silu", interleaved=True, experts=_NORMALISED),  # with experts: Mixtral
@@ -86,7 +86,7 @@ ARCHITECTURES = {
     "nemotron": _Family("relu2", gated=False, norm="layer", partial=True),
 }
 
-_NAMES = Names(
+NAMES = Names(
     outer={
         "embed": "token_embd",
         "positions": "position_embd",
@@ -141,14 +141,14 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
-    inner = dict(_NAMES.inner)
+    inner = dict(NAMES.inner)
     for one in fused(file, config):
         inner |= dict.fromkeys(one.parts, "attn_qkv" if one == _QKV else inner[one.parts[-1]])
     if config.architecture == "glm4moe":
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
-    return replace(_NAMES, inner=inner)
+    return replace(NAMES, inner=inner)
 
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -268,6 +268,11 @@ def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> lis
         fields.only("expert_used_count", 0)
         return ffns
     experts = _experts(file, fields, family.experts, activation, sizes[0])
+    if "blk.0.ffn_gate.0.weight" in file.tensors:
+        raise ModelError(
+            f"{file.path}: has a tensor for each expert, as files of 2023 do: "
+            "convert the model again, or take a newer file"
+        )
     with_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(n_layers)]
     if not any(with_router):
         raise fields.bad("expert_count", f"is {experts.n_experts}, but no layer has a router")

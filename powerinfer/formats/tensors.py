@@ -66,7 +66,8 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class StackedTensor:
-    """Tensors of one type and shape, stored apart, as one with a first dimension more; as `RawTensor` otherwise."""
+    """Tensors of one type and shape, stored apart, as one with a first dimension more: what a checkpoint asks of a
+    stored tensor. `gathered` gives a `RawTensor`."""
 
     parts: tuple[RawTensor, ...]
 
@@ -91,7 +92,7 @@ class StackedTensor:
         return RawTensor(self.type, self.shape, np.concatenate([part.gathered().data for part in self.parts]))
 
     def samples(self) -> Iterator[bytes]:
-        for part in self.parts:
+        for part in (self.parts[0], self.parts[len(self.parts) // 2], self.parts[-1]):
             yield from part.samples()
 
 

@@ -33,9 +33,8 @@ def sum_experts(
         layer,
         norm,
         executor.matrix(_float32(checkpoint.take(f"{name}router"))),
-        [checkpoint.take(f"{name}experts_{part}") for part in about.matrices],
+        (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),  # large: one in memory at a time
         [executor.matrix(tensor) for tensor in shared],
-        router_bias=vector(checkpoint, f"{name}router_bias"),
         correction=vector(checkpoint, f"{name}router_correction_bias"),
         shared_weight=vector(checkpoint, f"{name}shared_weight"),
         out_norm=out_norm,

@@ -212,7 +212,7 @@ class Model:
         floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
-        per_token = 4 * floats + forms + max(layer.ffn.row_bytes(1, config.d_model) for layer in config.layers)
+        per_token = 4 * floats + forms + max(layer.ffn.row_bytes(config.d_model) for layer in config.layers)
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
