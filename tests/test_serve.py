@@ -303,11 +303,12 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
         ({"chat_template_kwargs": {"fail": 1}}, None, "chat template fails"),
         ({"best_of": 2}, "best_of", "best_of is not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
-        ({"temperatur": 0.5}, "temperatur", "unknown field"),
+        ({"temperatur": 0.5}, "temperatur", "unknown field 'temperatur'; did you mean temperature?"),
         ({"mirostat": True}, "mirostat", "not supported"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"max_tokens": 0}, None, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens: it must be at least 1, or -1 for no limit"),
+        ({"max_tokens": -2}, "max_tokens", "max_tokens: it must be at least 1, or -1 for no limit"),
         ({"max_tokens": "10"}, "max_tokens", "valid integer"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"temperature": True}, "temperature", "number"),
@@ -370,6 +371,37 @@ def test_a_prompt_beyond_the_context(api: openai.OpenAI, server: Server) -> None
 def test_prompts_that_are_none(server: Server, prompt: Any) -> None:
     status, answer = post(server, "/v1/completions", {"prompt": prompt})
     assert status == 400 and answer["error"]["param"].startswith("prompt"), answer
+
+
+def test_no_limit_of_tokens(server: Server) -> None:
+    body = {"prompt": "abc", "ignore_eos": True}
+    status, answer = post(server, "/v1/completions", body | {"max_tokens": -1})
+    assert status == 200 and answer["usage"]["total_tokens"] == 512, "until the context is full"
+    assert post(server, "/v1/completions", body)[1]["usage"]["completion_tokens"] == 16
+    chat = {"messages": CHAT, "ignore_eos": True, "max_tokens": -1}
+    status, answer = post(server, "/v1/chat/completions", chat)
+    assert status == 200 and answer["usage"]["total_tokens"] == 512
+    status, answer = post(server, "/v1/chat/completions", chat | {"max_completion_tokens": 3})
+    assert status == 200 and answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "no route /chat/completions; did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "; did you mean /v1/completions?"),
+        ("/api/chat", "this is OpenAI's API, at /v1, not Ollama's"),
+        ("/nowhere", "no route /nowhere"),
+    ],
+)
+def test_a_wrong_base_url(server: Server, path: str, says: str) -> None:
+    status, answer = post(server, path, {})
+    assert status == 404 and answer["error"]["message"].endswith(says)
+
+
+def test_names_of_models_without_regard_to_case(server: Server) -> None:
+    status, answer = post(server, "/v1/completions", {"model": "TOY", "prompt": "a", "max_tokens": 1})
+    assert status == 200 and answer["model"] == "TOY"
 
 
 def test_errors_by_status(server: Server, api: openai.OpenAI) -> None:

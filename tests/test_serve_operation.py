@@ -196,7 +196,7 @@ HOSTILE = {
     "a huge float": b'{"prompt": "x", "temperature": 1e999}',
     "a huge integer": b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
     "2^63": b'{"prompt": "x", "seed": 9223372036854775808}',
-    "negative max_tokens": b'{"prompt": "x", "max_tokens": -1}',
+    "negative max_tokens": b'{"prompt": "x", "max_tokens": -2}',
     "2^31 max_tokens": b'{"prompt": "x", "max_tokens": 2147483648}',
     "negative n": b'{"prompt": "x", "n": -5}',
     "n beyond bounds": b'{"prompt": "x", "n": 1000000000}',

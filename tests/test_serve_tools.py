@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import post, served_llm
+from serving import client, post, served_llm
 from test_tool_calls import ASKED, NOW, QWEN, TWO_CALLS, WEATHER
 from toy_model import EOS, VOCAB, ToyExecutor
 
@@ -153,6 +153,19 @@ def test_calls_that_are_demanded(api: openai.OpenAI, choice: Any) -> None:
         assert call.type == "function" and call.function.name in names
         if answer.finish_reason == "tool_calls":
             json.loads(call.function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_call_that_is_cut_off_is_no_text(server: Server, script: Any, stream: bool) -> None:
+    script(f"{CALL}\n{CALL}")
+    body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": len(CALL) + 16, "temperature": 0}
+    with client(server) as http:
+        answer = http.post("/v1/chat/completions", json={**body, "stream": stream})
+    assert answer.status_code == 200 and "tool_call>" not in answer.text
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+        assert len(choice["message"]["tool_calls"]) == 1
 
 
 def test_no_choice_shows_the_model_no_functions(api: openai.OpenAI, script: Any) -> None:

@@ -160,6 +160,37 @@ def test_a_name_is_told_before_the_arguments_are_complete() -> None:
     assert parser.push("}\n</tool_call>") == [] == parser.finish()
 
 
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("Hm <tool_call>", "Hm"),
+        ('Hm <tool_call>\n{"', "Hm"),
+        ('Hm <tool_call>\n{"name": "f', "Hm"),
+        ("Hm <tool_call> is a mark", "Hm <tool_call> is a mark"),
+        ("1 <", "1 <"),
+    ],
+)
+def test_a_call_that_is_cut_off_without_a_name_is_dropped(text: str, rest: str) -> None:
+    parser = HERMES.parser()
+    said = parser.push(text) + parser.finish(cut=True)
+    assert "".join(str(one) for one in said) == rest
+    again = HERMES.parser()
+    assert "".join(map(str, again.push(text) + again.finish())) == text, "it is text where the model ended it"
+
+
+def test_a_second_call_that_is_cut_off_is_dropped() -> None:
+    whole = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for end in range(1, len("\n<tool_call>\n{")):
+        parser = HERMES.parser()
+        said = parser.push(whole + "\n<tool_call>\n{"[:end]) + parser.finish(cut=True)
+        assert not any(isinstance(one, str) for one in said)
+
+
+def test_nothing_of_a_call_that_is_required_is_text() -> None:
+    parser = replace(HERMES, required=True).parser()
+    assert parser.push("<tool_") + parser.finish(cut=True) == []
+
+
 def test_ids() -> None:
     first, second = (HERMES.parser().push('<tool_call>{"name": "a"}')[0].id for _ in range(2))  # type: ignore[union-attr]
     assert first != second and first.startswith("call_")

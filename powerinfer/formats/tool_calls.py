@@ -32,8 +32,8 @@ class ToolFormat:
     between calls. bare: an answer that begins with the object of a call needs no text before it. argument_mark: a call
     is the function's name, this text, and the arguments. arguments: their key. told: how the model learns of the
     functions: from the template's variable `tools` ("template"), from a field of the system message ("system"), or in
-    words of our own ("words"). short_ids: calls have ids of nine letters and digits. parallel: an answer may have
-    several calls, which is a request's choice and not the family's.
+    words of our own ("words"). short_ids: calls have ids of nine letters and digits. A request's choice, not the
+    family's: parallel: an answer may have several calls; required: it is nothing but calls.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ToolFormat:
     told: str = "template"
     short_ids: bool = False
     parallel: bool = True
+    required: bool = False
 
     @classmethod
     def of(cls, template: str | None) -> ToolFormat:

@@ -31,8 +31,9 @@ Delta = str | ToolDelta
 class ToolParser:
     """Turns the text of an answer into text and calls, piece by piece, whatever the pieces.
 
-    White space beside calls is dropped. What begins like a call but has no function's name stays text. If calls are not
-    parallel, the answer ends with the first one, complete or broken; what follows it is dropped.
+    White space beside calls is dropped. What begins like a call but has no function's name stays text, unless the
+    answer was cut off there. If calls are not parallel, the answer ends with the first one, complete or broken; what
+    follows it is dropped.
     """
 
     def __init__(self, form: ToolFormat, new_id: Callable[[], str]) -> None:
@@ -43,7 +44,7 @@ class ToolParser:
         self._step = self._in_text
         self._call = _Call(form)
         self._spoken = False  # there was text
-        self._last = False
+        self._last = self._cut = False
         self._deltas: list[Delta] = []
         self.calls = 0  # with a name, so far
         self.ended = False  # after the only call
@@ -56,9 +57,12 @@ class ToolParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def finish(self) -> list[Delta]:
-        """The rest: no text follows. A call that was cut off stays incomplete."""
-        self._last = True
+    def finish(self, cut: bool = False) -> list[Delta]:
+        """The rest: no text follows. cut: the answer did not end by itself.
+
+        A call that was cut off stays incomplete; without a function's name it is dropped.
+        """
+        self._last, self._cut = True, cut
         return self.push("")
 
     # A step uses some of the text; False: it waits for more.
@@ -71,9 +75,10 @@ class ToolParser:
         found = [(at, at + len(mark)) for mark in form.begins if (at := text.find(mark)) >= 0]
         if found:
             return self._open(*min(found))
-        held = 0 if self._last else max(_overlap(text, mark) for mark in form.begins)
+        cut_mark = self._cut and (form.required or self.calls > 0)  # a `<` of mere text is no beginning
+        held = 0 if self._last and not cut_mark else max(_overlap(text, mark) for mark in form.begins)
         say = text[: len(text) - held].rstrip()
-        if self._last and not self.calls:
+        if self._last and not self.calls and not cut_mark:
             say = text
         self._say(say)
         self._text = "" if self._last else text[len(say) :]
@@ -93,7 +98,7 @@ class ToolParser:
         if not rest and not self._last:
             return False
         if not (rest.startswith("{") or (self._form.argument_mark and rest)):
-            return self._no_call()
+            return self._no_call(unfinished=not rest)
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text, self._call, self._step = rest, _Call(self._form), self._in_call
         return True
@@ -104,7 +109,7 @@ class ToolParser:
         call.push(text)
         if call.name is None:
             self._seen += text
-            return self._no_call() if call.failed or self._last else False
+            return self._no_call(unfinished=not call.failed) if call.failed or self._last else False
         if not known:
             self._deltas.append(ToolDelta(self.calls, self._new_id(), call.name, ""))
             self.calls += 1
@@ -122,8 +127,13 @@ class ToolParser:
         self._text = ""
         return False
 
-    def _no_call(self) -> bool:
-        """The beginning was none: it is text, and so is what follows, unless a call begins in it."""
+    def _no_call(self, unfinished: bool) -> bool:
+        """The beginning was none: it is text, and so is what follows, unless a call begins in it.
+
+        unfinished: it might have become a call, which is dropped if the answer was cut off there.
+        """
+        if self._cut and unfinished:
+            self._raw = self._seen = self._text = ""
         self._say(self._raw)
         self._spoken = True
         self._raw, self._text, self._seen, self._step = "", self._seen + self._text, "", self._in_text

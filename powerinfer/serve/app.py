@@ -475,11 +475,22 @@ def _describe(model: ServedModel) -> dict[str, Any]:
     }
 
 
+def _no_route(request: Request) -> str:
+    """The message for a path that there is not: what a client of a wrong base URL asks for."""
+    path = request.url.path
+    message = f"no route {path[:128]}"
+    if path.startswith("/api/"):
+        return f"{message}: this is OpenAI's API, at /v1, not Ollama's"
+    known = {getattr(route, "path", "") for route in request.app.routes}
+    right = f"/v1{path}" if not path.startswith("/v1/") else path.removeprefix("/v1")
+    return f"{message}; did you mean {right}?" if right in known else message
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
         headers = dict(error.headers or {})
-        what = {404: f"no route {request.url.path[:128]}", 405: f"{request.method} is not allowed here"}
+        what = {404: _no_route(request), 405: f"{request.method} is not allowed here"}
         message = what.get(error.status_code, str(error.detail))
         document = error_document(error.status_code, message, path=request.url.path)
         return json_response(document, error.status_code, headers)

@@ -83,7 +83,8 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
         raise ApiError(400, str(error), param="tool_choice") from None
     if choice.kind == "none":
         return Tools(tools, choice, None)
-    return Tools(tools, choice, replace(_format(llm), parallel=body.parallel_tool_calls is not False))
+    parallel, required = body.parallel_tool_calls is not False, choice.kind != "auto"
+    return Tools(tools, choice, replace(_format(llm), parallel=parallel, required=required))
 
 
 def chat_prompt(

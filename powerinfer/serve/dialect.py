@@ -210,8 +210,8 @@ class BlockShape(ChatShape):
 
     def _advance(self, event: StreamEvent) -> Iterator[dict[str, Any]]:
         """Add an event to the blocks; what a stream sends for it."""
-        last = event.finish_reason is not None
-        for piece in [event.text] if self._parser is None else pieces(self._parser, event.text, last):
+        reason = event.finish_reason
+        for piece in [event.text] if self._parser is None else pieces(self._parser, event.text, reason):
             yield from self._add(piece)
         if event.finish_reason is not None:
             self._reason = event.finish_reason

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+from powerinfer.errors import did_you_mean
 from powerinfer.formats.chat import MessageError, plain_messages
 from powerinfer.formats.grammar import MAX_SOURCE
 from powerinfer.formats.sampling_defaults import SamplingDefaults
@@ -20,6 +22,7 @@ from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
 
 MAX_INT = 2**31 - 1
+UNLIMITED = -1  # max_tokens
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128  # n
 MAX_PROMPTS = 1024  # of one request; also limits prompts times n
@@ -91,7 +94,14 @@ def _not_zero(value: int) -> int:
     return value
 
 
+def _bounded(value: int) -> int:
+    if value < -1:
+        raise PydanticCustomError("max_tokens", "it must be at least 1, or -1 for no limit")
+    return value
+
+
 Int = Annotated[int, Field(ge=0, le=MAX_INT)]
+MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded)]
 Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
@@ -113,7 +123,8 @@ class Body(BaseModel):
             if name in neutral:
                 raise not_supported(name)
             shown = name if len(name) <= 64 else f"{name[:64]}..."
-            raise ApiError(400, f"unknown field {shown!r}", param=shown, code="unknown_parameter")
+            hint = did_you_mean(shown, type(self).model_fields)
+            raise ApiError(400, f"unknown field {shown!r}{hint}", param=shown, code="unknown_parameter")
 
 
 class ModelRequest(BaseModel):
@@ -140,9 +151,12 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(Body):
-    """What /v1/chat/completions and /v1/completions share; fields that are missing have the model's defaults."""
+    """What /v1/chat/completions and /v1/completions share; fields that are missing have the model's defaults.
 
-    max_tokens: Int | None = None
+    max_tokens: -1: no limit but the context.
+    """
+
+    max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -200,7 +214,7 @@ class Sampling(Body):
     @property
     def most_tokens(self) -> float:
         """What an answer may have, as far as the request says."""
-        return math.inf if self.max_tokens is None else self.max_tokens
+        return math.inf if self.max_tokens in (None, UNLIMITED) else self.max_tokens
 
     def params(self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """defaults: for fields that are missing. RequestError for a value that `SamplingParams` refuses."""
@@ -245,7 +259,7 @@ class Conversation(Body):
 class ChatRequest(Conversation, Sampling):
     """The body of /v1/chat/completions."""
 
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: MaxTokens | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -254,14 +268,21 @@ class ChatRequest(Conversation, Sampling):
 
     @property
     def most_tokens(self) -> float:
-        return min(super().most_tokens, math.inf if self.max_completion_tokens is None else self.max_completion_tokens)
+        return min(self._limits, default=math.inf)
+
+    @property
+    def _limits(self) -> set[int]:
+        given = (self.max_tokens, self.max_completion_tokens)
+        return {limit for limit in given if limit is not None and limit != UNLIMITED}
 
     def to_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        limits = self._limits
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        if 0 in limits:
+            raise ApiError(400, "max_tokens: it must be at least 1, or -1 for no limit", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -282,7 +303,7 @@ class CompletionRequest(Sampling):
 
     @property
     def most_tokens(self) -> float:
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else super().most_tokens
 
     @property
     def generates(self) -> bool:
@@ -296,8 +317,8 @@ class CompletionRequest(Sampling):
             raise ApiError(400, "echo and truncate_prompt_tokens exclude each other", param="truncate_prompt_tokens")
         if not self.generates and not self.echo:
             raise ApiError(400, "max_tokens 0 needs echo: true", param="max_tokens")
-        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.params(defaults, max(1, max_tokens), self.logprobs)
+        most = self.most_tokens
+        return self.params(defaults, None if most == math.inf else max(1, int(most)), self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt. ApiError for none, an empty one, or too many."""

@@ -60,6 +60,7 @@ class Service:
         self.timeout, self.queue_timeout = timeout, queue_timeout
         self.models: list[ServedModel] = []
         self._names: dict[str, ServedModel] = {}
+        self._folded: dict[str, ServedModel] = {}
         self._policy = policy
         self._turn = asyncio.Lock()  # of what loads and unloads
         self._change = asyncio.Event()  # a model may have become idle, or unwanted
@@ -75,6 +76,7 @@ class Service:
         kept = {name: model for name, model in known.items() if model.held or model.busy or model in self._tasks}
         self.models = list((kept | models).values())
         self._names = {name: model for model in self.models for name in model.source.names}
+        self._folded = {name.casefold(): model for name, model in reversed(self._names.items())}  # the first one counts
 
     def _model(self, source: Source) -> ServedModel:
         return ServedModel(
@@ -124,9 +126,13 @@ class Service:
 
     # ---------------------------------------------------------------- requests
 
+    def _named(self, name: str) -> ServedModel | None:
+        """The model of exactly that name, or else without regard to case."""
+        return self._names.get(name) or self._folded.get(name.casefold())
+
     def find(self, name: str | None) -> ServedModel:
         """The model of that name; None: the only one. ApiError (404, 400) if there is none."""
-        found = self.only if name is None else self._names.get(name)
+        found = self.only if name is None else self._named(name)
         if found is not None:
             return found
         if name is None:
@@ -146,7 +152,7 @@ class Service:
         return model
 
     async def _known(self, name: str | None) -> ServedModel:
-        if name is not None and name not in self._names:
+        if name is not None and self._named(name) is None:
             await self.refresh()
         return self.find(name)
 

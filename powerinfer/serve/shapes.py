@@ -188,7 +188,7 @@ class ChatShape(AnswerShape):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = form.parser()
-        found = pieces(parser, delta.text, delta.finish_reason is not None)
+        found = pieces(parser, delta.text, delta.finish_reason)
         calls = tuple(one for one in found if isinstance(one, ToolDelta))
         self._keep(index, calls)
         called = delta.finish_reason == "stop" and parser.calls
@@ -230,10 +230,10 @@ def _token(one: TokenLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": max(one.logprob, LOWEST_LOGPROB), "bytes": list(one.bytes)}
 
 
-def pieces(parser: ToolParser, text: str, last: bool) -> list[str | ToolDelta]:
+def pieces(parser: ToolParser, text: str, finish_reason: str | None) -> list[str | ToolDelta]:
     """Text and calls in a piece of an answer, in their order."""
     found = parser.push(text)
-    return found + parser.finish() if last else found
+    return found if finish_reason is None else found + parser.finish(cut=finish_reason == "length")
 
 
 def _call_chunk(call: ToolDelta) -> dict[str, Any]:
