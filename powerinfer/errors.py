@@ -50,6 +50,11 @@ class EngineError(PowerInferError):
 CLOSED = "the model was closed"
 
 
+def install_extra(extra: str) -> str:
+    """How an extra of this package is installed."""
+    return f"pip install '.[{extra}]' in a clone of powerinfer"
+
+
 def one_line(said: object) -> str:
     """An error or a message on one line, of at most 200 characters."""
     return " ".join(str(said).split())[:200]

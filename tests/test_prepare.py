@@ -314,7 +314,7 @@ def test_a_folder_that_cannot_be_written(model: Path, capsys: pytest.CaptureFixt
 def test_torch_that_is_missing(model: Path) -> None:
     code = "import sys; sys.modules['torch'] = None\nfrom powerinfer.cli.main import entry; entry()"
     done = subprocess.run([sys.executable, "-c", code, *argv(model)], capture_output=True, text=True, timeout=60)
-    assert "pip install 'powerinfer[train]'" in error_line(done, 1)
+    assert "pip install '.[train]' in a clone" in error_line(done, 1)
     assert left(model) == set()
 
 

@@ -505,7 +505,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(model: Path) -> None:
     code = "import sys; sys.modules['matplotlib'] = None\nfrom powerinfer.cli.main import entry; entry()"
     command = [sys.executable, "-c", code, "report", "-m", str(model)]
     line = error_line(subprocess.run(command, capture_output=True, text=True, timeout=60))
-    assert "pip install 'powerinfer[report]'" in line
+    assert "pip install '.[report]' in a clone" in line
 
 
 def test_drawing_leaves_matplotlib_as_it_was(opened: Checkpoint, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from sparse_models import tiny_llama
 from powerinfer.errors import RequestError
 from powerinfer.serve.server import read_replicas
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'powerinfer[ray]'")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install '.[ray]'")
 COMMAND = [sys.executable, "-m", "powerinfer", "serve"]
 START = 180.0  # seconds that Ray may take to start on busy cores
 

@@ -615,7 +615,7 @@ def test_options_out_of_range(model: Path, change: dict[str, Any], why: str) -> 
 
 def test_without_torch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(PowerInferError, match=re.escape("pip install 'powerinfer[train]'")):
+    with pytest.raises(PowerInferError, match=re.escape("pip install '.[train]' in a clone")):
         train(open_checkpoint(model), None, QUICK)
 
 

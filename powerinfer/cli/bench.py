@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_llm, sparsity_text
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_llm, sparsity_text
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.params import SamplingParams
@@ -38,6 +38,7 @@ TRACED = 8  # steps of a trace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help=PROMPT_HELP)
     parser.add_argument("--gen-tokens", type=int, default=128, metavar="N", help="tokens to decode (default 128)")

@@ -26,6 +26,7 @@ from powerinfer.cli.common import (
     config_flags,
     config_from,
     demonstration_note,
+    model_argument,
     model_flag,
     open_llm,
     option_names,
@@ -63,6 +64,7 @@ LEAVE = "/bye or Ctrl-D ends the conversation; Ctrl-C stops an answer"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the speed of every answer to stderr")

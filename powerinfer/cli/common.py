@@ -42,12 +42,18 @@ class Parser(argparse.ArgumentParser):
         """As in argparse; a flag that is not known is answered with the nearest one that is."""
         found, rest = self.parse_known_args(args, namespace)
         if rest and not any(word.startswith("-") for word in rest):
-            quote = "; a prompt of several words needs quotes" if hasattr(found, "prompt") else ""
-            self.error(f"unexpected: {' '.join(rest)}{quote}")
+            if hasattr(found, "prompt"):
+                refuse_model_as_prompt(found.prompt)
+                self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes")
+            self.error(f"unexpected: {' '.join(rest)}")
         if rest:
             wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
             flags = [flag for action in self._actions for flag in action.option_strings]
             self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, flags)}")
+        if getattr(found, "place", None) is not None:
+            if found.model is not None:
+                self.error("give the model once: as MODEL or with -m")
+            found.model = found.place
         return found
 
     def error(self, message: str) -> NoReturn:
@@ -116,6 +122,23 @@ def model_flag(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="GGUF file, model folder or name of a model; default: the default model",
     )
+
+
+def model_argument(parser: argparse.ArgumentParser, many: bool = False) -> None:
+    """MODEL as an argument, which stands for -m. many: the flag collects a list."""
+
+    def read(text: str) -> str | list[str]:
+        return [text] if many else text
+
+    parser.add_argument("place", nargs="?", type=read, metavar="MODEL", help="the model, as with -m")
+
+
+def refuse_model_as_prompt(prompt: str) -> None:
+    """RequestError for a prompt that is a model, as in `powerinfer run MODEL`."""
+    from powerinfer.hub import names_model
+
+    if names_model(prompt):
+        raise RequestError(f'{prompt} is a model: powerinfer run "PROMPT" -m {prompt}')
 
 
 # ---------------------------------------------------------------- flags from dataclasses
@@ -195,7 +218,7 @@ _READERS: dict[str, dict[str, Any]] = {
 }
 
 
-SAMPLING = "sampling (the model's own defaults come first; those below are for models without any)"
+SAMPLING = "sampling (defaults where the model has none of its own)"
 """The title of the flags of `SamplingParams`."""
 
 

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from powerinfer.neurons import Profile
     from powerinfer.placement.plan_document import PlanDocument
 
-NO_TEMPLATE = "no chat template: `run` needs --raw, `chat` writes turns as plain lines"
+NO_TEMPLATE = "no chat template: `run` continues the prompt, `chat` writes turns as plain lines"
 NORMS = {
     "post": "norms after the sums",
     "output": "norms after attention and FFN",
@@ -41,6 +41,7 @@ MEMORIES = {"gpu": "VRAM", "cpu": "RAM"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     config_flags(parser, EngineConfig, "engine")
 

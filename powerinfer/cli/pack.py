@@ -17,7 +17,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, ModelConfig
 
 CONTEXT = 128  # tokens of the check's windows
@@ -26,6 +26,7 @@ DOWN_TYPES = (*TYPES, "q4_0x32")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument(
         "--type", choices=TYPES, default="auto", help="type of gate and up; auto: the model's own if possible"

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
 from powerinfer.placement.plan_document import tenths_of_percent
@@ -41,6 +41,7 @@ TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument("--shape", metavar="NAME|FILE", help="plan for a described model: opt-175b, ...")
     types = ("f16", "bf16", "q8_0", "q4_0")

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig, ProfileConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Display:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument("--no-train", dest="train", action="store_false", help="train no predictors")
     parser.add_argument("--force", action="store_true", help="repeat every step")

@@ -20,13 +20,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, ProfileConfig
 
 ENGINE = ("threads", "quantize", "prepared", "kv_type", "isa")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     config_flags(parser, ProfileConfig, "profile")
     parser.add_argument("--force", action="store_true", help="profile even if it is up to date")

@@ -2,7 +2,7 @@
 
 The page is self-contained. It shows the profile, the predictors, the bundles and the plan, as far as they exist, and
 the commands that make what is missing. --plan FILE shows a plan that `powerinfer plan --json > FILE` wrote; without -m,
-that plan alone, for example of a --shape. Needs matplotlib: pip install 'powerinfer[report]'.
+that plan alone, for example of a --shape. Needs matplotlib: pip install '.[report]' in a clone.
 
 JSON: path (of the page), images, made (false: it was up to date), shown (profile, predictor, bundles, plan: whether the
 page has it), missing (noun, command, stale: why the existing one cannot be used, or null), seconds.
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument("--plan", metavar="FILE", help="show this plan, the document of `powerinfer plan --json`")
     parser.add_argument("--out", metavar="FOLDER", help="output folder; default: MODEL.powerinfer/report")

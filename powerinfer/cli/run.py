@@ -1,8 +1,8 @@
 """Answer one prompt; the text streams to stdout as it is generated.
 
-The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue. Text that is
-piped in follows PROMPT after a blank line; without PROMPT, or with -, it is the prompt. The answer ends where the model
-ends it, or with the context. Ctrl-C ends it and keeps what was generated.
+The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue, and so does
+a model without a template. Text that is piped in follows PROMPT after a blank line; without PROMPT, or with -, it is
+the prompt. The answer ends where the model ends it, or with the context. Ctrl-C ends it and keeps what was generated.
 
 JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
 prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where those come from that no flag gave:
@@ -31,6 +31,7 @@ from powerinfer.cli.common import (
     demonstration_note,
     model_flag,
     open_llm,
+    refuse_model_as_prompt,
     sparsity_summary,
     sparsity_text,
     with_model_defaults,
@@ -38,7 +39,6 @@ from powerinfer.cli.common import (
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.chat import NO_TEMPLATE
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -81,8 +81,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         raise RequestError("--system needs the chat template, which --raw does not use")
     if args.prompt is not None and args.flagged is not None:
         raise RequestError("give the prompt once: as PROMPT or with --prompt")
+    if args.prompt is not None and args.model is None:
+        refuse_model_as_prompt(args.prompt)
     prompt = _prompt(args.flagged if args.prompt is None else args.prompt, out)
-    with open_llm(args.model, config_from(args, EngineConfig), out, silent if args.raw else _check_template) as llm:
+    check = silent if args.system is None else _check_system
+    with open_llm(args.model, config_from(args, EngineConfig), out, check) as llm:
+        if llm.template is None and not args.raw:
+            out.note("this model has no chat template: it continues the prompt, as with --raw")
+            args.raw = True
         params = with_model_defaults(params, llm, args)
         with reading() as progress:
             status, document = answer(_events(llm, prompt, args, params, progress), out)
@@ -118,9 +124,9 @@ def _file(path: str) -> str:
         raise RequestError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _check_template(checkpoint: Checkpoint) -> None:
+def _check_system(checkpoint: Checkpoint) -> None:
     if checkpoint.chat_template() is None:
-        raise RequestError(NO_TEMPLATE)
+        raise RequestError("--system needs a chat template, and this model has none")
 
 
 def _prompt(given: str | None, out: Output) -> str:

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, agreed, config_flags, config_from, load_llm
+from powerinfer.cli.common import Output, agreed, config_flags, config_from, load_llm, model_argument
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig, ServeConfig
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, install_extra
 
 if TYPE_CHECKING:
     from powerinfer.hybrid.resolve import Needs
@@ -38,6 +38,7 @@ LOADED = 4  # models whose requests are expected at a time, where --max-models s
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser, many=True)
     parser.add_argument(
         "-m",
         "--model",
@@ -61,7 +62,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     try:
         from powerinfer.serve import logs, server
     except ImportError as error:
-        raise RequestError(f"`serve` needs {error.name}: pip install 'powerinfer[serve]'") from None
+        raise RequestError(f"`serve` needs {error.name}: {install_extra('serve')}") from None
 
     config: ServeConfig = config_from(args, ServeConfig)
     engine: EngineConfig = config_from(args, EngineConfig)
@@ -105,7 +106,7 @@ def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineC
     try:
         from powerinfer.serve import ray_app
     except ImportError as error:
-        raise RequestError(f"--ray needs {error.name}: pip install 'powerinfer[ray]'") from None
+        raise RequestError(f"--ray needs {error.name}: {install_extra('ray')}") from None
 
     names, path = _one(args, config, out)
     ray_app.run(path, names, engine, config, _requests(engine))

@@ -17,12 +17,13 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.formats.predictor_file import FIGURES
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    model_argument(parser)
     model_flag(parser)
     parser.add_argument("--force", action="store_true", help="train even if the predictors are up to date")
     config_flags(parser, TrainConfig, "training")

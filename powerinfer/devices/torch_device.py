@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
+from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError, install_extra
 
 if TYPE_CHECKING:
     from torch import device
@@ -69,9 +69,7 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise RequestError(
-            'running on a GPU needs torch: pip install "powerinfer[gpu]", or leave out the GPU'
-        ) from None
+        raise RequestError(f"running on a GPU needs torch: {install_extra('gpu')}, or leave out the GPU") from None
     return torch
 
 

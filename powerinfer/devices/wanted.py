@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from powerinfer.config import EngineConfig
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, install_extra
 
 UNUSED_VRAM = "--vram is not used: there is no GPU to use ({})"
 
@@ -31,5 +31,5 @@ def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
     if not _DRIVER.exists():
         return None, "no NVIDIA driver"
     if importlib.util.find_spec("torch") is None:
-        return None, 'torch is not installed: pip install "powerinfer[gpu]"'
+        return None, f"torch is not installed: {install_extra('gpu')}"
     return "cuda", "found"

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from powerinfer.config import ModelConfig, TrainConfig
-from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.errors import ModelError, PowerInferError, RequestError, install_extra
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import PredictorFile, open_predictor, write_predictor
 from powerinfer.formats.prepared import Kind, PreparedFile, prepared_folder
@@ -39,7 +39,7 @@ from powerinfer.sparsity.selection import check_neurons
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
 
-_NO_TORCH = "training needs torch: pip install 'powerinfer[train]'"
+_NO_TORCH = f"training needs torch: {install_extra('train')}"
 _METHOD = 3
 """Incremented when the same samples and options give another predictor."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, install_extra
 from powerinfer.neurons import Profile
 from powerinfer.placement.plan_document import LayerPlan
 
@@ -54,7 +54,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise RequestError("a report needs matplotlib; `pip install 'powerinfer[report]'` installs it") from None
+        raise RequestError(f"a report needs matplotlib: {install_extra('report')}") from None
 
 
 def png(draw: Draw, look: Look = LIGHT) -> bytes:
