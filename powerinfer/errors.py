@@ -25,6 +25,10 @@ class RequestError(PowerInferError, ValueError):
     exit_status = 2
 
 
+class VramError(RequestError):
+    """Too little VRAM is free, or may be used."""
+
+
 class QueueFullError(RequestError):
     """More than `max_queue` requests wait already."""
 

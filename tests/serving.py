@@ -16,7 +16,7 @@ from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.runtime.engine import LLM
-from powerinfer.serve.served import Source
+from powerinfer.serve.served import ModelSource
 from powerinfer.serve.server import Server, make_server
 
 TEMPLATE = (
@@ -68,7 +68,7 @@ def serving(llm: LLM, **config: Any) -> Iterator[Server]:
     """A server that answers, at `server.url`."""
     options = ServeConfig(**{"port": 0, "drain": 2.0, **config})
     requests = llm.engine.max_batch + llm.engine.max_queue
-    server = make_server([Source(("toy",), lambda progress, budget: llm)], options, requests)
+    server = make_server([ModelSource(("toy",), lambda progress, budget: llm)], options, requests)
     with running(server):
         until(lambda: server.service.status != "loading")
         yield server

@@ -318,7 +318,7 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
         ({"logit_bias": {"nine": 1}}, None, "logit_bias"),
         ({"logit_bias": {"999": 1}}, None, "token 999"),
         ({"logit_bias": {"1": None}}, "logit_bias.1", "number"),
-        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"seed": -2}, "seed", "greater than or equal to -1"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only for stream"),

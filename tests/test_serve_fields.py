@@ -18,6 +18,7 @@ from test_tool_calls import QWEN, WEATHER
 from toy_model import BOS, D_MODEL, EOS, ToyExecutor, idle
 
 from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.grammar import Grammar
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import app as app_module
@@ -104,10 +105,12 @@ ROUTES = [
             "response_format": ({"response_format": SCHEMA}, lambda seen: seen.params.grammar is not None),
             "tools": ({"tools": [WEATHER]}, lambda seen: b"get_weather" in bytes(seen.prompt)),
             "tool_choice": (
-                {"tools": [WEATHER], "tool_choice": "required"}, lambda seen: seen.params.grammar is not None,
+                {"tools": [WEATHER], "tool_choice": "required"},
+                lambda seen: isinstance(seen.params.grammar, Grammar),
             ),
             "parallel_tool_calls": (
-                {"tools": [WEATHER], "parallel_tool_calls": False}, lambda seen: seen.params.grammar is not None,
+                {"tools": [WEATHER], "parallel_tool_calls": False},
+                lambda seen: seen.params.grammar.ends is not None,
             ),
         },
         WITHOUT_INFLUENCE | {"store": True},
@@ -160,11 +163,12 @@ ROUTES = [
             "text": ({"text": TEXT_SCHEMA}, lambda seen: seen.params.grammar is not None),
             "tools": ({"tools": [FUNCTION]}, lambda seen: b"get_weather" in bytes(seen.prompt)),
             "tool_choice": (
-                {"tools": [FUNCTION], "tool_choice": "required"}, lambda seen: seen.params.grammar is not None,
+                {"tools": [FUNCTION], "tool_choice": "required"},
+                lambda seen: isinstance(seen.params.grammar, Grammar),
             ),
             "parallel_tool_calls": (
                 {"tools": [FUNCTION], "parallel_tool_calls": False},
-                lambda seen: seen.answer["parallel_tool_calls"] is False and seen.params.grammar is not None,
+                lambda seen: seen.answer["parallel_tool_calls"] is False and seen.params.grammar.ends is not None,
             ),
             "stream": ({"stream": True}, lambda seen: seen.answer[0]["type"] == "response.created"),
             "truncation": ({"truncation": "auto"}, lambda seen: seen.answer["truncation"] == "auto"),
@@ -278,6 +282,16 @@ def test_no_field_of_the_client_is_forgotten(server: Server, route: Route) -> No
 
 
 # ---------------------------------------------------------------- fields of vLLM that load generators send
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_seed_of_minus_one_is_none(server: Server, asked: list[Any], path: str) -> None:
+    """As in llama-server."""
+    least = next(route.least for route in ROUTES if route.path == path)
+    for seed in (-1, 0):
+        status, answer = sent(server, path, {**least, "seed": seed})
+        assert status == 200, answer
+    assert [params.seed for _, params, *_ in asked] == [None, 0]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

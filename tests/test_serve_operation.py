@@ -34,7 +34,7 @@ from powerinfer.serve import gate
 from powerinfer.serve.keys import Keys, read_keys
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.page import FILES as PAGE
-from powerinfer.serve.served import Source
+from powerinfer.serve.served import ModelSource
 from powerinfer.serve.server import MAX_HEADERS, Server, check, is_local, make_server
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -141,11 +141,11 @@ def test_who_may_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     load = pytest.fail  # nothing is loaded
     for host in ("0.0.0.0", "::", ""):
         with pytest.raises(RequestError, match="--insecure"):
-            make_server([Source(("x",), load)], ServeConfig(host=host, port=0), 1)  # type: ignore[arg-type]
+            make_server([ModelSource(("x",), load)], ServeConfig(host=host, port=0), 1)  # type: ignore[arg-type]
     for options in ({"insecure": True}, {}):
         if not options:
             monkeypatch.setenv("POWERINFER_API_KEY", "key")
-        made = make_server([Source(("x",), load)], ServeConfig(host="0.0.0.0", port=0, **options), 1)  # type: ignore[arg-type]
+        made = make_server([ModelSource(("x",), load)], ServeConfig(host="0.0.0.0", port=0, **options), 1)  # type: ignore[arg-type]
         made._listening.close()
 
 
@@ -583,7 +583,7 @@ def test_it_listens_while_the_model_loads() -> None:
         assert go.wait(30)
         return served_llm()
 
-    server = make_server([Source(("toy",), load)], ServeConfig(port=0), 8)
+    server = make_server([ModelSource(("toy",), load)], ServeConfig(port=0), 8)
     thread = threading.Thread(target=server.live)
     thread.start()
     try:
@@ -616,7 +616,7 @@ def test_loading_that_is_in_vain() -> None:
             begun.set()
             time.sleep(0.01)
 
-    server = make_server([Source(("toy",), load)], ServeConfig(port=0), 8)
+    server = make_server([ModelSource(("toy",), load)], ServeConfig(port=0), 8)
     thread = threading.Thread(target=server.live)
     thread.start()
     assert begun.wait(30)
@@ -628,7 +628,7 @@ def test_loading_that_is_in_vain() -> None:
         raise RequestError("no such model")
 
     with pytest.raises(RequestError, match="no such model"):
-        make_server([Source(("toy",), fail)], ServeConfig(port=0), 8).live()
+        make_server([ModelSource(("toy",), fail)], ServeConfig(port=0), 8).live()
 
 
 @pytest.mark.parametrize(
@@ -650,9 +650,9 @@ def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
 def test_a_port_that_is_taken(server: Server) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(PowerInferError, match=f"cannot listen on 127.0.0.1, port {port}: .*in use"):
-        make_server([Source(("x",), pytest.fail)], ServeConfig(port=port), 1)  # type: ignore[arg-type]
+        make_server([ModelSource(("x",), pytest.fail)], ServeConfig(port=port), 1)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="no address"):
-        make_server([Source(("x",), pytest.fail)], ServeConfig(host="no.such.host.invalid", insecure=True), 1)  # type: ignore[arg-type]
+        make_server([ModelSource(("x",), pytest.fail)], ServeConfig(host="no.such.host.invalid", insecure=True), 1)  # type: ignore[arg-type]
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -670,7 +670,7 @@ def test_tls(tmp_path: Path) -> None:
         with client(server, verify=context) as http:
             assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
     with pytest.raises(RequestError, match="certificate"):
-        make_server([Source(("x",), pytest.fail)], ServeConfig(port=0, tls_cert=str(key), tls_key=str(key)), 1)  # type: ignore[arg-type]
+        make_server([ModelSource(("x",), pytest.fail)], ServeConfig(port=0, tls_cert=str(key), tls_key=str(key)), 1)  # type: ignore[arg-type]
 
 
 def test_the_end_of_draining() -> None:

@@ -23,7 +23,7 @@ from powerinfer.runtime.live import bin_edges
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import live as live_module
 from powerinfer.serve.page import FILES
-from powerinfer.serve.served import Source
+from powerinfer.serve.served import ModelSource
 from powerinfer.serve.server import Server, make_server
 from powerinfer.serve.service import Policy
 
@@ -188,7 +188,7 @@ def test_a_browser_shows_the_model(page: Server, tmp_path: Path) -> None:
 
 
 def test_a_browser_offers_the_models(tmp_path: Path) -> None:
-    sources = [Source((name,), lambda progress, budget: served_llm(), lambda budget: Needs(1)) for name in "ab"]
+    sources = [ModelSource((name,), lambda progress, budget: served_llm(), lambda budget: Needs(1)) for name in "ab"]
     server = make_server(sources, ServeConfig(port=0), 64, Policy())
     with running(server):
         text = dom(server.url, tmp_path)

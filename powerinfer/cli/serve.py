@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.resolve import Needs
     from powerinfer.progress import Progress
     from powerinfer.runtime.engine import LLM
-    from powerinfer.serve.served import Budget, Source
+    from powerinfer.serve.served import Budget, ModelSource
     from powerinfer.serve.server import Server
 
 MAX_QUEUE = 32
@@ -114,7 +114,7 @@ def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineC
 
 def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
     from powerinfer.serve import logs, server
-    from powerinfer.serve.served import Source
+    from powerinfer.serve.served import ModelSource
 
     names, path = _one(args, config, out)
 
@@ -124,7 +124,7 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
             logs.log("info", note)
         return llm
 
-    return server.make_server([Source(names, load)], config, _requests(engine))
+    return server.make_server([ModelSource(names, load)], config, _requests(engine))
 
 
 def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
@@ -159,7 +159,7 @@ def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
     return found
 
 
-def _sources(folder: str | None, given: Mapping[str, Path], engine: EngineConfig) -> list[Source]:
+def _sources(folder: str | None, given: Mapping[str, Path], engine: EngineConfig) -> list[ModelSource]:
     """All models that there are now: those given, and those of --models. folder: None: not said; "": the local ones."""
     from powerinfer.hub import list_stored, models_in
 
@@ -178,10 +178,10 @@ def _add(found: dict[str, Path], more: Mapping[str, Path]) -> None:
             raise RequestError(f"{found[name]} and {path} are both named {name}: -m NAME=MODEL names one")
 
 
-def _source(name: str, path: Path, engine: EngineConfig) -> Source:
-    from powerinfer.serve.served import Source
+def _source(name: str, path: Path, engine: EngineConfig) -> ModelSource:
+    from powerinfer.serve.served import ModelSource
 
-    return Source((name,), partial(_load, name, path, engine), partial(_needs, path, engine))
+    return ModelSource((name,), partial(_load, name, path, engine), partial(_needs, path, engine))
 
 
 def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budget: Budget) -> LLM:

@@ -224,7 +224,8 @@ def _beside_gpu(
     from powerinfer.placement.shapes import checkpoint_model
 
     if checkpoint.config.why_not_on_gpu is not None:
-        raise RequestError(f"{checkpoint.config.why_not_on_gpu}: leave out --gpu and --vram")
+        given = engine.gpu != "auto" or engine.vram
+        raise RequestError(checkpoint.config.why_not_on_gpu + (": leave out --gpu and --vram" if given else ""))
     choose_device(gpu)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():

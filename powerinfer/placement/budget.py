@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from powerinfer.devices.link import link_bytes
 from powerinfer.devices.stage import BUFFERS, buffer_bytes
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
@@ -103,7 +103,7 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
         vram = gpu.memory_bytes
     elif vram > gpu.memory_bytes:
         now = " free: give less, or end other programs on it" if hardware.key else ""  # measured, not described
-        raise RequestError(f"--vram {gib(vram)}, but {gpu.name} has {gib(gpu.memory_bytes)}{now}")
+        raise VramError(f"--vram {gib(vram)}, but {gpu.name} has {gib(gpu.memory_bytes)}{now}")
     if ram is None:
         ram = cpu.memory_bytes - cpu.reserved_bytes
     elif ram > cpu.memory_bytes:
@@ -194,10 +194,10 @@ def layers_that_fit(
     return layers, layers == every and taken(every, True) <= vram
 
 
-def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> RequestError:
+def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
     """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
     least = sum(on_gpu(model, hardware, work, 1, False, dense).values())
-    return RequestError(
+    return VramError(
         f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(least)} or more, lower --context, "
         "--prefill-chunk or --max-batch, or use no GPU"
     )

@@ -140,13 +140,24 @@ def token_ids(prompt: object) -> list[int]:
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template; RequestError for one that it may not be given."""
     check_names(given, TemplateOptions.__annotations__, "chat")
-    variables = dict(given.get("chat_template_kwargs") or {})
-    if wrong := sorted(_OURS & variables.keys()):
-        raise RequestError(f"chat_template_kwargs may not set {', '.join(wrong)}")
-    return variables | ({"tools": given["tools"]} if given.get("tools") is not None else {})
+    variables = given.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise RequestError(f"chat_template_kwargs must be a dict, not {reprlib.repr(variables)}")
+    for name in variables:
+        if not may_be_set(name):
+            raise RequestError(f"chat_template_kwargs may not set {reprlib.repr(name)}")
+    return {**variables, **({"tools": given["tools"]} if given.get("tools") is not None else {})}
 
 
-_OURS = frozenset(("messages", "special_tokens", "template", "tokenizer"))  # what `formats.chat.encode_chat` is given
+def may_be_set(name: object) -> bool:
+    """Whether a caller may give the chat template a variable of that name."""
+    return isinstance(name, str) and name.isidentifier() and name not in _RESERVED
+
+
+_RESERVED = frozenset((  # variables that are made here, and arguments of `formats.chat.encode_chat`
+    "self", "messages", "special_tokens", "tools", "documents", "bos_token", "eos_token", "add_generation_prompt",
+    "tokenizer", "template", "tokenize",
+))  # fmt: skip
 
 
 def _whole(value: Any) -> int:

@@ -31,8 +31,8 @@ from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
 from powerinfer.serve.page import add_page
 from powerinfer.serve.prompts import (
+    check_fit,
     check_ids,
-    check_prompts,
     check_texts,
     echoes_of,
     encode_chat,
@@ -156,7 +156,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             wanted = params.max_tokens or 1 if body.generates else 0
             prompts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens, wanted)
-            check_prompts(llm, prompts, params if body.generates else None)
+            check_fit(llm, prompts, params if body.generates else None)
             echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
             raise model.refusal(error) or error from None

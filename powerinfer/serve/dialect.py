@@ -19,7 +19,7 @@ from powerinfer.formats.tool_calls import ToolFormat
 from powerinfer.formats.tool_parser import ToolDelta
 from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
-from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_SEED, MAX_TEMPLATE_OPTIONS, Body, ChatRequest
+from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed
 from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json, pieces
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Asked(Body):
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stream: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None = None
 

@@ -27,7 +27,7 @@ def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = 
 
     def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
         shown, options = chat_prompt(llm, messages, body.chat_template_kwargs, tools)
-        return llm.encode_chat(shown, chat_template_kwargs=options)
+        return llm.encode_chat(shown, tools=options.pop("tools", None), chat_template_kwargs=options)
 
     with _template_errors(llm):
         messages = conversation(body.messages)
@@ -49,7 +49,7 @@ def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParam
             param="truncate_prompt_tokens",
             code="context_length_exceeded",
         )
-    check_prompts(llm, [tokens], params)
+    check_fit(llm, [tokens], params)
     return tokens, dropped
 
 
@@ -101,7 +101,7 @@ def check_ids(llm: LLM, tokens: list[int], param: str) -> None:
         raise ApiError(400, f"{param}: token {max(tokens)} is not one of the model's {vocab} tokens", param=param)
 
 
-def check_prompts(llm: LLM, prompts: list[list[int]], params: SamplingParams | None) -> None:
+def check_fit(llm: LLM, prompts: list[list[int]], params: SamplingParams | None) -> None:
     """ApiError for a prompt that cannot be answered. params None: nothing is generated."""
     for tokens in prompts:
         check_ids(llm, tokens, "prompt")

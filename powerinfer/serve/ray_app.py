@@ -28,7 +28,7 @@ from powerinfer.runtime.engine import LLM
 from powerinfer.serve.gate import App
 from powerinfer.serve.keys import Keys
 from powerinfer.serve.logs import log, set_up
-from powerinfer.serve.served import Budget, Source
+from powerinfer.serve.served import Budget, ModelSource
 from powerinfer.serve.server import IN_PROGRESS, assemble, checked_keys, listen, read_replicas
 from powerinfer.serve.service import Service
 
@@ -56,7 +56,7 @@ class Replica:
         set_up()
         config = setup.config
         self._service = Service(
-            [Source(setup.names, partial(_load, setup))],
+            [ModelSource(setup.names, partial(_load, setup))],
             timeout=config.timeout or None,
             queue_timeout=config.queue_timeout or None,
         )

@@ -18,6 +18,7 @@ from powerinfer.formats.chat import MessageError, plain_messages
 from powerinfer.formats.grammar import MAX_SOURCE
 from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.formats.tools import MAX_TOOLS
+from powerinfer.runtime.options import may_be_set
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
 
@@ -81,12 +82,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 """Fields of OpenAI, vLLM and llama-server that this server does not have, with the values that ask for nothing."""
 
-RESERVED_OPTIONS = frozenset((
-    "self", "messages", "special_tokens", "tools", "documents", "bos_token", "eos_token", "add_generation_prompt",
-    "tokenizer", "template", "tokenize",
-))  # fmt: skip
-"""Variables of a chat template that a request may not set."""
-
 
 def _not_zero(value: int) -> int:
     if value == 0:
@@ -100,8 +95,13 @@ def _bounded(value: int) -> int:
     return value
 
 
+def _random(seed: int) -> int | None:
+    return None if seed == -1 else seed
+
+
 Int = Annotated[int, Field(ge=0, le=MAX_INT)]
 MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded)]
+Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random)]  # -1: as in llama-server, none
 Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
@@ -165,7 +165,7 @@ class Sampling(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
@@ -398,6 +398,6 @@ def _given(message: Message) -> dict[str, Any]:
 def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """The variables of a chat template that a request sets. ApiError for one that it may not."""
     for name in given or {}:
-        if name in RESERVED_OPTIONS or not name.isidentifier():
+        if not may_be_set(name):
             raise ApiError(400, f"chat_template_kwargs may not set {name[:64]!r}", param="chat_template_kwargs")
     return dict(given or {})

@@ -35,7 +35,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model comes from.
 
     names: in the API, the first one being what answers say. load: the model, within a budget. needs: what it takes,
@@ -84,7 +84,7 @@ class ServedModel:
     """
 
     def __init__(
-        self, source: Source, metrics: Metrics, *, timeout: float | None, queue_timeout: float | None,
+        self, source: ModelSource, metrics: Metrics, *, timeout: float | None, queue_timeout: float | None,
         ending: Callable[[], bool], changed: Callable[[ServedModel], None],
     ) -> None:  # fmt: skip
         """changed: called when a request ends that used the engine."""
@@ -128,8 +128,8 @@ class ServedModel:
 
     @property
     def busy(self) -> bool:
-        """Whether a request uses it, or waits for it."""
-        return self._users > 0 or self.waiting > 0
+        """Whether a request uses it, or waits for it. Who waits for a broken engine needs another one."""
+        return self._users > 0 or (self.waiting > 0 and self.failure is None)
 
     @property
     def in_use(self) -> bool:

@@ -29,7 +29,7 @@ from powerinfer.serve.app import build_app
 from powerinfer.serve.gate import App, Gate, GateLimits
 from powerinfer.serve.keys import ENVIRONMENT, Keys, read_keys
 from powerinfer.serve.logs import log
-from powerinfer.serve.served import Source
+from powerinfer.serve.served import ModelSource
 from powerinfer.serve.service import STOP_SECONDS, Policy, Service
 
 MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
@@ -243,7 +243,9 @@ def checked_keys(config: ServeConfig) -> list[str]:
     return keys
 
 
-def make_server(sources: Sequence[Source], config: ServeConfig, requests: int, policy: Policy | None = None) -> Server:
+def make_server(
+    sources: Sequence[ModelSource], config: ServeConfig, requests: int, policy: Policy | None = None
+) -> Server:
     """A server that listens already. requests: that its engines take, those that wait included; policy: of several
     models, None: there is one.
 

@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import PowerInferError, VramError
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
-from powerinfer.serve.served import Budget, ServedModel, Source, in_thread
+from powerinfer.serve.served import Budget, ModelSource, ServedModel, in_thread
 from powerinfer.system import available_memory, resident_memory, total_memory
 
 STOP_SECONDS = 5.0  # that loading gets to notice that it is in vain
@@ -39,7 +39,7 @@ class Policy(NamedTuple):
     keep_alive: float | None = 300.0
     waiting: int = 32
     batch: int = 1
-    sources: Callable[[], Sequence[Source]] | None = None
+    sources: Callable[[], Sequence[ModelSource]] | None = None
 
 
 class Service:
@@ -47,7 +47,7 @@ class Service:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[ModelSource],
         policy: Policy | None = None,
         *,
         timeout: float | None = None,
@@ -69,16 +69,19 @@ class Service:
         self._timers: dict[ServedModel, asyncio.TimerHandle] = {}
         self._take(sources)
 
-    def _take(self, sources: Sequence[Source]) -> None:
+    def _take(self, sources: Sequence[ModelSource]) -> None:
         """Have these models; those that are new, and no more those that are not among them, unless they are in use."""
         known = {model.name: model for model in self.models}
+        for source in sources:
+            if (model := known.get(source.names[0])) is not None:
+                model.source = source  # of its next load: the file may be another one
         models = {source.names[0]: known.get(source.names[0]) or self._model(source) for source in sources}
         kept = {name: model for name, model in known.items() if model.held or model.busy or model in self._tasks}
         self.models = list((kept | models).values())
         self._names = {name: model for model in self.models for name in model.source.names}
         self._folded = {name.casefold(): model for name, model in reversed(self._names.items())}  # the first one counts
 
-    def _model(self, source: Source) -> ServedModel:
+    def _model(self, source: ModelSource) -> ServedModel:
         return ServedModel(
             source, self.metrics, timeout=self.timeout, queue_timeout=self.queue_timeout,
             ending=lambda: self.ending(), changed=self._released,
@@ -166,9 +169,12 @@ class Service:
         model = self.find(name)
         if self._policy is None:
             raise ApiError(400, f"{model.name} is the only model of this server: it stays loaded", param="model")
+        in_use = ApiError(409, f"{model.name} is in use: try again later", param="model", code="in_use")
+        if model.busy:  # known before the turn comes, which may take long
+            raise in_use
         async with self._turn:
             if model.busy:
-                raise ApiError(409, f"{model.name} is in use: try again later", param="model", code="in_use")
+                raise in_use
             await self._unload(model)
 
     def peek(self, name: str | None, leases: ExitStack) -> ServedModel:
@@ -255,6 +261,7 @@ class Service:
         async with self._turn:
             await self._idle(model, lambda: not model.in_use)  # a broken engine, whose requests end now
             await self._unload(model)
+            await self.refresh()
             try:
                 budget = await self._room_for(model, policy)
                 await model.load(budget)
@@ -275,11 +282,11 @@ class Service:
             budget = Budget(limit, None if vram is None else max(0, vram - sum(one.taken.vram for one in held)))
             try:
                 needs = await in_thread(partial(read, budget), "reading")
-            except RequestError:
+            except VramError:
                 users = [one for one in held if one.taken.vram]
                 if not users:
                     raise
-                await self._make_room(model, users)  # it may be VRAM that lacks
+                await self._make_room(model, users)
                 continue
             left = limit - taken - needs.ram
             if left >= 0 and (not policy.together or len(held) < policy.together):
