@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from stored_weights import stored_evenly
 
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
+from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ExpertsConfig, RouterConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import dequantize
@@ -345,6 +346,16 @@ def test_a_gpu_that_is_named_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(model(tmp_path))
     with pytest.raises(RequestError, match="run on the CPU alone so far"):
         resolve(checkpoint, EngineConfig(gpu="cpu", context=64))
+
+
+def test_what_is_said_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan says what a step reads; a report asks for nothing that cannot be made."""
+    path = str(model(tmp_path))
+    assert main(["plan", "-m", path, "--hardware", "pc-8gb"]) == 0
+    out = capsys.readouterr().out
+    assert "of 4 experts of" in out and "a step reads" in out and "policy  " not in out and "count alike" not in out
+    assert main(["report", "-m", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["missing"] == []
 
 
 def test_weights_of_experts_are_the_files(tmp_path: Path) -> None:

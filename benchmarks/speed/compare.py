@@ -108,7 +108,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--start-rounds", type=int, default=9, help="0: leave process start out")
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/speed-DATE.json")
+    parser.add_argument("--kind", default="speed", help="of the result: experts for the table of docs/experts.md")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/KIND-DATE.json")
     arguments = parser.parse_args()
     if not arguments.peer and not arguments.build_peer:
         parser.error("give --peer FOLDER or --build-peer CACHE")
@@ -118,7 +119,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     engines = Engines(arguments.powerinfer.split(), peers(arguments), arguments.prompt_tokens, arguments.gen_tokens)
-    document: dict[str, Any] = {"kind": "speed", **machine.description()}
+    document: dict[str, Any] = {"kind": arguments.kind, **machine.description()}
     document["prompt_tokens"], document["gen_tokens"] = arguments.prompt_tokens, arguments.gen_tokens
     document["peers"] = {label: peer_facts(folder) for label, folder in engines.peers.items()}
     document["read_bandwidth_gb_s"] = bandwidth(arguments.threads)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import OURS
-from benchmarks.lib.results import RESULTS, header, newest, number, of_one_machine, row, write_tables
+from benchmarks.lib.results import RESULTS, header, newest, number, of_one_machine, percent, row, write_tables
 
 LABELS = {"prefill_tok_s": "prefill of {prompt_tokens}", "decode_tok_s": "decode of {gen_tokens}"}
 MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
@@ -188,10 +188,31 @@ def table() -> str:
     return "\n".join(lines + quality_rows(newest("quality"))) + "\n"
 
 
+def experts_table() -> str | None:
+    """Of models of experts: the speed of both engines, and how much of the memory bandwidth decode uses."""
+    document = newest("experts")
+    if document is None:
+        return None
+    (peer,) = document["peers"]
+    rows = header("model", "threads", "", OURS, peer, "ratio", "read bandwidth", "peak memory by file", numbers=True)
+    for entry in document["speed"]:
+        own, threads = entry["engines"][OURS], entry["threads"]
+        peak = f"{own['peak_rss_mb'] * 2**20 / entry['file_bytes']:.2f}" if "peak_rss_mb" in own else ""
+        for rate, label in LABELS.items():
+            ratio = entry["ratio"][peer][rate]
+            read = own["bytes_per_token"] * own[rate]["median"] / 1e9
+            share = percent(read / document["read_bandwidth_gb_s"][str(threads)], 0) if "decode" in rate else ""
+            cells = [entry["model"], str(threads), label.format_map(document), cell(own, rate)]
+            cells += [cell(entry["engines"][peer], rate), f"{ratio['median']:.2f}" if ratio else "", share, peak]
+            rows.append(row(*cells))
+    return "\n".join([*heading(document), *rows]) + "\n"
+
+
 if __name__ == "__main__":
     write_tables(
         __doc__,
         {
+            ROOT / "docs/experts.md": lambda: {"expert figures": experts_table()},
             ROOT / "docs/benchmarks.md": lambda: {"benchmark table": table()},
             ROOT / "README.md": lambda: {"speed table": short_table(measured())},
         },

@@ -111,19 +111,12 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     out.line()
     _show_bytes(document, out)
     out.line()
-    head = f"{'policy':<10}{'tokens/s':>10}{'activations on GPU':>21}{'work on GPU':>14}{'proven':>9}{'solved in':>12}"
-    out.line(head)
-    for name, other in document.predicted.policies.items():
-        proven = {True: "yes", False: "no", None: "-"}[other.optimal]
-        solved = "-" if other.optimal is None else f"{1e3 * other.solve_s:.0f} ms"
-        mark = " *" if name == request.policy else ""
-        out.line(
-            f"{name + mark:<10}{other.decode_tok_s:>10.2f}{tenths_of_percent(other.mass_on_gpu):>21}"
-            f"{tenths_of_percent(other.work_on_gpu):>14}{proven:>9}{solved:>12}"
-        )
-    out.line()
+    if any(other.work_on_gpu for other in document.predicted.policies.values()):  # else they all say the same
+        _show_policies(request.policy, document, out)
+        out.line()
     estimate = document.predicted
-    dense = "" if estimate.dense_tok_s is None else f"; with every neuron computed (dense) {estimate.dense_tok_s:.2f}"
+    differs = estimate.dense_tok_s is not None and estimate.dense_tok_s != estimate.decode_tok_s
+    dense = f"; with every neuron computed (dense) {estimate.dense_tok_s:.2f}" if differs else ""
     out.line(f"estimated: {estimate.decode_tok_s:.2f} tokens/s after {estimate.at_position} tokens{dense}")
     for line in document.reasons:
         out.line(f"- {line}")
@@ -134,13 +127,26 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
         out.line(f"saved in {document.path}")
 
 
+def _show_policies(chosen: str, document: PlanDocument, out: Output) -> None:
+    head = f"{'policy':<10}{'tokens/s':>10}{'activations on GPU':>21}{'work on GPU':>14}{'proven':>9}{'solved in':>12}"
+    out.line(head)
+    for name, other in document.predicted.policies.items():
+        proven = {True: "yes", False: "no", None: "-"}[other.optimal]
+        solved = "-" if other.optimal is None else f"{1e3 * other.solve_s:.0f} ms"
+        mark = " *" if name == chosen else ""
+        out.line(
+            f"{name + mark:<10}{other.decode_tok_s:>10.2f}{tenths_of_percent(other.mass_on_gpu):>21}"
+            f"{tenths_of_percent(other.work_on_gpu):>14}{proven:>9}{solved:>12}"
+        )
+
+
 def _show_bytes(document: PlanDocument, out: Output) -> None:
     """Bytes: a row for each use, a column for each tier."""
     tiers = document.bytes
     used = [tier for tier in TIER_NAMES if tiers[tier]]
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
     out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
-    names = {"ffn": "neurons", "panels": "FFN, dense matrices", "kv": "KV cache", "norms": "norms, biases"}
+    names = {"ffn": "neurons", "panels": "FFN, matrices", "kv": "KV cache", "norms": "norms, biases"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")

@@ -229,7 +229,7 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, panels=False)
     left = ram - sum(cpu.values())
     if left < 0:
-        raise _too_large(model, gpu, cpu, ram, None if layers else least_ram(model, work))
+        raise _too_large(model, gpu, cpu, ram, None if layers else least_ram(model, work), hardware)
     if layers:
         gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
         left = max(0, left - shared_in_ram(model, layers))
@@ -245,14 +245,21 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
     return Claims(0, False, {}, cpu, 0, left, model.bundle.stride, not (dense and keep), keep)
 
 
-def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, least: int | None) -> RequestError:
+def _too_large(
+    model: Model, gpu: Footprint, cpu: Footprint, ram: int, least: int | None, hardware: Hardware
+) -> RequestError:
     """least: `least_ram`, where no GPU is used."""
     needed, beside = sum(cpu.values()), sum(gpu.values())
     runs = "" if least is None else f"; `run` without a GPU needs --ram {gib(least)}"
     ends = cpu["embedding"] + cpu["head"]
+    if needed > hardware.cpu.memory_bytes:
+        types = "" if model.fingerprint else f", --dtype (weights of {model.weight_type} are assumed)"
+        mend = f"{hardware.name} has {gib(hardware.cpu.memory_bytes)} of RAM; what helps is a lower --context{types}"
+        mend += ", or another machine's --hardware"
+    else:
+        mend = f"give --ram {gib(needed)} or more{f' beside {gib(beside)} of VRAM' if gpu else ''}, not {gib(ram)}"
     return RequestError(
-        f"{model.name} needs at least {gib(needed + beside)} of RAM + VRAM for the dense part: give --ram "
-        f"{gib(needed)} or more{f' beside {gib(beside)} of VRAM' if gpu else ''}, not {gib(ram)} (attention "
+        f"{model.name} needs at least {gib(needed + beside)} of RAM + VRAM for the dense part: {mend} (attention "
         f"{gib(cpu['attention'])}, KV cache {gib(cpu['kv'])}, embedding and head {gib(ends)}, the rest "
         f"{gib(needed - cpu['attention'] - cpu['kv'] - ends)}){runs}"
     )

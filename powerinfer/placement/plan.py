@@ -615,7 +615,7 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     elif not claims.gpu_head:
         reasons.append("attention of all layers is on the GPU; the output head does not fit")
     if not claims.bundles:
-        reasons.append("every neuron is computed, from dense matrices in RAM")
+        reasons.append(_what_is_read(request))
     elif not claims.gpu_layers and not claims.panels:
         reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
     if claims.bundles:
@@ -625,6 +625,18 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
     return tuple(reasons)
+
+
+def _what_is_read(request: PlanRequest) -> str:
+    """Of the FFNs, where they are matrices in RAM."""
+    model = request.model
+    layers = range(model.config.n_layers)
+    whole = sum(one.panels for layer in layers for one in model.whole_ffn(layer))
+    if not whole:
+        return "every neuron is computed, from dense matrices in RAM"
+    read = sum(_whole_bytes(request, layer, panels=True) for layer in layers)
+    titles = dict.fromkeys(layer.ffn.title for layer in model.config.layers if layer.ffn.neurons is None)
+    return f"of {', '.join(titles)}, a step reads {gib(int(read))} of {gib(whole)} in RAM"
 
 
 def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables) -> tuple[Help, ...]:

@@ -170,9 +170,9 @@ def model_subject(
             raise RequestError(
                 f"there is no profile of {checkpoint.path}: `{place.command}` makes it, or --hot-share X assumes a skew"
             )
-        makes = f"; `{place.command}` makes it" if config.why_whole is None else ""
-        text = f"that all neurons count alike, since there is no profile{makes}"
-        return Subject(model, assumed_profile(_EVEN, config.ffn_sizes), selector, (text,))
+        text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
+        assumed = (text,) if config.why_whole is None else ()
+        return Subject(model, assumed_profile(_EVEN, config.ffn_sizes), selector, assumed)
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")

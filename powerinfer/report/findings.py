@@ -77,7 +77,8 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     from powerinfer.kernels.cpu import bundle_row_bytes
 
     config = checkpoint.config
-    profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared))
+    neurons = config.why_whole is None  # else there is nothing to prepare
+    profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
@@ -91,7 +92,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             lambda: open_predictor(checkpoint, prepared),
             config.rectified and checkpoint.predictor_threshold is None,
         ),
-        _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes)),
+        _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
         newest_trial(checkpoint, prepared),
         PreparedFile(Kind("bench", "", "bench"), checkpoint, prepared).command.removeprefix("powerinfer bench "),
     )

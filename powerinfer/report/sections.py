@@ -175,7 +175,8 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
     """The section on a plan; what a GPU or a disk does not have is left out."""
     section = Section("Placement")
     on_gpu = any(layer.gpu for layer in plan.layers) or plan.gpu_layers > 0
-    split = on_gpu or any(layer.disk for layer in plan.layers)
+    neurons = any(layer.gpu or layer.cpu or layer.disk for layer in plan.layers)
+    split = neurons and (on_gpu or any(layer.disk for layer in plan.layers))
     vram = f"{gib(plan.budgets.vram)} of VRAM and " if plan.budgets.vram else ""
     requests = f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context"
     section.paragraphs.append(
