@@ -77,6 +77,14 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
     [
         (["frobnicate"], "no command frobnicate; there are run, chat"),
         (["rnu"], "no command rnu; did you mean run?"),
+        (["rum", "hi"], "no command rum; did you mean run?"),
+        (["help", "rnu"], "no command rnu; did you mean run?"),
+        (["run", "hi", "-ngl", "99"], "no flag -ngl: use --vram SIZE"),
+        (["chat", "--ctx-size=5"], "no flag --ctx-size: use -c N"),
+        (["run", "hi", "--n-predict", "5"], "no flag --n-predict: use -n N"),
+        (["run", "-f", "x.txt"], "no flag -f: powerinfer run < FILE"),
+        (["run", "-i"], "no flag -i: `powerinfer chat`"),
+        (["list", "-ngl"], "unrecognized arguments: -ngl"),
         (["inspect", "--contxt=5"], "--contxt=5; did you mean --context?; see"),
         (["run"], "no prompt"),
         (["run", "hi", "-p", "hi"], "give the prompt once"),
@@ -168,6 +176,16 @@ def test_flags_fill_the_dataclasses() -> None:
     )
 
 
+def test_a_seed_of_minus_one_is_another_every_time() -> None:
+    assert parse(SamplingParams, "--seed", "-1").seed is None
+    assert parse(SamplingParams, "--seed", "7").seed == 7
+
+
+def test_help_of_a_command() -> None:
+    assert powerinfer("help", "run").stdout == powerinfer("run", "--help").stdout
+    assert powerinfer("help").stdout.startswith("usage: powerinfer COMMAND")
+
+
 def test_every_option_has_a_flag() -> None:
     import dataclasses
 
@@ -201,6 +219,16 @@ def test_generated_text_cannot_command_a_terminal() -> None:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(("stream", "json_mode", "said"), [(io.StringIO, 0, 0), (Terminal, 1, 0), (Terminal, 0, 1)])
+def test_the_default_model_is_introduced_at_a_terminal(
+    stream: type, json_mode: int, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = stream()
+    monkeypatch.setattr(sys, "stderr", screen)
+    common.demonstration_note(None, common.Output(bool(json_mode)))
+    assert screen.getvalue().count("tiny model") == said
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])

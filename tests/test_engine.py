@@ -30,6 +30,7 @@ from toy_model import (
     until,
 )
 
+from powerinfer.config import EngineConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.evaluate import Perplexity, perplexity
@@ -440,6 +441,22 @@ def test_perplexity_of_a_short_text() -> None:
         perplexity(toy_llm(), "x" * 100, context=64)
     with pytest.raises(RequestError, match="too small"):
         perplexity(toy_llm(), "x" * 100, context=2)
+
+
+@pytest.mark.parametrize(
+    ("context", "n", "max_tokens", "advice"),
+    [
+        (0, 64, None, "of 64 tokens, the model's maximum: shorten the prompt$"),
+        (64, 60, 8, r"maximum: shorten the prompt or lower max_tokens \(--max-tokens\)$"),
+        (32, 40, None, r"of 32 tokens: shorten the prompt or raise the context \(--context\)$"),
+        (32, 20, 20, r": shorten the prompt, lower max_tokens \(--max-tokens\) or raise the context \(--context\)$"),
+    ],
+)
+def test_what_does_not_fit_is_told_what_helps(context: int, n: int, max_tokens: int | None, advice: str) -> None:
+    config = toy_llm(context=64).config
+    llm = LLM.from_parts(ToyExecutor(), ToyTokenizer(), config, EngineConfig(context=context))
+    with llm, pytest.raises(RequestError, match=advice):
+        llm.generate("x" * n, SamplingParams(max_tokens=max_tokens))
 
 
 def test_ctrl_c_in_scoring(ctrl_c: Callable[[], None]) -> None:

@@ -539,6 +539,7 @@ def test_the_verb(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and "up to date" in out and path.stat().st_ino == before
     status, out, err = run(capsys, "pack", "-m", str(tiny), "--force")
     assert status == 0 and "packed in" in out and "mean KL" in out and path.stat().st_ino != before
+    assert "nothing to gain: silu is never exactly zero; only --selector threshold" in out
     assert "gate and up: F32 becomes F16" in err
 
 

@@ -167,6 +167,8 @@ def test_a_model_that_is_never_silent(model: Path, capsys: pytest.CaptureFixture
     assert steps["train"]["state"] == "not needed" and "never exactly zero" in steps["train"]["why"]
     assert open_profile(open_checkpoint(model)).thresholds is not None
     assert document["plan"]["selector"] in ("all", "threshold")
+    assert main(argv(model, "--perplexity-cost", "0.05", "--selector", "all")) == 0
+    assert "nothing to gain: silu is never exactly zero" in capsys.readouterr().err
     forced = run(capsys, model, "--perplexity-cost", "0.05", "--selector", "threshold")
     assert forced["steps"]["pack"]["state"] in ("done", "skipped") and forced["plan"]["selector"] == "threshold"
     assert "powerinfer train" not in fails(capsys, 2, model, "--selector", "predicted")

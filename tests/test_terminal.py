@@ -338,7 +338,8 @@ def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.C
         ("/set tempo 1", "no option tempo; did you mean --temp"),
         ("/set grammar x", "no option grammar"),
         ("/set ignore_eos 1", "true or false"),
-        ("/set whatever", "no option whatever"),
+        ("/set whatever", "no option whatever; there are max_tokens, temperature, "),
+        ("/set whatever 3", "no option whatever; there are max_tokens, temperature, "),
     ):
         say(talk, text)
         assert says in capsys.readouterr().err, text

@@ -261,7 +261,8 @@ class Conversation:
         else:
             change = {one: getattr(self.params, one) for one in option_names(SamplingParams) if not name or one == name}
         if not change:
-            raise RequestError(f"no option {name}{did_you_mean(name, option_names(SamplingParams))}")
+            names = option_names(SamplingParams)
+            raise RequestError(f"no option {name}{did_you_mean(name, names) or '; there are ' + ', '.join(names)}")
         for one in change:
             self._out.note(f"{one:<22}{_shown(getattr(self.params, one))}")
 

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,9 +18,26 @@ from powerinfer.progress import Progress, silent
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from powerinfer.config import ModelConfig
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.params import SamplingParams
+
+
+# Flags of llama.cpp and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
+_GPU = ("--vram", "use --vram SIZE, the memory of the GPU to fill, or --gpu none")
+_LENGTH = ("--max-tokens", "use -n N")
+_CONTEXT = ("--context", "use -c N")
+_FILE = ("--prompt", "powerinfer run < FILE")
+_TALK = ("--prompt", "`powerinfer chat` is a conversation")
+FOREIGN = {
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--gpu-memory-utilization"), _GPU),
+    **dict.fromkeys(("--predict", "--n-predict", "--num-predict"), _LENGTH),
+    **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"), _CONTEXT),
+    **dict.fromkeys(("-f", "--file"), _FILE),
+    **dict.fromkeys(("-i", "--interactive"), _TALK),
+    "--repeat-penalty": ("--repetition-penalty", "use --repetition-penalty X"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,8 +55,10 @@ class Parser(argparse.ArgumentParser):
         self.usage = " ".join(["%(prog)s", *shown, "[flags]"])
         return super().format_help()
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any, namespace: Any = None) -> Any:  # type: ignore[override]
         """As in argparse; a flag that is not known is answered with the nearest one that is."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        self._refuse_foreign(args, flags)
         found, rest = self.parse_known_args(args, namespace)
         if rest and not any(word.startswith("-") for word in rest):
             if hasattr(found, "prompt"):
@@ -48,13 +67,20 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected: {' '.join(rest)}")
         if rest:
             wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
-            flags = [flag for action in self._actions for flag in action.option_strings]
             self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, flags)}")
         if getattr(found, "place", None) is not None:
             if found.model is not None:
                 self.error("give the model once: as MODEL or with -m")
             found.model = found.place
         return found
+
+    def _refuse_foreign(self, words: Sequence[str], flags: Collection[str]) -> None:
+        """RequestError for a flag of another program: argparse would read -ngl as -n gl."""
+        for word in words[: words.index("--") if "--" in words else len(words)]:
+            flag = word.partition("=")[0]
+            own, hint = FOREIGN.get(flag, ("", ""))
+            if own in flags and flag not in flags:
+                self.error(f"no flag {flag}: {hint}")
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{self._in_plain_words(message)}; see `{self.prog} --help`")
@@ -279,7 +305,7 @@ def read_option(config: type, name: str, text: str) -> dict[str, Any]:
     names = {f"--{one.replace('_', '-')}": one for one in options}
     names |= {flag: one for one, field in options.items() for flag in field.metadata.get("flags", ())}
     if wanted not in names:
-        raise RequestError(f"no option {name}{did_you_mean(wanted, names)}")
+        raise RequestError(f"no option {name}{did_you_mean(wanted, names) or '; there are ' + ', '.join(options)}")
     option = names[wanted]
     if options[option].type == "bool":
         if text not in ("true", "false"):
@@ -370,10 +396,10 @@ def agreed(question: str) -> bool:
 
 
 def demonstration_note(model: str | None, out: Output) -> None:
-    """One line about the default model (-m), for those who meet it first."""
+    """One line about the default model (-m), for those who meet it first, at a terminal."""
     from powerinfer.hub import DEFAULT_MODEL
 
-    if model is None or model.lower() == DEFAULT_MODEL:
+    if sys.stderr.isatty() and not out.json_mode and (model is None or model.lower() == DEFAULT_MODEL):
         out.note(
             "SmolLM2 135M is a tiny model for a demonstration, and often wrong; `powerinfer pull qwen3-4b` (2.5 GB) "
             "downloads a good one"
@@ -426,6 +452,14 @@ def with_model_defaults(params: SamplingParams, llm: LLM, args: argparse.Namespa
     given = {field.name: getattr(params, field.name) for field in fields if hasattr(args, field.name)}
     filled = llm.sampling.with_given(given)
     return dataclasses.replace(params, **{name: filled[name] for name in llm.sampling.values if name in filled})
+
+
+def no_gain(config: ModelConfig) -> str:
+    """The line about a model none of whose neurons is ever exactly zero."""
+    return (
+        f"nothing to gain: {config.activations_never_zero} is never exactly zero; only --selector threshold skips "
+        "neurons, which changes answers"
+    )
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:

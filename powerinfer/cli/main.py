@@ -112,6 +112,8 @@ def _report(kind: str, message: str, status: int, json_mode: bool) -> None:
 
 def _dispatch(argv: list[str]) -> int:
     verb = argv[0] if argv else "--help"
+    if verb == "help" and len(argv) > 1:
+        return _dispatch([argv[1], "--help"])
     if verb in ("--help", "-h", "help"):
         print(usage(), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
@@ -121,7 +123,9 @@ def _dispatch(argv: list[str]) -> int:
         print(f"powerinfer {__version__}")
         return 0
     if verb not in VERBS:
-        raise RequestError(f"no command {verb}{did_you_mean(verb, VERBS) or '; there are ' + ', '.join(VERBS)}")
+        # rm, which deletes, is meant last: rum is run
+        near = did_you_mean(verb, [one for one in VERBS if one != "rm"]) or did_you_mean(verb, VERBS)
+        raise RequestError(f"no command {verb}{near or '; there are ' + ', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import gc

@@ -17,7 +17,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
 from powerinfer.config import EngineConfig, ModelConfig
 
 CONTEXT = 128  # tokens of the check's windows
@@ -68,6 +68,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         else:
             out.note("not compared with the dense weights: the model's files have no tokenizer")
     _show(document, out)
+    if not checkpoint.config.partly_rectified:
+        out.line(no_gain(checkpoint.config))
     out.document(document)
     return 0
 

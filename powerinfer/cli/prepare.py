@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
 from powerinfer.config import EngineConfig, PlanConfig, ProfileConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         for name, step in steps(work):
             display.take(name, step)
     out.line(f"\nready: powerinfer run -m {work.checkpoint.path} --selector {work.selector}")
+    if not work.rectified and work.selector == "all":
+        out.line(no_gain(work.checkpoint.config))
     document = {
         "model": str(work.checkpoint.path),
         "folder": str(work.folder),

@@ -171,7 +171,8 @@ class LLM:
         self.notes = []
         self._sparsity = sparsity
         self._executor = executor
-        self._runner = Runner(executor, tokenizer, engine.context or config.context_length, engine, load_s)
+        longest = config.context_length
+        self._runner = Runner(executor, tokenizer, engine.context or longest, engine, load_s, longest)
 
     def __repr__(self) -> str:
         return f"LLM({', '.join(f'{name}={value!r}' for name, value in self._described().items())})"

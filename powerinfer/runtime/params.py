@@ -45,7 +45,10 @@ class SamplingParams:
     presence_penalty: float = option(0.0, "subtract this from the logits of tokens already generated", metavar="X")
     frequency_penalty: float = option(0.0, "subtract this for each occurrence of a generated token", metavar="X")
     logit_bias: Mapping[int, float] = option((), "token id -> number added to its logit")
-    seed: int | None = option(None, "random seed, for reproducible sampling", metavar="S", flags=("-s",))
+    seed: int | None = option(
+        None, "random seed, for reproducible sampling; -1 or none: another one every time", metavar="S", flags=("-s",),
+        unlimited=-1,
+    )  # fmt: skip
     stop: Sequence[str] = option((), "stop before this text (repeatable)", metavar="TEXT")
     stop_token_ids: Sequence[int] = option((), "stop at this token (repeatable)", metavar="ID")
     ignore_eos: bool = option(False, "do not stop at the model's end-of-text token")

@@ -40,8 +40,10 @@ class Runner:
     """Runs requests on an executor. Any thread may call any method. The engine's thread ends with this object."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, context: int, engine: EngineConfig, load_s: float
+        self, executor: Executor, tokenizer: Tokenizer, context: int, engine: EngineConfig, load_s: float, longest: int
     ) -> None:
+        """longest: the maximum context of the model, in tokens."""
+        self._longest = longest
         self.context = min(context, executor.n_pages * executor.page_size)
         self._executor = executor
         self._tokenizer = tokenizer
@@ -83,11 +85,7 @@ class Runner:
         room = self.context - len(prompt)
         max_new = room if params.max_tokens is None else params.max_tokens
         if not 1 <= max_new <= room:
-            wanted = "at least 1" if params.max_tokens is None else f"max_tokens {max_new}"
-            raise RequestError(
-                f"the prompt of {len(prompt)} tokens and {wanted} to generate do not fit the context of "
-                f"{self.context} tokens: shorten the prompt, lower max_tokens or raise the context"
-            )
+            raise RequestError(self._why_no_room(len(prompt), params.max_tokens))
         if params.rules is not None:
             if mask is not None:
                 raise RequestError("a mask and a grammar were given: give one")
@@ -104,6 +102,20 @@ class Runner:
         )
         self._scheduler.extend_keys(request)
         return request
+
+    def _why_no_room(self, n: int, max_tokens: int | None) -> str:
+        """Why a prompt of n tokens cannot be answered, and what helps."""
+        wanted = "at least 1" if max_tokens is None else f"max_tokens {max_tokens}"
+        whole = ", the model's maximum" if self.context >= self._longest else ""
+        advice = ["shorten the prompt"]
+        if max_tokens is not None and n < self.context:
+            advice.append("lower max_tokens (--max-tokens)")
+        if not whole:
+            advice.append("raise the context (--context)")
+        *some, last = advice
+        helps = f"{', '.join(some)} or {last}" if some else last
+        context = f"the context of {self.context} tokens{whole}"
+        return f"the prompt of {n} tokens and {wanted} to generate do not fit {context}: {helps}"
 
     def embedding(
         self,
