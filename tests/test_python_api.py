@@ -93,7 +93,17 @@ def test_right_code_passes_and_wrong_code_is_flagged() -> None:
         (lambda llm: llm.generate([[True]]), "a prompt is a text or a list of token ids, not "),
         (lambda llm: llm.generate(CHAT), "messages are for chat and chat_stream"),
         (lambda llm: llm.generate([CHAT]), "messages are for chat and chat_stream"),
-        (lambda llm: llm.generate("a", {"seed": 1}), "takes one SamplingParams"),
+        (lambda llm: llm.generate("a", {"seed": 1}), r"params must be a SamplingParams, not dict: SamplingParams\("),
+        (lambda llm: llm.generate("a", [GREEDY]), "takes one SamplingParams"),
+        (lambda llm: llm.generate("a", max_tokens=5), r"generate has no option .*; it is one of SamplingParams"),
+        (lambda llm: llm.stream("a", temperature=0), r"stream has no option .*; it is one of SamplingParams\(temper"),
+        (lambda llm: llm.generate("a", parms=GREEDY), r"generate has no option 'parms'; did you mean params\?"),
+        (lambda llm: llm.generate("a", stream=True), "; chat_stream and stream answer token by token"),
+        (lambda llm: llm.chat(CHAT, stream=True), "; chat_stream and stream answer token by token"),
+        (lambda llm: AsyncLLM.from_llm(llm).stream("a", max_tokens=5), r"it is one of SamplingParams\(max_tokens="),
+        (lambda llm: LLM("x", n_ctx=512), "LLM has no option 'n_ctx'; here it is context"),
+        (lambda llm: LLM("x", n_gpu_layers=9), "here it is gpu and vram"),
+        (lambda llm: LLM(model_path="x"), "here it is model"),
         (lambda llm: llm.generate(["a"], {"seed": 1}), "params must be a SamplingParams or a list of them, not"),
         (lambda llm: llm.generate(["a"], [16]), "params must be a SamplingParams, not 16"),
         (lambda llm: llm.stream(CHAT), "messages are for chat and chat_stream"),
@@ -105,7 +115,8 @@ def test_right_code_passes_and_wrong_code_is_flagged() -> None:
         (lambda llm: llm.chat(["text"]), r"messages\[0\] must be .*not str"),
         (lambda llm: llm.chat([]), "at least one message"),
         (lambda llm: llm.chat(CHAT, 16), "params must be a SamplingParams, not 16"),
-        (lambda llm: llm.chat(CHAT, temperature=0), "chat has no option 'temperature'; it has tools, chat_template"),
+        (lambda llm: llm.chat(CHAT, temperature=0), "chat has no option 'temperature'; it is one of SamplingParams"),
+        (lambda llm: llm.chat(CHAT, zzz=0), "chat has no option 'zzz'; it has tools, chat_template"),
         (lambda llm: llm.chat(CHAT, chat_template_kwargs={"messages": []}), "may not set 'messages'"),
         (lambda llm: llm.chat(CHAT, chat_template_kwargs={"self": 1}), "may not set 'self'"),
         (lambda llm: llm.chat(CHAT, chat_template_kwargs={1: 2}), "may not set 1"),
@@ -127,6 +138,23 @@ def test_wrong_calls_get_one_line(call: Callable[[LLM], Any], says: str) -> None
         call(llm)
     assert "\n" not in str(raised.value)
     assert len(llm.generate("it still works", GREEDY).token_ids) == 4
+
+
+def test_a_closed_model_says_so() -> None:
+    llm = toy_llm()
+    assert "closed" not in repr(llm)
+    with llm:
+        pass
+    assert repr(llm).endswith(", closed)") and repr(AsyncLLM.from_llm(llm)).endswith(", closed)")
+    with pytest.raises(RequestError, match="the model was closed"), llm:
+        pass
+
+    async def enter() -> None:
+        async with AsyncLLM.from_llm(llm):
+            pass
+
+    with pytest.raises(RequestError, match="the model was closed"):
+        asyncio.run(enter())
 
 
 def test_token_ids_may_be_numpys() -> None:

@@ -210,7 +210,8 @@ def test_clients_that_leave_while_it_loads() -> None:
     assert len(a.executors) == 2
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_of_its_name_only() -> None:
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_name_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "powerinfer.serve")
     a, b = Toy("a"), Toy("b")
     with serving(a, b) as server:
         for error, says in (
@@ -222,10 +223,19 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_name_only() -> None:
             answer = ask(server, "a")
             assert answer.status_code == 500 and answer.json()["error"]["code"] == "model_failed"
             assert answer.json()["error"]["message"].startswith("a cannot be loaded: ") and says in answer.text
-            assert statuses(server)["a"] == "unloaded"
+            assert statuses(server)["a"] == "failed"
+            with client(server) as http:
+                listed = http.get("/v1/models/a").json()["status"]
+                assert listed["value"] == "failed" and says in listed["reason"]
+                looked = http.get("/v1/engine", params={"model": "a"})
+                assert looked.status_code == 503 and "a could not be loaded: " in looked.text
             well(server, "b")
+        logged = [record for record in caplog.records if record.getMessage() == "load_failed"]
+        assert len(logged) == 3 and all(record.facts["model"] == "a" for record in logged)  # type: ignore[attr-defined]
+        assert logged[0].facts["reason"] == "a.gguf is cut off"  # type: ignore[attr-defined]
         a.error = None
         well(server, "a")
+        assert statuses(server)["a"] == "ok"
 
 
 def test_an_engine_that_breaks_is_loaded_again() -> None:
@@ -346,7 +356,7 @@ def test_what_can_never_fit_is_not_loaded() -> None:
         well(server, "b")
         answer = ask(server, "a")
         assert answer.status_code == 500 and "needs 11 bytes of 10" in answer.text
-        assert statuses(server) == {"a": "unloaded", "b": "ok"} and not a.executors
+        assert statuses(server) == {"a": "failed", "b": "ok"} and not a.executors
 
 
 def test_the_free_memory_counts_what_models_hold_and_what_they_were_promised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +423,7 @@ def test_models_make_room_on_a_gpu() -> None:
         a.size = 11  # that is not for want of VRAM
         answer = ask(server, "a")
         assert answer.status_code == 500 and "needs 11 bytes" in answer.text
-        assert statuses(server) == {"a": "unloaded", "b": "ok"}
+        assert statuses(server) == {"a": "failed", "b": "ok"}
         a.size, a.vram = 2, 9
         answer = ask(server, "a")
         assert answer.status_code == 500 and "VRAM" in answer.text
@@ -493,6 +503,15 @@ def test_flags_that_cannot_be(flags: list[str], says: str, tmp_path: Path) -> No
         serve.execute(args, Output(False))
 
 
+def test_a_folder_without_models_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "powerinfer.serve")
+    args = parsed(["--models", str(tmp_path), "--port", "0"])
+    server = serve._serve_several(args, config_from(args, ServeConfig), config_from(args, EngineConfig), Output(False))
+    server._listening.close()
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warned.getMessage().startswith(f"no models in {tmp_path} yet: GGUF files and model folders are served once")
+
+
 def test_what_a_model_needs_is_known_from_its_headers(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "tiny.gguf")
     engine = EngineConfig(threads=1)
@@ -521,7 +540,7 @@ def test_files_of_a_folder_are_served(tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
             answer = http.post("/v1/completions", json={"prompt": "abc", "model": "broken"})
             assert answer.status_code == 500 and "broken.gguf" in answer.json()["error"]["message"]
-        assert statuses(server) == {"broken": "unloaded", "one": "ok", "two": "unloaded"}
+        assert statuses(server) == {"broken": "failed", "one": "ok", "two": "unloaded"}
         (tmp_path / "two.gguf").rename(tmp_path / "two-00001-of-00001.gguf")  # the same name, another path
         for name in ("two", "one"):
             answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, "model": name})

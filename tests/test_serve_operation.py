@@ -680,8 +680,11 @@ def test_the_end_of_draining() -> None:
     with serving(llm, drain=0.2) as server, client(server) as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/completions", json=LONG)
         until(lambda: llm.stats().running == 1)
+        said: list[str] = []
+        server.say = said.append
         server.should_exit = True
         assert error_of(answer.result(PATIENCE), 503)["code"] == "aborted"
+        assert said == ["waiting up to 1 s for 1 request; Ctrl-C again ends now"]
     assert executor.closed and len(executor.sizes) < 100
 
 

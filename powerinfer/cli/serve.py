@@ -77,6 +77,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     made = (_serve_several if several else _serve_one)(args, config, engine, out)
     if sys.stderr.isatty():  # beside the log, for who looks on
         out.note(f"OpenAI's API: {made.url}/v1, a chat in the browser: {made.url}/; Ctrl-C ends")
+        made.say = out.note
     try:
         made.live()
     finally:
@@ -128,13 +129,16 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
 
 
 def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
-    from powerinfer.serve import server
+    from powerinfer.serve import logs, server
     from powerinfer.serve.served import Budget
     from powerinfer.serve.service import Policy
 
     given = _given(args, out)
     list_sources = partial(_sources, args.models, given, engine)
     sources = list_sources()
+    if not sources:
+        where = args.models or "`powerinfer list`"
+        logs.log("warning", f"no models in {where} yet: GGUF files and model folders are served once they are there")
     policy = Policy(
         Budget(engine.ram, engine.vram), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
         engine.max_batch, list_sources,

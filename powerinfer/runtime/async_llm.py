@@ -143,6 +143,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.llm.close)
 
     async def __aenter__(self) -> AsyncLLM:
+        self.llm.__enter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:

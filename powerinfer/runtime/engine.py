@@ -16,7 +16,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
-from powerinfer.errors import RequestError
+from powerinfer.errors import CLOSED, RequestError
 from powerinfer.formats.chat import NO_TEMPLATE, encode_chat, plain_messages
 from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.progress import Progress, silent
@@ -33,6 +33,7 @@ from powerinfer.runtime.options import (
     several,
     template_variables,
     token_ids,
+    told_names,
 )
 from powerinfer.runtime.params import SamplingParams, check_each, check_params
 from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
@@ -175,7 +176,8 @@ class LLM:
         self._runner = Runner(executor, tokenizer, engine.context or longest, engine, load_s, longest)
 
     def __repr__(self) -> str:
-        return f"LLM({', '.join(f'{name}={value!r}' for name, value in self._described().items())})"
+        described = [f"{name}={value!r}" for name, value in self._described().items()]
+        return f"LLM({', '.join(described + ['closed'] * self._runner.closed)})"
 
     def _repr_html_(self) -> str:
         rows = (f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in self._described().items())
@@ -266,6 +268,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> list[Completion]: ...
 
+    @told_names
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -282,8 +285,9 @@ class LLM:
         `progress("answers", done, total)` is called as answers complete.
         """
         if isinstance(prompts, str):
-            if params is not None and not isinstance(params, SamplingParams):
+            if isinstance(params, Sequence):
                 raise RequestError("one prompt takes one SamplingParams")
+            check_params(params)
             return self._complete([prompts], [params or self.default_params()], progress)[0]
         check_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -291,6 +295,7 @@ class LLM:
         check_each(params, len(prompts))
         return self._complete(prompts, params, progress)
 
+    @told_names
     def stream(
         self,
         prompt: Prompt,
@@ -389,6 +394,8 @@ class LLM:
         self._runner.close()
 
     def __enter__(self) -> LLM:
+        if self._runner.closed:
+            raise RequestError(CLOSED)
         return self
 
     def __exit__(self, *error: object) -> None:

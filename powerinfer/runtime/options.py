@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
@@ -13,6 +15,9 @@ from powerinfer.errors import RequestError, did_you_mean
 if TYPE_CHECKING:
     from powerinfer.formats.grammar import Grammar, LazyGrammar
     from powerinfer.runtime.sampling import TokenMask
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -99,8 +104,38 @@ def check_names(given: Collection[str], known: Collection[str], where: str) -> N
     """RequestError for a keyword that `where` does not have."""
     for name in given:
         if name not in known:
-            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            hint = _hint(name, where) or did_you_mean(name, known) or f"; it has {', '.join(known)}"
             raise RequestError(f"{where} has no option {name!r}{hint}")
+
+
+_ELSEWHERE = {
+    "n_ctx": "context", "num_ctx": "context", "max_model_len": "context", "n_threads": "threads",
+    "model_path": "model", "n_gpu_layers": "gpu and vram", "gpu_memory_utilization": "vram",
+}  # fmt: skip
+"""Options of other engines' models, and ours."""
+
+
+def _hint(name: str, where: str) -> str:
+    """The end of a message about an option that is elsewhere."""
+    if where == "LLM" and name in _ELSEWHERE:
+        return f"; here it is {_ELSEWHERE[name]}"
+    if where != "SamplingParams" and name in SamplingOptions.__annotations__:
+        return f"; it is one of SamplingParams({name}=...)"
+    return "; chat_stream and stream answer token by token" if name == "stream" else ""
+
+
+def told_names(call: Callable[P, T]) -> Callable[P, T]:
+    """A method that refuses an unknown keyword as `check_names` does."""
+    parameters = signature(call).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        raise TypeError(f"{call.__name__} takes any keyword")
+
+    @wraps(call)
+    def checked(*values: P.args, **given: P.kwargs) -> T:
+        check_names(given, [name for name in parameters if name != "self"], call.__name__)
+        return call(*values, **given)
+
+    return checked
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

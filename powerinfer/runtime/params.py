@@ -103,6 +103,9 @@ class SamplingParams:
 
 def check_params(params: object) -> None:
     """RequestError for params of another type; None is fine."""
+    if isinstance(params, Mapping):
+        kind = type(params).__name__
+        raise RequestError(f"params must be a SamplingParams, not {kind}: SamplingParams(max_tokens=5)")
     if params is not None and not isinstance(params, SamplingParams):
         raise RequestError(f"params must be a SamplingParams, not {reprlib.repr(params)}")
 

@@ -143,6 +143,11 @@ class Runner:
         """End those of the requests that still run, and free their pages, before the next step; does not wait."""
         self._driver.abort(requests)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._driver.closing
+
     def stats(self) -> EngineStats:
         return self._driver.stats()
 

@@ -439,13 +439,14 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     model = service.find(name)
     if service.only is not None and not model.ready:
         raise model.not_ready()
+    reason = {} if model.failure is None else {"reason": str(model.failure)}
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "powerinfer",
         "max_model_len": model.llm.context if model.ready else None,
-        "status": {"value": "loaded" if model.ready else model.status},
+        "status": {"value": "loaded" if model.ready else model.status} | reason,
     }
 
 

@@ -94,7 +94,7 @@ class ServedModel:
         self.view = LiveView()
         self.taken = Needs(0)  # by its engine, once it is loaded
         self.progress: tuple[str, int, int] | None = None  # of loading
-        self.failure: PowerInferError | None = None  # why it answers no more, until it is loaded again
+        self.failure: PowerInferError | None = None  # why it answers no more, or could not be loaded, until it is
         self.waiting = 0  # requests that wait until it is loaded
         self.loads = 0
         self.used = 0.0  # when the last request ended, by the clock of `time.monotonic`
@@ -213,7 +213,8 @@ class ServedModel:
     def not_ready(self) -> ApiError:
         """The refusal of a request that does not wait until it is loaded."""
         if self.failure is not None:
-            return ApiError(503, f"the engine has failed: {self.failure}", code="failed")
+            what = "the engine has failed" if self.held else f"{self.name} could not be loaded"
+            return ApiError(503, f"{what}: {self.failure}", code="failed")
         label, done, total = self.progress or ("", 0, 0)
         share = f" ({label}, {100 * done // total} %)" if total else ""
         return ApiError(503, f"the model is being loaded{share}: try again later", code="loading")

@@ -14,7 +14,7 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import h11
@@ -185,6 +185,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service = service
         self._listening = listening
+        self.say: Callable[[str], object] = lambda line: None  # to a person at a terminal, beside the log
         service.ending = lambda: self.should_exit
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -215,6 +216,10 @@ class Server(uvicorn.Server):
         for listener in self.servers:
             listener.close()
         log("info", "draining", connections=len(self.server_state.connections))
+        running, seconds = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
+        if running and seconds and not self.force_exit:
+            requests = "1 request" if running == 1 else f"{running} requests"
+            self.say(f"waiting up to {seconds} s for {requests}; Ctrl-C again ends now")
         watch = asyncio.create_task(self._end_if_forced())
         try:
             await super().shutdown(sockets)

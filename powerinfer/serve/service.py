@@ -261,6 +261,7 @@ class Service:
         async with self._turn:
             await self._idle(model, lambda: not model.in_use)  # a broken engine, whose requests end now
             await self._unload(model)
+            model.failure = None
             await self.refresh()
             try:
                 budget = await self._room_for(model, policy)
@@ -268,6 +269,8 @@ class Service:
             except ApiError:
                 raise
             except PowerInferError as error:
+                model.failure = error
+                log("error", "load_failed", model=model.name, reason=str(error))
                 raise ApiError(500, f"{model.name} cannot be loaded: {error}", code="model_failed") from None
 
     async def _room_for(self, model: ServedModel, policy: Policy) -> Budget:
