@@ -121,6 +121,37 @@ def test_a_model_that_cannot_be_loaded_on_ray(tmp_path: Path) -> None:
     assert len(log) == 1 and log[0].startswith("powerinfer: ") and "broken.gguf" in log[0]
 
 
+OTHERS = """
+import sys, ray
+from ray import serve
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+serve.start(http_options={"location": "NoServer"})
+serve.run(serve.deployment(lambda request: "ours").bind(), name="others")
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+print("others" in serve.status().applications, flush=True)
+serve.shutdown()
+"""
+
+
+@needs_ray
+def test_what_others_serve_on_a_cluster_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_llama(tmp_path / "tiny.gguf")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # each command would have a token of its own
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", OTHERS], stdin=pipe, stdout=pipe, text=True) as others:
+        try:
+            assert others.stdout is not None
+            said = next(line for line in others.stdout if line.startswith("address "))
+            monkeypatch.setenv("RAY_ADDRESS", said.split()[1])
+            with cluster("-m", str(path), "--ray", "1", "--port", "0", "--threads", "1") as (process, log):
+                assert process.wait(START) == 2, log
+            assert "Ray Serve already runs on this cluster" in str(log[-1])
+            assert others.communicate(timeout=START)[0].startswith("True")
+        finally:
+            others.kill()
+
+
 def test_numbers_of_replicas() -> None:
     assert [read_replicas(text) for text in ("1", "3", "1-4", "2-2")] == [(1, 1), (3, 3), (1, 4), (2, 2)]
     for text in ("0", "", "-1", "4-1", "1-", "a", "1-2-3", "99999"):

@@ -33,6 +33,7 @@ from powerinfer.serve.server import IN_PROGRESS, assemble, checked_keys, listen,
 from powerinfer.serve.service import Service
 
 NAME = "powerinfer"  # of the application and its deployment
+CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # of Ray Serve, on every cluster where it runs
 HEALTH_SECONDS = 5.0  # between two checks of a replica
 STARTS = 2  # of a replica, before the deployment counts as failed
 
@@ -110,7 +111,8 @@ def application(setup: Setup, replicas: tuple[int, int], cpus: float, gpus: floa
 def run(path: Path, names: tuple[str, ...], engine: EngineConfig, config: ServeConfig, requests: int) -> None:
     """Serve until SIGTERM or Ctrl-C, on the cluster of RAY_ADDRESS, else on one of this machine's.
 
-    RequestError for what the cluster cannot hold; PowerInferError if no replica starts.
+    RequestError for what the cluster cannot hold, and if Ray Serve runs there already; PowerInferError if no
+    replica starts.
     """
     assert config.ray is not None
     keys = checked_keys(config)
@@ -123,11 +125,14 @@ def run(path: Path, names: tuple[str, ...], engine: EngineConfig, config: ServeC
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set handlers of its own, which abort
         signal.signal(number, lambda *_: ended.set())
+    began = False
     try:
+        _check_unused()
         threads, cpus, gpus = _shares(engine, replicas[1])
         engine = dataclasses.replace(engine, threads=threads)
         setup = Setup(str(path.resolve()), names, engine, config, keys, requests)
         http = {"host": config.host, "port": port, "ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
+        began = True
         serve.start(http_options=http, logging_config={"log_level": "WARNING"})
         try:
             quiet = {"enable_access_log": False, "log_level": "WARNING"}  # the server has a log of its own
@@ -140,8 +145,22 @@ def run(path: Path, names: tuple[str, ...], engine: EngineConfig, config: ServeC
         log("info", "draining")
     finally:
         with suppress(Exception):  # a cluster that is gone has nothing left to end
-            serve.shutdown()
+            if began:
+                _end()
         ray.shutdown()
+
+
+def _check_unused() -> None:
+    """RequestError if Ray Serve runs on the cluster already: its proxies would keep their address and certificate."""
+    if {"name": CONTROLLER, "namespace": "serve"} in ray.util.list_named_actors(all_namespaces=True):
+        raise RequestError("Ray Serve already runs on this cluster: end it (`serve shutdown`), or unset RAY_ADDRESS")
+
+
+def _end() -> None:
+    """End the application; and Ray Serve, unless others use it by now."""
+    serve.delete(NAME)
+    if not serve.status().applications.keys() - {NAME}:
+        serve.shutdown()
 
 
 def _shares(engine: EngineConfig, replicas: int) -> tuple[int, float, float]:
