@@ -80,6 +80,9 @@ def endurance_table(result: dict[str, Any]) -> str:
 def tables() -> dict[str, str | None]:
     makers = {"load": load_table, "overhead": overhead_table, "endurance": endurance_table}
     results = {part: newest(f"serving-{part}") for part in makers}
+    of_each = {part: newest("serving-endurance", part) for part in ("crowd", "leaving", "schemas")}
+    for part, result in of_each.items():  # which are measured in one run or in several
+        results["endurance"] = result and {**(results["endurance"] or {}), part: result[part]}
     return {f"{part} table": result and makers[part](result) for part, result in results.items()}
 
 
