@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +99,13 @@ def smollm2() -> Path:
         return resolve_model()
     except PowerInferError as error:
         pytest.fail(f"the default model could not be had: {error}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_handler_is_left() -> Iterator[None]:
+    """`serve` in this process logs to the standard error of its test, which is closed afterwards."""
+    yield
+    logs = sys.modules.get("powerinfer.serve.logs")
+    if logs is not None:
+        root = logging.getLogger()
+        root.handlers = [one for one in root.handlers if not isinstance(one.formatter, logs.JsonLines)]

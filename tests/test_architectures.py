@@ -101,6 +101,8 @@ MODULES = {"gemma3_text": "transformers.models.gemma3.modeling_gemma3", "openelm
 OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
 
 
+ON_CPU_ALONE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
+"""The kinds whose layers no GPU runs."""
 FOLDERS = ("folder", "folder-v4")
 
 

@@ -139,7 +139,12 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
-    "hybrid/resolve.py": ["engine.gpu != 'auto'", "engine.selector != 'auto'", "engine.selector == 'auto'"],
+    "hybrid/resolve.py": [
+        "engine.gpu != 'auto'",
+        "engine.gpu != 'auto'",
+        "engine.selector != 'auto'",
+        "engine.selector == 'auto'",
+    ],
     "placement/request.py": ["engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
         "('auto', 'predicted')",
@@ -149,7 +154,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     ],
     "prepare/training.py": ["config.type != 'auto'"],
     "runtime/options.py": ["('auto', 'all', 'exact', 'predicted', 'threshold')"],  # the names that are allowed
-    "serve/constraints.py": ["tools.choice.kind != 'auto'"],  # of tools, too
+    "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too
     "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],
     "serve/responses.py": ["('auto', 'disabled')", "self.truncation == 'auto'"],  # of prompts
     "serve/schema.py": ["('none', 'auto')", "('none', 'auto')"],
