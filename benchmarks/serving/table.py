@@ -54,10 +54,11 @@ def overhead_table(result: dict[str, Any]) -> str:
     return _origin(result) + table(["", "median"], body)
 
 
-def endurance_table(result: dict[str, Any]) -> str:
+def endurance_table(runs: dict[str, dict[str, Any]]) -> str:
+    """runs: of each part the result that has it; one run may have measured several."""
     body = []
-    if "crowd" in result:
-        crowd = result["crowd"]
+    if "crowd" in runs:
+        crowd = runs["crowd"]["crowd"]
         refused = sum(count for status, count in crowd["statuses"].items() if status in ("429", "503"))
         others = sum(crowd["statuses"].values()) - refused - crowd["statuses"].get(RIGHT, 0)
         memory = crowd["resident_mib"]
@@ -65,25 +66,28 @@ def endurance_table(result: dict[str, Any]) -> str:
         answers += f"; {refused} refusals (429); {others} others"
         body.append([f"64 clients, a queue of 16, {crowd['seconds'] / 60:g} minutes", answers])
         body.append(["memory, after a tenth of that time and at its end", f"{memory[0]:.0f} and {memory[-1]:.0f} MiB"])
-    if "leaving" in result:
-        leaving = result["leaving"]["after"]
-        left = f"{leaving['running']} run, {leaving['waiting']} wait, {leaving['used_pages']} pages are held"
-        body.append([f"after {result['leaving']['clients']} clients that left at random times", left])
-    if "schemas" in result:
-        verdicts = result["schemas"]["verdicts"]
+    if "leaving" in runs:
+        leaving = runs["leaving"]["leaving"]
+        after = leaving["after"]
+        left = f"{after['running']} run, {after['waiting']} wait, {after['used_pages']} pages are held"
+        body.append([f"after {leaving['clients']} clients that left at random times", left])
+    if "schemas" in runs:
+        schemas = runs["schemas"]["schemas"]
+        verdicts = schemas["verdicts"]
         refused = sum(count for name, count in verdicts.items() if name.startswith("refused"))
         text = ", ".join(f"{verdicts.get(one, 0)} {one}" for one in ("valid", "invalid", "cut off"))
-        body.append([f"answers to {result['schemas']['schemas']} schemas", f"{text}; {refused} schemas refused (400)"])
-    return _origin(result) + table(["", ""], body)
+        body.append([f"answers to {schemas['schemas']} schemas", f"{text}; {refused} schemas refused (400)"])
+    return "".join(dict.fromkeys(map(_origin, runs.values()))) + table(["", ""], body)
 
 
 def tables() -> dict[str, str | None]:
-    makers = {"load": load_table, "overhead": overhead_table, "endurance": endurance_table}
-    results = {part: newest(f"serving-{part}") for part in makers}
-    of_each = {part: newest("serving-endurance", part) for part in ("crowd", "leaving", "schemas")}
-    for part, result in of_each.items():  # which are measured in one run or in several
-        results["endurance"] = result and {**(results["endurance"] or {}), part: result[part]}
-    return {f"{part} table": result and makers[part](result) for part, result in results.items()}
+    load, overhead = newest("serving-load"), newest("serving-overhead")
+    runs = {part: run for part in ("crowd", "leaving", "schemas") if (run := newest("serving-endurance", part))}
+    return {
+        "load table": load and load_table(load),
+        "overhead table": overhead and overhead_table(overhead),
+        "endurance table": endurance_table(runs) if runs else None,
+    }
 
 
 if __name__ == "__main__":

@@ -207,28 +207,27 @@ class AsyncLLM:
 
     async def _complete(self, prepare: Prepare, params: SamplingParams | None) -> Completion:
         request = await self._prepared(prepare, params)
-        answer = self._answer(request)
-        try:
-            self.llm._runner.submit([request])
-            await answer.next()
-        finally:
-            self.llm._runner.abort([request])
+        await self._ended(request)
         if request.completion is None:
             assert request.error is not None
             raise request.error
         return request.completion
 
     async def _embedded(self, request: EmbeddingRequest) -> NDArray[np.float32]:
+        await self._ended(request)
+        if request.embedding is None:
+            assert request.error is not None
+            raise request.error
+        return request.embedding
+
+    async def _ended(self, request: Request) -> None:
+        """Submit a request and wait for its end; whoever stops waiting aborts it."""
         answer = self._answer(request)
         try:
             self.llm._runner.submit([request])
             await answer.next()
         finally:
             self.llm._runner.abort([request])
-        if request.embedding is None:
-            assert request.error is not None
-            raise request.error
-        return request.embedding
 
     def _answer(self, request: Request) -> _Answer:
         """Where the events of a request arrive."""

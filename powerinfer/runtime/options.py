@@ -203,7 +203,7 @@ def _whole(value: Any) -> int:
 
 
 def check_prompts(prompts: object) -> None:
-    """RequestError for what is no list of prompts."""
+    """RequestError for anything but a list of prompts."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestError(f"prompts must be a text or a list of prompts, not {reprlib.repr(prompts)}")
     if prompts and isinstance(prompts[0], int):
