@@ -620,7 +620,8 @@ def add_experts(writer: Any, config: Any) -> None:
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
-    others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "granitemoeshared": "granitemoe"}
+    others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
+    others |= {"granitemoeshared": "granitemoe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
