@@ -440,7 +440,7 @@ class Program:
         self,
         spec: FfnSpec,
         router: RouterSpec,
-        scores: Matrix,
+        scores: Matrix | None,
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
@@ -448,12 +448,15 @@ class Program:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 
-        scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of it,
-        is the shared expert's weight.
+        scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose
+        product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
     def expert_sum(self, experts: ExpertMatrices, top_k: int) -> ExpertSum:
         """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+
+    def early_router(self, router: RouterSpec, scores: Matrix) -> None:
+        """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""
 
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""

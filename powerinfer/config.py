@@ -235,7 +235,8 @@ class ExpertsConfig(FfnKind):
     """An FFN of experts, each a sum of neurons, of which a router selects a few for every token.
 
     shared_size: neurons of an expert that every token has, 0: there is none; shared_weight: its output is multiplied
-    with the sigmoid of a product with the input.
+    with the sigmoid of a product with the input. early_router: the router reads the layer's input, before the norm of
+    attention, so that a layer's experts are known while attention runs.
     """
 
     n_experts: int
@@ -246,6 +247,7 @@ class ExpertsConfig(FfnKind):
     gated: bool = True
     shared_size: int = 0
     shared_weight: bool = False
+    early_router: bool = False
 
     @property
     def width(self) -> int:

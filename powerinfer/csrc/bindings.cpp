@@ -795,13 +795,14 @@ void bind_operators(nb::class_<Program>& program) {
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
             p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
           },
-          "spec"_a, "router"_a, "scores"_a, "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
+          "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
-          "scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of "
-          "it,\n"
-          "is the shared expert's weight.")
+          "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
+          "product with norm(x), a sigmoid of it, is the shared expert's weight.")
       .def("expert_sum", &Program::expert_sum, "experts"_a, "top_k"_a,
            "Experts that the caller selects, at most top_k for a token. Not while a step runs.")
+      .def("early_router", &Program::early_router, "router"_a, "scores"_a,
+           "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",

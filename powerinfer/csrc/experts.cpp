@@ -138,8 +138,7 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
                  SharedExpert shared)
     : spec_(std::move(spec)),
-      router_(std::move(router)),
-      scores_(std::move(scores)),
+      router_{std::move(router), std::move(scores), all.experts},
       shared_(std::move(shared)),
       n_(all.experts),
       neurons_(all.neurons),
@@ -160,10 +159,15 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
   workspace->reserve(1, all.neurons);
+  reserve_expert_rows(n, top_k, all.neurons);
+}
+
+void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons) {
   const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
-  if (had.experts < n || had.top_k < top_k || had.neurons < all.neurons)
-    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{
-        sizes.max_tokens, std::max(n, had.experts), std::max(top_k, had.top_k), std::max(all.neurons, had.neurons), d});
+  if (had.experts < n || had.top_k < top_k || had.neurons < neurons)
+    expert_rows = std::make_shared<ExpertRows>(
+        ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts), std::max(top_k, had.top_k),
+                          std::max(neurons, had.neurons), sizes.d_model});
 }
 
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
@@ -178,7 +182,8 @@ void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> s
                       SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   reserve_experts(all, router.top_k);
-  check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
+  check(!scores || (scores->rows == n && scores->k == d),
+        "the router has another number of rows than there are experts");
   check_router(router, n);
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
@@ -192,6 +197,33 @@ void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> s
                                 std::move(shared)));
 }
 
+namespace {
+
+// A router that reads the residual stream as it is, before attention, for experts further on in the step.
+class EarlyRouter : public Op {
+ public:
+  explicit EarlyRouter(Router router) : router_(std::move(router)) {}
+  const char* name() const override { return "router"; }
+  void run(Thread& t, const Step& step) override {
+    Program& p = *t.program;
+    const PiActs* acts = p.workspace->prepare(t.id, p.residual(0, step.tokens), {}, router_.scores->form());
+    router_.select(t, *p.expert_rows, acts, step.tokens);
+  }
+
+ private:
+  const Router router_;
+};
+
+}  // namespace
+
+void Program::early_router(RouterSpec spec, std::shared_ptr<Matrix> scores) {
+  const int64_t n = scores->rows;
+  check(scores->k == sizes.d_model, "the router has another width than d_model");
+  check_router(spec, n);
+  reserve_expert_rows(n, spec.top_k, 1);
+  add(std::make_shared<EarlyRouter>(Router{std::move(spec), std::move(scores), n}));
+}
+
 // ---- A step ---------------------------------------------------------------------------------------------------------
 
 void Experts::run(Thread& t, const Step& step) {
@@ -201,9 +233,10 @@ void Experts::run(Thread& t, const Step& step) {
   const int64_t tokens = step.tokens;
   const int own = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
-  const PiActs* acts =
-      w.prepare(t.id, x, spec_.norm, scores_->form() | own | (shared_.neurons ? shared_.neurons->forms() : 0));
-  select(t, rows, acts, tokens);
+  const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
+  const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
+  if (router_.scores) router_.select(t, rows, acts, tokens);
+  weigh_shared(t, rows, acts, tokens);
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
@@ -217,7 +250,7 @@ void Experts::run(Thread& t, const Step& step) {
 
 bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,
                   float* out) {
-  const int64_t n = tokens * router_.top_k;
+  const int64_t n = tokens * router_.spec.top_k;
   if (std::all_of(selected, selected + n, [](int32_t e) { return e < 0; })) {
     std::fill(out, out + tokens * d_model_, 0.0f);
     return false;
@@ -227,7 +260,7 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
   const auto prepare = [&] {
     std::copy(selected, selected + n, rows.selected.begin());
     std::copy(weights, weights + n, rows.weights.begin());
-    group(rows, tokens);
+    router_.group(rows, tokens);
   };
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
@@ -243,44 +276,46 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
   return true;
 }
 
-// The experts of each token, and the rows that follow.
-void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
   Workspace& w = *t.program->workspace;
-  w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
+  const auto route_token = [&](int64_t i) {
+    route(spec, rows.logits.data() + i * rows.ldl, experts, rows.scores.data() + i * rows.ldl,
+          rows.selected.data() + i * spec.top_k, rows.weights.data() + i * spec.top_k);
+  };
+  w.product(t.id, *scores, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
   w.pool->barrier();
   if (tokens > 1) {
     int64_t begin, end;
     share(tokens, 1, w.pool->threads(), t.id, &begin, &end);
-    for (int64_t i = begin; i < end; i++) route_token(rows, acts, i);
+    for (int64_t i = begin; i < end; i++) route_token(i);
     w.pool->barrier();
-  } else if (t.id == 0) route_token(rows, acts, 0);
+  } else if (t.id == 0) route_token(0);
   if (t.id == 0) group(rows, tokens);
   w.pool->barrier();
 }
 
-void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const {
-  const int64_t k = router_.top_k;
-  route(router_, rows.logits.data() + token * rows.ldl, n_, rows.scores.data() + token * rows.ldl,
-        rows.selected.data() + token * k, rows.weights.data() + token * k);
-  if (shared_.gate.empty()) {
-    rows.of_shared[(size_t)token] = 1;
-    return;
+// The weight of the shared expert for each token of this thread's share; a barrier comes before it is used.
+void Experts::weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+  int64_t begin, end;
+  share(tokens, 1, t.program->workspace->pool->threads(), t.id, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    rows.of_shared[(size_t)i] = 1;
+    if (shared_.gate.empty()) continue;
+    const float* x = acts->f + i * acts->ldf;
+    float sums[PI_LANES] = {0};  // of every sixteenth product, so that the compiler can use vectors
+    for (int64_t c = 0; c < d_model_; c++) sums[c % PI_LANES] += x[c] * shared_.gate[(size_t)c];
+    rows.of_shared[(size_t)i] = sigmoid(std::accumulate(sums, sums + PI_LANES, 0.0f));
   }
-  const float* x = acts->f + token * acts->ldf;
-  float sums[PI_LANES] = {0};  // of every sixteenth product, so that the compiler can use vectors
-  for (int64_t c = 0; c < d_model_; c++) sums[c % PI_LANES] += x[c] * shared_.gate[(size_t)c];
-  rows.of_shared[(size_t)token] = sigmoid(std::accumulate(sums, sums + PI_LANES, 0.0f));
 }
 
-// Orders rows by expert, and by token within an expert. By one thread.
-void Experts::group(ExpertRows& rows, int64_t tokens) const {
-  const int64_t n = tokens * router_.top_k;
+void Router::group(ExpertRows& rows, int64_t tokens) const {
+  const int64_t n = tokens * spec.top_k;
   std::vector<int32_t>& begin = rows.begin;
-  std::fill(begin.begin(), begin.begin() + n_ + 1, 0);
+  std::fill(begin.begin(), begin.begin() + experts + 1, 0);
   for (int64_t i = 0; i < n; i++)
     if (rows.selected[(size_t)i] >= 0) begin[(size_t)rows.selected[(size_t)i] + 1]++;
   rows.active.clear();
-  for (int64_t e = 0; e < n_; e++) {
+  for (int64_t e = 0; e < experts; e++) {
     if (const int32_t own = begin[(size_t)e + 1]) {
       // what a row costs, and what it costs to read the weights and to widen them
       rows.cost[rows.active.size() + 1] = rows.cost[rows.active.size()] + own + 2;
@@ -294,10 +329,10 @@ void Experts::group(ExpertRows& rows, int64_t tokens) const {
     if (rows.selected[(size_t)i] < 0) continue;
     const int32_t row = begin[(size_t)rows.selected[(size_t)i]]++;
     rows.row_of[(size_t)i] = row;
-    rows.token_of[(size_t)row] = (int32_t)(i / router_.top_k);
+    rows.token_of[(size_t)row] = (int32_t)(i / spec.top_k);
     rows.weight_of[(size_t)row] = rows.weights[(size_t)i];
   }
-  std::copy_backward(begin.begin(), begin.begin() + n_, begin.begin() + n_ + 1);
+  std::copy_backward(begin.begin(), begin.begin() + experts, begin.begin() + experts + 1);
   begin[0] = 0;
 }
 
@@ -383,7 +418,7 @@ void Experts::add_down(Thread& t, const ExpertRows& rows) const {
 
 // Each token's sum: the shared expert, then its own experts in ascending order.
 void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
-  const int64_t k = router_.top_k;
+  const int64_t k = router_.spec.top_k;
   int64_t c0, c1;
   share(d_model_, PI_LANES, t.program->workspace->pool->threads(), t.id, &c0, &c1);
   for (int64_t i = 0; i < tokens; i++) {

@@ -22,6 +22,19 @@ void check_router(const RouterSpec& spec, int64_t experts);
 // and occurs once, whatever the logits are. scratch: [experts].
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights);
 
+struct ExpertRows;
+
+// Selects experts and orders the rows that follow, for the threads of a job.
+struct Router {
+  RouterSpec spec;
+  std::shared_ptr<Matrix> scores;  // null: the experts are selected elsewhere
+  int64_t experts;
+  // acts: what the router reads, in the form of its matrix. Ends with a barrier.
+  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
+  // Orders rows by expert, and by token within an expert. By one thread.
+  void group(ExpertRows& rows, int64_t tokens) const;
+};
+
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
 struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
@@ -56,7 +69,8 @@ struct ExpertRows {
 
 class Experts : public Op {
  public:
-  // Made by Program::experts and Program::expert_sum, which check the sizes; without scores it cannot `run`.
+  // Made by Program::experts and Program::expert_sum, which check the sizes. Without scores, an operator before it in
+  // the step, or the caller, selects the experts.
   Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared);
 
   const char* name() const override { return "experts"; }
@@ -66,23 +80,20 @@ class Experts : public Op {
   // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
   bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
   int64_t experts() const { return n_; }
-  int64_t top_k() const { return router_.top_k; }
+  int64_t top_k() const { return router_.spec.top_k; }
   int64_t d_model() const { return d_model_; }
 
  private:
   template <class F>
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
-  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
-  void route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const;
-  void group(ExpertRows& rows, int64_t tokens) const;
+  void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const;
   void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
   void add_down(Thread& t, const ExpertRows& rows) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
 
   const FfnSpec spec_;
-  const RouterSpec router_;
-  const std::shared_ptr<Matrix> scores_;
+  const Router router_;
   const SharedExpert shared_;
   const int64_t n_, neurons_, d_model_;
   const Activation activation_;

@@ -278,7 +278,7 @@ class CpuExecutor:
         self,
         layer: int,
         norm: _native.Norm | None,
-        router: _native.Matrix,
+        router: _native.Matrix | None,
         experts: Iterable[RawTensor],
         shared: Sequence[_native.Matrix] = (),
         *,
@@ -288,7 +288,7 @@ class CpuExecutor:
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
-        router: [experts, d_model]; experts: the matrices of all experts, [experts, out, in], in the order of the
+        router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts, [experts, out, in], in the order of the
         layer's `matrices`; shared: those of the shared expert. shared_weight: float32 [d_model].
         """
         about = self.config.layers[layer].ffn
@@ -307,6 +307,12 @@ class CpuExecutor:
             of_shared,
             shared_weight,
         )
+
+    def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
+        """Select the experts of a layer from x as it is; router: [experts, d_model]."""
+        about = self.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        self._program.early_router(_router(about.router, correction), router)
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`."""

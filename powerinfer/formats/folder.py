@@ -17,7 +17,7 @@ from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
-from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes
+from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes, without_head_predictor
 from powerinfer.formats.tensors import RawTensor, StoredTensor
 
 _LLAMA = Names(
@@ -108,7 +108,11 @@ _GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
     for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
     for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
 }
+_SMALLTHINKER = {"router": "block_sparse_moe.primary_router"} | {
+    f"experts_{part}": f"block_sparse_moe.experts.{{}}.{part}" for part in ("gate", "up", "down")
+}
 _NAMES = {
+    "smallthinker": replace(_LLAMA, inner=_LLAMA.inner | _SMALLTHINKER),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
@@ -156,6 +160,7 @@ def open_folder(folder: Path) -> Source:
         stored = {f"model.{name}" if name.startswith("decoder.") else name: stored[name] for name in stored}
     if any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
         stored = dict(_of_experts(config, metadata, stored))
+    stored, notes = without_head_predictor(stored)
     names = _names(config)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)
@@ -164,7 +169,7 @@ def open_folder(folder: Path) -> Source:
     tensors = collect(config, stored, names, str(folder), extra, _fused(config))
     if config.architecture in _NORMS_LESS_ONE:
         _add_one_to_norms(tensors, files)
-    source = Source("hf", folder, config, metadata, tensors, [config_file, *files])
+    source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes)
     if not predictors:
         return source
     # The model's own code skips neurons whose predicted probability is at most a half.

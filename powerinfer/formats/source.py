@@ -136,6 +136,12 @@ def collect(
     return found
 
 
+def without_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
+    """The tensors without the predictor of the head that SmallThinker's files may have, and a line that says so."""
+    rest = {name: tensor for name, tensor in stored.items() if "lm_head_profiler" not in name}
+    return rest, ["the file's predictor of the head is not used"] * (len(rest) < len(stored))
+
+
 def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], where: str) -> RawTensor:
     """The tensor of that name in the file; ModelError if it is missing, or has another shape or an unknown type."""
     tensor = stored.get(name)

@@ -9,10 +9,18 @@ import numpy as np
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.models.builder import OwnFfn, vector
+from powerinfer.models.builder import OwnFfn, Vector, vector
 
 if TYPE_CHECKING:
     from powerinfer import _native
+
+
+def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> None:
+    """The layer's experts are selected from x as it is, where its router reads that."""
+    about = checkpoint.config.layers[layer].ffn
+    assert isinstance(about, ExpertsConfig)
+    if about.early_router:
+        executor.early_router(layer, *_router(executor, checkpoint, layer))
 
 
 def sum_experts(
@@ -29,16 +37,23 @@ def sum_experts(
     assert isinstance(about, ExpertsConfig)
     name = f"layers.{layer}."
     shared = [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size]
+    router, correction = (None, None) if about.early_router else _router(executor, checkpoint, layer)
     executor.experts(
         layer,
         norm,
-        executor.matrix(_float32(checkpoint.take(f"{name}router"))),
+        router,
         (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),  # large: one in memory at a time
         [executor.matrix(tensor) for tensor in shared],
-        correction=vector(checkpoint, f"{name}router_correction_bias"),
+        correction=correction,
         shared_weight=vector(checkpoint, f"{name}shared_weight"),
         out_norm=out_norm,
     )
+
+
+def _router(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> tuple[_native.Matrix, Vector]:
+    """The router and its correction."""
+    name = f"layers.{layer}.router"
+    return executor.matrix(_float32(checkpoint.take(name))), vector(checkpoint, f"{name}_correction_bias")
 
 
 def _float32(tensor: RawTensor) -> RawTensor:

@@ -402,6 +402,21 @@ def _experts(
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
 
 
+def _smallthinker(
+    layers: int, width: int, heads: tuple[int, int], n_experts: int, top_k: int, everywhere: bool
+) -> ModelConfig:
+    """everywhere: all layers see the whole context and rotated positions; else every fourth sees the whole context and
+    no positions, and the others have a window."""
+    router = RouterConfig(top_k, scoring="sigmoid")
+    experts = ExpertsConfig(n_experts, 768, router, "relu", early_router=True)
+    base = _experts("smallthinker", layers, width, heads, experts, 151936, 32768)
+    about = replace(base.layers[0].attention, rope=RopeConfig(1.5e6, 128))
+    full = about if everywhere else replace(about, rope=None)
+    local = about if everywhere else replace(about, window=4096)
+    kinds = tuple(LayerConfig(local if layer % 4 else full, experts) for layer in range(layers))
+    return replace(base, layers=kinds, tied_embeddings=everywhere)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -442,6 +457,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "smallthinker-4b": ModelShape(_smallthinker(32, 1536, (12, 2), 32, 4, True), FAMILIES["reglu-7b"]),
+    "smallthinker-21b": ModelShape(_smallthinker(52, 2560, (28, 4), 64, 6, False), FAMILIES["reglu-7b"]),
     "glm-4.5-air": ModelShape(
         _experts(
             "glm4_moe", 46, 4096, (96, 8),
