@@ -311,6 +311,18 @@ class ExpertMatrices:
     ) -> None:
         """neurons: of each; rows of each are padded to LANES. spec: without biases."""
 
+class Experts(Operator):
+    """An FFN of experts."""
+
+    def record(self, on: bool) -> None:
+        """Start or stop keeping what steps select."""
+
+    def selected(self) -> tuple[list[int], bool]:
+        """
+        The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the
+        first recorded one. And whether a weight was NaN or infinite.
+        """
+
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
@@ -420,7 +432,7 @@ class Program:
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
-    ) -> None:
+    ) -> Experts:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 

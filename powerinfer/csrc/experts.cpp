@@ -136,7 +136,7 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                 SharedExpert shared)
+                 SharedExpert shared, std::shared_ptr<Workspace> workspace)
     : spec_(std::move(spec)),
       router_(std::move(router)),
       scores_(std::move(scores)),
@@ -147,10 +147,11 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       activation_(all.activation),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
       up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)) {}
+      down_(cut(*all.down, n_, d_model_)),
+      workspace_(std::move(workspace)) {}
 
-void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                      SharedExpert shared) {
+std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
+                                          ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   const auto stacked = [&](const Matrix& m, int64_t rows) {
     return m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
@@ -176,8 +177,10 @@ void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> s
     expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts),
                                                                  std::max(router.top_k, had.top_k),
                                                                  std::max(all.neurons, had.neurons), d});
-  add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
-                                std::move(shared)));
+  const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
+                                            std::move(shared), workspace);
+  add(op);
+  return op;
 }
 
 // ---- A step ---------------------------------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ void Experts::run(Thread& t, const Step& step) {
 }
 
 // The experts of each token, and the rows that follow.
-void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) {
   Workspace& w = *t.program->workspace;
   w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
   w.pool->barrier();
@@ -215,7 +218,28 @@ void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t to
     w.pool->barrier();
   } else if (t.id == 0) route_token(rows, acts, 0);
   if (t.id == 0) group(rows, tokens);
+  if (t.id == 0 && records_) keep(rows, tokens);
   w.pool->barrier();
+}
+
+void Experts::record(bool on) {
+  workspace_->pool->between_jobs([&] {
+    records_ = on;
+    recorded_ = {};
+  });
+}
+
+Experts::Selected Experts::recorded() const {
+  Selected copy;
+  workspace_->pool->between_jobs([&] { copy = recorded_; });
+  return copy;
+}
+
+void Experts::keep(const ExpertRows& rows, int64_t tokens) {
+  const int64_t n = tokens * router_.top_k;
+  recorded_.experts.assign(rows.selected.begin(), rows.selected.begin() + n);
+  recorded_.damaged =
+      std::any_of(rows.weights.begin(), rows.weights.begin() + n, [](float weight) { return !isfinite(weight); });
 }
 
 void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const {

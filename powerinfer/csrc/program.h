@@ -83,6 +83,7 @@ struct AttentionInput {
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
+class Experts;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
@@ -116,8 +117,8 @@ class Program {
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
-  void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-               SharedExpert shared);
+  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                                   SharedExpert shared);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
