@@ -323,6 +323,21 @@ class Experts(Operator):
         first recorded one. And whether a weight was NaN or infinite.
         """
 
+    def sum(
+        self,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> bool:
+        """
+        out = the weighted sum of each token's experts; x and out: [tokens, d_model].
+
+        selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and
+        nothing was computed.
+        """
+
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
@@ -439,6 +454,9 @@ class Program:
         scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of it,
         is the shared expert's weight.
         """
+
+    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
+        """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
 
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""
