@@ -160,8 +160,14 @@ class Table:
 
 class Norm:
     def __init__(
-        self, weight: NDArray[np.float32], eps: float, bias: NDArray[np.float32] | None = None, layer: bool = False
-    ) -> None: ...
+        self,
+        weight: NDArray[np.float32],
+        eps: float,
+        bias: NDArray[np.float32] | None = None,
+        layer: bool = False,
+        plain: bool = False,
+    ) -> None:
+        """RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`."""
 
 class Cache:
     def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int) -> None:
@@ -461,8 +467,8 @@ class Program:
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""
 
-    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None) -> None:
-        """logits = w . project . norm(x)."""
+    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None, scale: float = 1.0) -> None:
+        """logits = scale * w . project . norm(x)."""
 
     def set_watch(self, watch: Watch | None) -> None: ...
     def residual(self, tokens: int) -> NDArray[np.float32]:

@@ -519,13 +519,15 @@ void bind_table(nb::module_& m) {
 void bind_norm(nb::module_& m) {
   nb::class_<Norm>(m, "Norm").def(
       "__init__",
-      [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer) {
+      [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer, bool plain) {
         require(weight.shape(0) > 0, "a norm needs weights");
+        require(!plain || !layer, "a norm is either plain or a LayerNorm");
         require(!bias || (layer && bias->shape(0) == weight.shape(0)),
                 "only a LayerNorm has a bias, as long as its weights");
-        new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer};
+        new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer, plain};
       },
-      "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false);
+      "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false, "plain"_a = false,
+      "RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`.");
 }
 
 void bind_cache(nb::module_& m) {
@@ -817,10 +819,11 @@ void bind_operators(nb::class_<Program>& program) {
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",
-          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
-            p.head(norm_of(norm), std::move(project), std::move(w));
+          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale) {
+            p.head(norm_of(norm), std::move(project), std::move(w), scale);
           },
-          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "logits = w . project . norm(x).");
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f,
+          "logits = scale * w . project . norm(x).");
 }
 
 void bind_program(nb::module_& m) {

@@ -110,8 +110,8 @@ class Program {
   void attention(int layer, int window);    // attended = softmax(q k) v
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   void normalise(Norm norm);                                                   // x = norm(x)
-  // logits = w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
+  // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,

@@ -186,6 +186,10 @@ class CpuExecutor:
         """A norm of the model's kind over rows of d_model."""
         return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
 
+    def scale(self, factor: float) -> _native.Norm:
+        """In place of a norm over rows of d_model: a factor."""
+        return _native.Norm(np.full(self.d_model, factor, np.float32), 0.0, plain=True)
+
     def embed(
         self,
         tensor: RawTensor,
@@ -336,8 +340,8 @@ class CpuExecutor:
         self._program.normalise(norm)
 
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
-        """logits = matrix . projection . norm(x)."""
-        self._program.head(norm, matrix, projection)
+        """logits = the config's scale * matrix . projection . norm(x)."""
+        self._program.head(norm, matrix, projection, self.config.logit_scale)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
