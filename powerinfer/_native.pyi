@@ -317,8 +317,17 @@ class ExpertMatrices:
     ) -> None:
         """neurons: of each; rows of each are padded to LANES. spec: without biases."""
 
-class ExpertSum:
-    """The sum of experts that the caller selects; made by `Program.expert_sum`."""
+class Experts(Operator):
+    """An FFN of experts."""
+
+    def record(self, on: bool) -> None:
+        """Start or stop keeping what steps select."""
+
+    def selected(self) -> tuple[list[int], bool]:
+        """
+        The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the
+        first recorded one. And whether a weight was NaN or infinite.
+        """
 
     def sum(
         self,
@@ -444,7 +453,7 @@ class Program:
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
-    ) -> None:
+    ) -> Experts:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 
@@ -452,7 +461,7 @@ class Program:
         product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
-    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> ExpertSum:
+    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
         """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
 
     def early_router(self, router: RouterSpec, scores: Matrix) -> None:

@@ -84,7 +84,8 @@ class Attention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).view(len(x), -1, self.dim).transpose(0, 1) for part in (self.q_proj, self.k_proj, self.v_proj))
+        every = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (part.view(len(x), -1, self.dim).transpose(0, 1) for part in every)
         if self.turns:
             q, k = self.rotated(q), self.rotated(k)
         k, v = (part.repeat_interleave(self.heads // self.kv, dim=0) for part in (k, v))

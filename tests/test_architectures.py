@@ -104,7 +104,11 @@ FAMILIES |= {
     ),
 }  # fmt: skip
 # The module in `transformers`, where it is not called like the kind.
-MODULES = {"gemma3_text": "transformers.models.gemma3.modeling_gemma3", "openelm": "openelm", "smallthinker": "smallthinker"}
+MODULES = {
+    "gemma3_text": "transformers.models.gemma3.modeling_gemma3",
+    "openelm": "openelm",
+    "smallthinker": "smallthinker",
+}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
 OWN_FFN = {
     "sparsellama": ("SparseLlamaForCausalLM", "llama"),

@@ -688,7 +688,21 @@ void bind_experts(nb::module_& m) {
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
           "neurons: of each; rows of each are padded to LANES. spec: without biases.");
-  nb::class_<Experts>(m, "ExpertSum", "The sum of experts that the caller selects; made by `Program.expert_sum`.")
+  nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
+      .def("record", &Experts::record, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Start or stop keeping what steps select.")
+      .def(
+          "selected",
+          [](const Experts& op) {
+            Experts::Selected last;
+            {
+              nb::gil_scoped_release release;
+              last = op.recorded();
+            }
+            return std::make_pair(std::move(last.experts), last.damaged);
+          },
+          "The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the\n"
+          "first recorded one. And whether a weight was NaN or infinite.")
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
@@ -793,7 +807,7 @@ void bind_operators(nb::class_<Program>& program) {
           "experts",
           [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
-            p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
+            return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
           },
           "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"

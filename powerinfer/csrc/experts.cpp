@@ -136,7 +136,7 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                 SharedExpert shared)
+                 SharedExpert shared, std::shared_ptr<Workspace> workspace)
     : spec_(std::move(spec)),
       router_{std::move(router), std::move(scores), all.experts},
       shared_(std::move(shared)),
@@ -146,7 +146,8 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       activation_(all.activation),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
       up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)) {}
+      down_(cut(*all.down, n_, d_model_)),
+      workspace_(std::move(workspace)) {}
 
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   const int64_t n = all.experts, d = sizes.d_model;
@@ -165,9 +166,9 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
 void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons) {
   const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
   if (had.experts < n || had.top_k < top_k || had.neurons < neurons)
-    expert_rows = std::make_shared<ExpertRows>(
-        ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts), std::max(top_k, had.top_k),
-                          std::max(neurons, had.neurons), sizes.d_model});
+    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts),
+                                                                 std::max(top_k, had.top_k),
+                                                                 std::max(neurons, had.neurons), sizes.d_model});
 }
 
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
@@ -175,11 +176,11 @@ std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) 
   reserve_experts(all, top_k);
   RouterSpec router{};
   router.top_k = top_k;
-  return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{});
+  return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{}, workspace);
 }
 
-void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                      SharedExpert shared) {
+std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
+                                          ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   reserve_experts(all, router.top_k);
   check(!scores || (scores->rows == n && scores->k == d),
@@ -193,8 +194,10 @@ void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> s
   check_norm(spec.out_norm, d, "the norm of the FFN's output");
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
-  add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
-                                std::move(shared)));
+  const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
+                                            std::move(shared), workspace);
+  add(op);
+  return op;
 }
 
 namespace {
@@ -236,6 +239,7 @@ void Experts::run(Thread& t, const Step& step) {
   const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
   if (router_.scores) router_.select(t, rows, acts, tokens);
+  if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
@@ -292,6 +296,26 @@ void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tok
   } else if (t.id == 0) route_token(0);
   if (t.id == 0) group(rows, tokens);
   w.pool->barrier();
+}
+
+void Experts::record(bool on) {
+  workspace_->pool->between_jobs([&] {
+    records_ = on;
+    recorded_ = {};
+  });
+}
+
+Experts::Selected Experts::recorded() const {
+  Selected copy;
+  workspace_->pool->between_jobs([&] { copy = recorded_; });
+  return copy;
+}
+
+void Experts::keep(const ExpertRows& rows, int64_t tokens) {
+  const int64_t n = tokens * router_.spec.top_k;
+  recorded_.experts.assign(rows.selected.begin(), rows.selected.begin() + n);
+  recorded_.damaged =
+      std::any_of(rows.weights.begin(), rows.weights.begin() + n, [](float weight) { return !isfinite(weight); });
 }
 
 // The weight of the shared expert for each token of this thread's share; a barrier comes before it is used.

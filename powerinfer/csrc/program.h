@@ -83,6 +83,7 @@ struct AttentionInput {
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
+class Experts;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
@@ -117,8 +118,8 @@ class Program {
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
-  void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-               SharedExpert shared);
+  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                                   SharedExpert shared);
   // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
   void early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.

@@ -597,7 +597,7 @@ def _switches(fields: Fields, key: str, layers: int, default: int) -> list[int]:
     values = fields.get(key, None)
     if values is None:
         return [default] * layers
-    if type(values) is not list or len(values) != layers or not all(type(one) is int and 0 <= one <= 1 for one in values):
+    if type(values) is not list or len(values) != layers or any(type(one) is not int or one >> 1 for one in values):
         raise fields.bad(key, f"is {shown(values)}, not 0 or 1 for every layer")
     return values
 
