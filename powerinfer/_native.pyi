@@ -313,12 +313,25 @@ class ExpertMatrices:
     """Experts of one layer: matrices of all of them, one below the other."""
 
     def __init__(
-        self, experts: int, neurons: int, spec: NeuronSpec, gate: Matrix | None, up: Matrix, down: Matrix
+        self,
+        experts: int,
+        neurons: int,
+        spec: NeuronSpec,
+        gate: Matrix | None,
+        up: Matrix | None,
+        down: Matrix | None,
+        bundled: NeuronSum | None = None,
     ) -> None:
-        """neurons: of each; rows of each are padded to LANES. spec: without biases."""
+        """
+        neurons: of each; rows of each are padded to LANES. spec: without biases. bundled: all neurons, one expert
+        after another, in place of up and down; their gates, which are not read, stand for the matrix.
+        """
 
 class Experts(Operator):
     """An FFN of experts."""
+
+    def set_whole(self, on: bool) -> None:
+        """Whether steps compute every neuron of the selected experts, where they could skip some."""
 
     def record(self, on: bool) -> None:
         """Start or stop keeping what steps select."""

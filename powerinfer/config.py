@@ -297,6 +297,17 @@ class ExpertsConfig(FfnKind):
             return "the weight of a shared expert without one"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
+    @property
+    def why_whole(self) -> str | None:
+        """Why the neurons inside selected experts cannot be told apart; None: they can."""
+        if self.activation not in RECTIFIED:
+            return f"the activation {self.activation} is never exactly zero"
+        if not self.gated:
+            return "experts without a gate are computed whole"
+        if self.shared_size:
+            return "layers with a shared expert are computed whole"
+        return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
+
     def share_read(self, tokens: int) -> float:
         missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
         experts = self.n_experts * self.size
@@ -372,6 +383,13 @@ class ModelConfig:
             return None
         which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
         return f"{which}, whose neurons are not told apart"
+
+    @property
+    def why_whole_experts(self) -> str | None:
+        """Why every neuron of selected experts is computed; None: of those of some layer, the ones that fire can be."""
+        every = dict.fromkeys(layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig))
+        whole = [why for experts in every if (why := experts.why_whole) is not None]
+        return (whole[0] if whole else "there are no experts") if len(whole) == len(every) else None
 
     @property
     def why_not_on_gpu(self) -> str | None:

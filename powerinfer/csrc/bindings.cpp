@@ -681,14 +681,19 @@ void bind_experts(nb::module_& m) {
       .def(
           "__init__",
           [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
-             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down) {
+             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+             std::shared_ptr<NeuronSum> bundled) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "experts have no biases");
-            new (all)
-                ExpertMatrices{experts, neurons, spec.activation, std::move(gate), std::move(up), std::move(down)};
+            require(bundled || (up && down), "experts need up and down, or bundles");
+            new (all) ExpertMatrices{experts,       neurons,         spec.activation,   std::move(gate),
+                                     std::move(up), std::move(down), std::move(bundled)};
           },
-          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
-          "neurons: of each; rows of each are padded to LANES. spec: without biases.");
+          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(), "bundled"_a = nb::none(),
+          "neurons: of each; rows of each are padded to LANES. spec: without biases. bundled: all neurons, one expert\n"
+          "after another, in place of up and down; their gates, which are not read, stand for the matrix.");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
+      .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Whether steps compute every neuron of the selected experts, where they could skip some.")
       .def("record", &Experts::record, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Start or stop keeping what steps select.")
       .def(

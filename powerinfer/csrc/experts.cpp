@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "repack.h"
+
 // ---- The router -----------------------------------------------------------------------------------------------------
 
 namespace {
@@ -118,7 +120,9 @@ ExpertRows::ExpertRows(const Sizes& s)
       weight_of(selected.size()),
       of_shared((size_t)s.tokens),
       begin((size_t)s.experts + 1),
-      cost((size_t)s.experts + 1) {
+      cost((size_t)s.experts + 1),
+      known(PI_NEURON_TOKENS * s.bundled * 4),
+      panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
   active.reserve((size_t)s.experts);
 }
 
@@ -133,6 +137,12 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
   return each;
 }
 
+// As of matrices that `Experts::product` makes of bundles, a few panels at a time.
+std::vector<Matrix> repacked(int row_type, int64_t experts, int64_t rows, int64_t k) {
+  return std::vector<Matrix>(
+      (size_t)experts, {repacked_type(row_type), rows, k, pi_round_up(rows, PI_LANES) / PI_LANES, nullptr, nullptr});
+}
+
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
@@ -142,11 +152,12 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       shared_(std::move(shared)),
       n_(all.experts),
       neurons_(all.neurons),
-      d_model_(all.up->k),
+      d_model_(all.bundled ? all.bundled->bundles->up.k : all.up->k),
       activation_(all.activation),
+      bundled_(all.bundled),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
-      up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)),
+      up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : cut(*all.up, n_, neurons_)),
+      down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_) : cut(*all.down, n_, d_model_)),
       workspace_(std::move(workspace)) {}
 
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
@@ -156,19 +167,38 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
            (m.rows == n * rows || m.rows == m.panels * PI_LANES);
   };
   check(n > 0 && all.neurons > 0, "experts need neurons");
+  workspace->reserve(1, all.neurons);
+  if (all.bundled) {
+    const Bundles& b = *all.bundled->bundles;
+    check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
+    check(all.gate && !all.up && !all.down, "experts as bundles have a matrix of gates, and no others");
+    check(all.gate->k == d && stacked(*all.gate, all.neurons), "gate of the experts has a wrong shape");
+    check(b.complete() && b.gated() && b.neurons == n * all.neurons && b.up.k == d && all.neurons % PI_GROUP == 0,
+          "the bundles are of other experts");
+    check(repacked_type(b.up.type) >= 0 && b.up.type != PI_Q4_0X32 && repacked_type(b.down.type) >= 0 &&
+              b.down.type != PI_Q4_0,
+          "bundles of these types cannot be repacked");
+    check(b.spec.activation == all.activation, "the bundles have another activation");
+    return reserve_expert_rows(n, top_k, all.neurons, b.neurons);
+  }
+  check(all.up && all.down, "experts need up and down");
   for (const auto& gate : {all.gate, all.up})
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
-  workspace->reserve(1, all.neurons);
   reserve_expert_rows(n, top_k, all.neurons);
 }
 
-void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons) {
-  const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
-  if (had.experts < n || had.top_k < top_k || had.neurons < neurons)
-    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts),
-                                                                 std::max(top_k, had.top_k),
-                                                                 std::max(neurons, had.neurons), sizes.d_model});
+void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
+  ExpertRows::Sizes all{sizes.max_tokens, n, top_k, neurons, sizes.d_model, bundled, workspace->pool->threads()};
+  if (expert_rows) {
+    const auto& had = expert_rows->sizes;
+    if (had.experts >= n && had.top_k >= top_k && had.neurons >= neurons && had.bundled >= bundled) return;
+    all.experts = std::max(n, had.experts);
+    all.top_k = std::max(top_k, had.top_k);
+    all.neurons = std::max(neurons, had.neurons);
+    all.bundled = std::max(bundled, had.bundled);
+  }
+  expert_rows = std::make_shared<ExpertRows>(all);
 }
 
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
@@ -186,6 +216,7 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   check(!scores || (scores->rows == n && scores->k == d),
         "the router has another number of rows than there are experts");
   check_router(router, n);
+  check(!all.bundled || !shared.neurons, "experts as bundles have no shared expert beside them");
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
   check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
@@ -241,6 +272,7 @@ void Experts::run(Thread& t, const Step& step) {
   if (router_.scores) router_.select(t, rows, acts, tokens);
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
+  if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, x);
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
@@ -415,7 +447,9 @@ void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bo
     const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
     float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
     if (!gate_.empty()) w.linear(t.id, gate_[e], {}, &x, h, rows.ldh, n, false, p0, p1);
-    w.linear(t.id, up_[e], {}, &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
+    product(t, rows, up_[e], x, gate_.empty() ? h : more, rows.ldh, n, p0, p1, [&](int64_t p, int count, uint8_t* to) {
+      panels_of_neurons(bundled_->bundles->up, (int64_t)e * neurons_ + p * PI_LANES, count, to);
+    });
     for (int64_t i = 0; i < n; i++) {
       float* row = h + i * rows.ldh + c0;
       activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
@@ -432,11 +466,78 @@ void Experts::add_down(Thread& t, const ExpertRows& rows) const {
   PiActs hidden = rows.hidden.rows(neurons_);
   hidden.f = rows.floats(rows.gate);
   hidden.ldf = rows.ldh;
-  each_share(t, rows, down_[0].panels, 1, [&](size_t e, int64_t p0, int64_t p1) {
+  each_share(t, rows, down_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e];
     const PiActs h = pi_acts_from(&hidden, begin, 0);
-    t.program->workspace->linear(t.id, down_[e], {}, &h, rows.floats(rows.out) + begin * rows.ldy, rows.ldy,
-                                 rows.begin[e + 1] - begin, false, p0, p1);
+    product(t, rows, down_[e], h, rows.floats(rows.out) + begin * rows.ldy, rows.ldy, rows.begin[e + 1] - begin, p0, p1,
+            [&](int64_t p, int count, uint8_t* to) {
+              panels_of_outputs(bundled_->bundles->down, (int64_t)e * neurons_, neurons_, p * PI_LANES, count, to);
+            });
+  });
+}
+
+// repack(first panel, their number, to): writes one or two panels from an even one on.
+template <class R>
+void Experts::product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const PiActs& acts, float* out,
+                      int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const {
+  Workspace& w = *t.program->workspace;
+  if (matrix.data) return w.linear(t.id, matrix, {}, &acts, out, ldo, tokens, false, p0, p1);
+  Matrix some = matrix;
+  some.data = rows.panels_of(t.id);
+  for (int64_t p = p0; p < p1; p += 2) {
+    const int count = (int)std::min<int64_t>(p1 - p, 2);
+    repack(p, count, rows.panels_of(t.id));
+    w.linear(t.id, some, {}, &acts, out + p * PI_LANES, ldo, tokens, false, 0, count);
+  }
+}
+
+// ---- The neurons that fire, of experts as bundles -------------------------------------------------------------------
+
+// Of up to PI_NEURON_TOKENS tokens: all gates of their experts, and the rest where they fire.
+void Experts::sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x) const {
+  Program& p = *t.program;
+  list_firing(t, rows, acts, x.tokens);
+  p.workspace->pool->barrier();
+  const NeuronSum::Piece piece{x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true};
+  bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.known), n_ * neurons_, nullptr);
+  if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons_);
+  p.add_normalised(t, spec_.out_norm, p.up, 0, x.tokens);
+}
+
+void Experts::set_whole(bool on) {
+  workspace_->pool->between_jobs([&] { whole_ = on; });
+}
+
+// Lists the neurons that fire, of this thread's share of the gates; `known` gets their activations, times the weights of
+// their experts, for every token.
+void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+  Workspace& w = *t.program->workspace;
+  NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
+  const PiActs inputs = tokens == 1 ? *acts : gather(t, rows, acts);
+  float* const known = rows.floats(rows.known);
+  const int64_t ldk = n_ * neurons_;
+  own.n = 0;
+  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
+  each_share(t, rows, gate_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
+    const int64_t lanes = (p1 - p0) * PI_LANES, first = (int64_t)e * neurons_ + c0;
+    const PiActs x = pi_acts_from(&inputs, tokens == 1 ? 0 : begin, 0);
+    float* const h = rows.floats(rows.gate) + begin * rows.ldh + c0;
+    w.linear(t.id, gate_[e], {}, &x, h - c0, rows.ldh, n, false, p0, p1);
+    for (int64_t i = 0; i < n; i++) {
+      activation_.apply_first(w.kernels, h + i * rows.ldh, lanes);
+      w.kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(begin + i)], lanes);
+    }
+    int64_t counts[PI_NEURON_TOKENS] = {0};
+    int32_t* const listed = own.listed.data() + own.n;
+    const int64_t found = w.kernels->neurons->keep(h, rows.ldh, n, lanes, 1, 0.0f, (int32_t)first, listed, counts);
+    for (int64_t i = 0; i < n; i++) own.counts[rows.token_of[(size_t)(begin + i)]] += counts[i];
+    for (int64_t j = 0; j < found; j++) {
+      for (int64_t i = 0; i < tokens && tokens > 1; i++) known[i * ldk + listed[j]] = 0.0f;
+      for (int64_t i = 0; i < n; i++)
+        known[rows.token_of[(size_t)(begin + i)] * ldk + listed[j]] = h[i * rows.ldh + listed[j] - first];
+    }
+    own.n += found;
   });
 }
 

@@ -175,7 +175,7 @@ class Program {
   void rotate(int thread, const Step& step);
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k);
-  void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons);
+  void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;
 
   std::shared_ptr<const Norm> final_norm_;  // null: there is no head

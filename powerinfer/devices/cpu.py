@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig, RopeConfig, RouterConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu_experts import ExpertFfn, bundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
@@ -127,6 +128,8 @@ class CpuExecutor:
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
         self.ffns: dict[int, CpuFfn] = {}  # by layer
+        self.in_experts = False  # experts that follow are computed by neuron, where they can be
+        self.expert_ffns: dict[int, ExpertFfn] = {}  # those that are, by layer
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
@@ -299,7 +302,9 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        of_all = self._matrices(about, experts)
+        by_neuron = self.in_experts and about.why_whole is None
+        bundled = self._bundled(about, experts) if by_neuron else None
+        of_all = bundled[0] if bundled else self._matrices(about, experts)
         spec = _native.NeuronSpec(about.activation, about.threshold)
         of_shared = None
         if shared:
@@ -313,6 +318,8 @@ class CpuExecutor:
             of_shared,
             shared_weight,
         )
+        if bundled:
+            self.expert_ffns[layer] = bundled[1](self._experts[layer])
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
         """Select the experts of a layer from x as it is; router: [experts, d_model]."""
@@ -331,6 +338,25 @@ class CpuExecutor:
         (n, of_up), (_, of_down) = up, down
         spec = _native.NeuronSpec(about.activation, about.threshold)
         return _native.ExpertMatrices(n, about.size, spec, gate[0][1] if gate else None, of_up, of_down)
+
+    def _bundled(
+        self, about: ExpertsConfig, experts: Iterable[RawTensor]
+    ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
+        """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
+        n, top, size = about.n_experts, about.router.top_k, about.size
+        gates, up, down = experts
+        gate = self._stack(gates, top)
+        layout, rows = bundle(about, self.d_model, up, down, self._pool.threads)
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        ends = layout.gate_type, layout.down_type, layout.pitch, layout.up_at, layout.up_at, layout.down_at
+        native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
+        neurons = _native.NeuronSum(self._workspace, native)
+        self.bytes_per_token += rows.nbytes * top // n
+        read = (gate.nbytes + rows.nbytes) * top // n
+        made = partial(
+            ExpertFfn, sum=neurons, layout=layout, gate_row=gate.nbytes / (n * size), neurons=top * size, nbytes=read
+        )
+        return _native.ExpertMatrices(n, size, spec, gate, None, None, neurons), made
 
     def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
@@ -508,6 +534,7 @@ class CpuExecutor:
             "_ropes",
             "ffns",
             "_experts",
+            "expert_ffns",
             "parts",
             "_pack",
             "_workspace",
