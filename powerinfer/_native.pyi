@@ -311,6 +311,24 @@ class ExpertMatrices:
     ) -> None:
         """neurons: of each; rows of each are padded to LANES. spec: without biases."""
 
+class ExpertSum:
+    """The sum of experts that the caller selects; made by `Program.expert_sum`."""
+
+    def sum(
+        self,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> bool:
+        """
+        out = the weighted sum of each token's experts; x and out: [tokens, d_model].
+
+        selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and
+        nothing was computed.
+        """
+
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
@@ -427,6 +445,9 @@ class Program:
         scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of it,
         is the shared expert's weight.
         """
+
+    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> ExpertSum:
+        """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
 
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""

@@ -636,6 +636,20 @@ void bind_ffn(nb::module_& m) {
       .def("clear", &Ffn::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 
+bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
+  const size_t tokens = x.shape(0), k = (size_t)experts.d_model(), some = (size_t)experts.top_k();
+  require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && x.shape(1) == k && out.shape(0) == tokens &&
+              out.shape(1) == k,
+          "x and out must be [tokens, d_model], for at most the program's tokens");
+  require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
+              weights.shape(1) == some,
+          "selected and weights must be [tokens, top_k]");
+  for (size_t i = 0; i < tokens * some; i++)
+    require(selected.data()[i] >= -1 && selected.data()[i] < experts.experts(), "no such expert");
+  nb::gil_scoped_release release;
+  return experts.sum(program, x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data());
+}
+
 void bind_experts(nb::module_& m) {
   nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")
       .def(
@@ -672,6 +686,11 @@ void bind_experts(nb::module_& m) {
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
           "neurons: of each; rows of each are padded to LANES. spec: without biases.");
+  nb::class_<Experts>(m, "ExpertSum", "The sum of experts that the caller selects; made by `Program.expert_sum`.")
+      .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
+           "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
+           "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
+           "nothing was computed.");
 }
 
 void bind_watch(nb::module_& m) {
@@ -779,6 +798,8 @@ void bind_operators(nb::class_<Program>& program) {
           "scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of "
           "it,\n"
           "is the shared expert's weight.")
+      .def("expert_sum", &Program::expert_sum, "experts"_a, "top_k"_a,
+           "Experts that the caller selects, at most top_k for a token. Not while a step runs.")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",

@@ -56,11 +56,18 @@ struct ExpertRows {
 
 class Experts : public Op {
  public:
-  // Made by Program::experts, which checks the sizes.
+  // Made by Program::experts and Program::expert_sum, which check the sizes; without scores it cannot `run`.
   Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared);
 
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
+
+  // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
+  // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
+  bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
+  int64_t experts() const { return n_; }
+  int64_t top_k() const { return router_.top_k; }
+  int64_t d_model() const { return d_model_; }
 
  private:
   template <class F>

@@ -87,6 +87,7 @@ struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
 struct ExpertRows;
+class Experts;
 class NeuronSum;
 class Predictor;
 
@@ -118,6 +119,8 @@ class Program {
   // x += FFN(x) of experts, see experts.h. scores: the router.
   void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
                SharedExpert shared);
+  // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
+  std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -167,6 +170,8 @@ class Program {
     return op;
   }
   void rotate(int thread, const Step& step);
+  // Checks the shapes of experts, and makes room for the rows of a step.
+  void reserve_experts(const ExpertMatrices& all, int64_t top_k);
   void check_layer(int layer) const;
 
   std::shared_ptr<const Norm> final_norm_;  // null: there is no head

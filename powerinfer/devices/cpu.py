@@ -71,6 +71,22 @@ class _Observed:
     thresholds: Sequence[float] | None  # of the layers
 
 
+class ExpertSum:
+    """Experts of a layer, which the caller selects for each token."""
+
+    def __init__(self, program: _native.Program, experts: _native.ExpertSum) -> None:
+        self._program = program
+        self._experts = experts
+
+    def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
+        """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
+
+        selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
+        and nothing was computed.
+        """
+        return self._experts.sum(self._program, x, selected, weights, out)
+
+
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
@@ -273,9 +289,8 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
+        of_all = self._matrices(about, experts)
         spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down)
         of_shared = None
         if shared:
             *gate, up, down = shared
@@ -289,6 +304,18 @@ class CpuExecutor:
             shared_weight,
         )
 
+    def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
+        """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`."""
+        about = self.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        return ExpertSum(self._program, self._program.expert_sum(self._matrices(about, experts), about.router.top_k))
+
+    def _matrices(self, about: ExpertsConfig, experts: Iterable[RawTensor]) -> _native.ExpertMatrices:
+        *gate, up, down = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
+        (n, of_up), (_, of_down) = up, down
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        return _native.ExpertMatrices(n, about.size, spec, gate[0][1] if gate else None, of_up, of_down)
+
     def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
         n, rows, cols = tensor.shape
@@ -296,7 +323,7 @@ class CpuExecutor:
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
         row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
         packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
-        self.bytes_per_token += packed.nbytes * read // n
+        self.bytes_per_token += packed.nbytes * min(read, n) // n
         return packed
 
     def normalise(self, layer: int, norm: _native.Norm) -> None:
