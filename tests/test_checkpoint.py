@@ -497,7 +497,8 @@ def test_types_without_kernels_are_converted_and_said(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("name", "type_id"),
     [
-        ("Q4_1", 3), ("Q5_0", 6), ("Q4_K", 12), ("Q6_K", 14), ("BF16", 30), ("IQ4_NL", 20), ("IQ4_XS", 23), ("MXFP4", 39),
+        ("Q4_1", 3), ("Q5_0", 6), ("Q4_K", 12), ("Q6_K", 14), ("BF16", 30), ("IQ4_NL", 20), ("IQ4_XS", 23),
+        ("MXFP4", 39),
     ],
 )  # fmt: skip
 def test_types_with_kernels_stay(tmp_path: Path, name: str, type_id: int) -> None:
