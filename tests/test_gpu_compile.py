@@ -83,7 +83,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
         for kind in gpu.GPU_TYPES:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
-            gpu_experts.expert_sum(gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0), x, slots, weights)
+            gpu_experts.expert_sum(
+                gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0), x, slots, weights
+            )
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
     for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):

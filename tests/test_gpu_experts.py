@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stored_weights import stored_evenly
 from test_gpu_kernels import DEVICE, EPS, floats, kernels, on_device  # noqa: F401
 
 from powerinfer import _native
@@ -15,8 +16,6 @@ from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_experts
-
-from stored_weights import stored_evenly
 
 N, TOP = 12, 3
 ROUTERS = {
@@ -70,7 +69,7 @@ def some_experts(kind: str, d: int, size: int, gated: bool, activation: str) -> 
     rng = np.random.default_rng([d, size])
     shapes = [(d, size) if name == "down" else (size, d) for name in about.matrices]
     return about, [
-        RawTensor(kind, (N, *shape), np.concatenate([stored_evenly(kind, *shape, shape[1] ** -0.5, rng) for _ in range(N)]))
+        RawTensor(kind, (N, *shape), stored_evenly(kind, N * shape[0], shape[1], shape[1] ** -0.5, rng))
         for shape in shapes
     ]
 

@@ -18,6 +18,7 @@ from powerinfer.neurons import Indices
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 def resident(tensors: Sequence[RawTensor], index: Indices, about: ExpertsConfig, device: Any) -> Experts:
     """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`; index: int32
     ascending, at least one, the expert of each slot. ModelError for values that the device's type cannot hold."""
@@ -25,9 +26,16 @@ def resident(tensors: Sequence[RawTensor], index: Indices, about: ExpertsConfig,
     return Experts(len(index), about.size, gate[0] if gate else None, up, down, about.activation, about.threshold)
 
 
+def replace(experts: Experts, slot: int, matrices: Sequence[RawTensor]) -> None:
+    """Put another expert in a slot. matrices: [out, in], in the order of `ExpertsConfig.matrices`."""
+    own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
+    for weight, tensor in zip(own, matrices, strict=True):
+        gpu.overwrite(weight, slot * tensor.shape[0], tensor)
+
+
 def _slots(tensor: RawTensor, index: Indices, device: Any) -> Weight:
     n, rows, cols = tensor.shape
-    row_map = (index[:, None] * rows + np.arange(rows, dtype=np.int32)).reshape(-1)
+    row_map: Indices = (index[:, None] * rows + np.arange(rows, dtype=np.int32)).reshape(-1).astype(np.int32)
     return gpu.upload(RawTensor(tensor.type, (n * rows, cols), tensor.data), device, row_map)
 
 
@@ -40,9 +48,7 @@ def slot_bytes(tensors: Sequence[tuple[str, int, int]]) -> int:
 # The router
 
 
-def route(
-    logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor
-) -> None:
+def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     """experts int32, weights float32 [T, top_k] = each token's experts, ascending, and their weights.
 
     logits: float32 [T, n]; correction: float32 [n], added to the scores for the selection alone. Experts are valid and
