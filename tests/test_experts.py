@@ -119,6 +119,8 @@ class Layer:
         self.rng = np.random.default_rng(seed)
         self.activation = "silu" if gated else "relu"
         self.top = TOP
+        self.record = False
+        self.selected: tuple[list[int], bool] = ([], False)
         self.stored = {name: self._stack(EXPERTS, *shape) for name, shape in self._shapes(size)}
         self.stored |= {f"shared_{name}": self._stack(1, *shape) for name, shape in self._shapes(shared) if shared}
         self.router = self.rng.standard_normal((EXPERTS, d)).astype(np.float32) / np.float32(d**0.5)
@@ -176,13 +178,15 @@ class Layer:
         table = np.ascontiguousarray(x, np.float32)
         program.embed(_native.Table("F32", len(x), self.d, table.view(np.uint8).reshape(-1)))
         how = _native.RouterSpec(self.top, normalise=True)
-        program.experts(_native.FfnSpec(), how, router, experts, shared, self.shared_gate)
+        op = program.experts(_native.FfnSpec(), how, router, experts, shared, self.shared_gate)
+        op.record(self.record)
         tokens = np.arange(len(x), dtype=np.int32)
         zeros = np.zeros(len(x), np.int32)
         pages = np.zeros((1, -(-len(x) // 32)), np.int32)
         program.run(
             tokens, tokens, zeros, pages, zeros[:0], np.empty((0, -(-len(x) // 16) * 16), np.float32), 0, 2, len(x)
         )
+        self.selected = op.selected()
         return program.residual(len(x)).copy() - x
 
     def linear(self, x: np.ndarray, name: str, expert: int) -> np.ndarray:
@@ -287,6 +291,22 @@ def test_what_is_no_number_stays_in_its_row(number: float) -> None:
     whole, found = layer.run(LEVELS[0], x, 2), layer.run(LEVELS[0], damaged, 2)
     others = [0, 1, 3, 4, 5]
     assert np.array_equal(found[others], whole[others]) and not np.isfinite(found[2]).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_what_a_step_selects_can_be_read(tokens: int) -> None:
+    layer = Layer("F32", 40, 24, gated=True, shared=24)
+    x = np.random.default_rng(9).standard_normal((tokens, 40)).astype(np.float32)
+    out = layer.run(LEVELS[0], x, 2)
+    assert layer.selected == ([], False), "only if it is asked for"
+    layer.record = True
+    assert np.array_equal(layer.run(LEVELS[0], x, 2), out)
+    how = {"top_k": TOP, "normalise": True}
+    wanted = [int(expert) for row in x for expert in routed(how, row.astype(np.float64) @ layer.router.T)[0]]
+    assert layer.selected == (wanted, False)
+    x[-1, 3] = np.nan
+    layer.run(LEVELS[0], x, 2)
+    assert layer.selected[0][:-TOP] == wanted[:-TOP] and layer.selected[1]
 
 
 # ---- models

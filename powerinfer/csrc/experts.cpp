@@ -136,7 +136,7 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                 SharedExpert shared)
+                 SharedExpert shared, std::shared_ptr<Workspace> workspace)
     : spec_(std::move(spec)),
       router_(std::move(router)),
       scores_(std::move(scores)),
@@ -147,7 +147,8 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       activation_(all.activation),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
       up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)) {}
+      down_(cut(*all.down, n_, d_model_)),
+      workspace_(std::move(workspace)) {}
 
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   const int64_t n = all.experts, d = sizes.d_model;
@@ -171,11 +172,11 @@ std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) 
   reserve_experts(all, top_k);
   RouterSpec router{};
   router.top_k = top_k;
-  return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{});
+  return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{}, workspace);
 }
 
-void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                      SharedExpert shared) {
+std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
+                                          ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   reserve_experts(all, router.top_k);
   check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
@@ -188,8 +189,10 @@ void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> s
   check_norm(spec.out_norm, d, "the norm of the FFN's output");
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
-  add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
-                                std::move(shared)));
+  const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
+                                            std::move(shared), workspace);
+  add(op);
+  return op;
 }
 
 // ---- A step ---------------------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
 }
 
 // The experts of each token, and the rows that follow.
-void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) {
   Workspace& w = *t.program->workspace;
   w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
   w.pool->barrier();
@@ -255,7 +258,28 @@ void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t to
     w.pool->barrier();
   } else if (t.id == 0) route_token(rows, acts, 0);
   if (t.id == 0) group(rows, tokens);
+  if (t.id == 0 && records_) keep(rows, tokens);
   w.pool->barrier();
+}
+
+void Experts::record(bool on) {
+  workspace_->pool->between_jobs([&] {
+    records_ = on;
+    recorded_ = {};
+  });
+}
+
+Experts::Selected Experts::recorded() const {
+  Selected copy;
+  workspace_->pool->between_jobs([&] { copy = recorded_; });
+  return copy;
+}
+
+void Experts::keep(const ExpertRows& rows, int64_t tokens) {
+  const int64_t n = tokens * router_.top_k;
+  recorded_.experts.assign(rows.selected.begin(), rows.selected.begin() + n);
+  recorded_.damaged =
+      std::any_of(rows.weights.begin(), rows.weights.begin() + n, [](float weight) { return !isfinite(weight); });
 }
 
 void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const {

@@ -83,6 +83,7 @@ struct AttentionInput {
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
+class Experts;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
@@ -109,16 +110,16 @@ class Program {
   void attention(int layer, int window);    // attended = softmax(q k) v
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   void normalise(Norm norm);                                                   // x = norm(x)
-  // logits = w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
+  // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
-  void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-               SharedExpert shared);
+  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                                   SharedExpert shared);
   // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
   std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 

@@ -103,7 +103,13 @@ _MIXTRAL = {"router": "block_sparse_moe.gate"} | {
 _GLM_MOE = {"router_correction": "mlp.gate.e_score_correction"} | {
     f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
+_GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
+    f"{experts}_{part}": f"{where}.{matrix}_linear"
+    for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
+    for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
+}
 _NAMES = {
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
     "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
@@ -130,6 +136,10 @@ def _fused(config: ModelConfig) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
+    if config.architecture in ("granitemoe", "granitemoeshared"):
+        experts = config.layers[0].ffn
+        assert isinstance(experts, ExpertsConfig)
+        return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
     fused = config.architecture in ("phi3", "openelm")
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
 
