@@ -395,7 +395,10 @@ class ModelConfig:
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
         others = [layer.ffn.title for layer in self.layers if not layer.ffn.on_gpu]
-        return f"layers of {others[0]} run on the CPU alone so far" if others else None
+        if others:
+            return f"layers of {others[0]} run on the CPU alone so far"
+        early = any(isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router for layer in self.layers)
+        return "experts that are selected before attention run on the CPU alone so far" if early else None
 
     @property
     def n_neurons(self) -> int:

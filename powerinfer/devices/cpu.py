@@ -79,9 +79,24 @@ class _Observed:
 class ExpertSum:
     """Experts of a layer, which the caller selects for each token."""
 
-    def __init__(self, program: _native.Program, experts: _native.Experts) -> None:
+    def __init__(
+        self,
+        pool: _native.Pool,
+        program: _native.Program,
+        about: ExpertsConfig,
+        matrices: Sequence[_native.Matrix],
+        n: int,
+    ) -> None:
+        """matrices: of n experts, in the order of the layer's `matrices`."""
+        *gate, up, down = matrices
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down)
+        self.nbytes = sum(one.nbytes for one in matrices)
+        self._pool = pool
         self._program = program
-        self._experts = experts
+        self._matrices = matrices
+        self._n = n
+        self._native = program.expert_sum(of_all, about.router.top_k)
 
     def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
         """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
@@ -89,7 +104,13 @@ class ExpertSum:
         selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
         and nothing was computed.
         """
-        return self._experts.sum(self._program, x, selected, weights, out)
+        return self._native.sum(self._program, x, selected, weights, out)
+
+    def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
+        """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
+        for packed, tensor in zip(self._matrices, matrices, strict=True):
+            first = place * (packed.rows // self._n)
+            _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
 
 
 class CpuExecutor:
@@ -302,10 +323,12 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        by_neuron = self.in_experts and about.why_whole is None
-        bundled = self._bundled(about, experts) if by_neuron else None
-        of_all = bundled[0] if bundled else self._matrices(about, experts)
-        spec = _native.NeuronSpec(about.activation, about.threshold)
+        spec, made = _native.NeuronSpec(about.activation, about.threshold), None
+        if self.in_experts and about.why_whole is None:
+            of_all, made = self._bundled(about, spec, experts)
+        else:
+            *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
+            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down)
         of_shared = None
         if shared:
             *gate, up, down = shared
@@ -318,8 +341,8 @@ class CpuExecutor:
             of_shared,
             shared_weight,
         )
-        if bundled:
-            self.expert_ffns[layer] = bundled[1](self._experts[layer])
+        if made is not None:
+            self.expert_ffns[layer] = made(self._experts[layer])
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
         """Select the experts of a layer from x as it is; router: [experts, d_model]."""
@@ -331,23 +354,17 @@ class CpuExecutor:
         """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        return ExpertSum(self._program, self._program.expert_sum(self._matrices(about, experts), about.router.top_k))
-
-    def _matrices(self, about: ExpertsConfig, experts: Iterable[RawTensor]) -> _native.ExpertMatrices:
-        *gate, up, down = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
-        (n, of_up), (_, of_down) = up, down
-        spec = _native.NeuronSpec(about.activation, about.threshold)
-        return _native.ExpertMatrices(n, about.size, spec, gate[0][1] if gate else None, of_up, of_down)
+        stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
+        return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
 
     def _bundled(
-        self, about: ExpertsConfig, experts: Iterable[RawTensor]
+        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
         """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
         n, top, size = about.n_experts, about.router.top_k, about.size
         gates, up, down = experts
         gate = self._stack(gates, top)
         layout, rows = bundle(about, self.d_model, up, down, self._pool.threads)
-        spec = _native.NeuronSpec(about.activation, about.threshold)
         ends = layout.gate_type, layout.down_type, layout.pitch, layout.up_at, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)

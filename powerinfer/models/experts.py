@@ -9,7 +9,7 @@ import numpy as np
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.models.builder import OwnFfn, Vector, vector
+from powerinfer.models.builder import ExpertWeights, OwnFfn, vector
 
 if TYPE_CHECKING:
     from powerinfer import _native
@@ -20,7 +20,9 @@ def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> N
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
     if about.early_router:
-        executor.early_router(layer, *_router(executor, checkpoint, layer))
+        name = f"layers.{layer}.router"
+        router = executor.matrix(_float32(checkpoint.take(name)))
+        executor.early_router(layer, router, vector(checkpoint, f"{name}_correction_bias"))
 
 
 def sum_experts(
@@ -31,29 +33,30 @@ def sum_experts(
     out_norm: _native.Norm | None,
     own: OwnFfn[_native.Norm] | None,
 ) -> None:
-    """x += out_norm(the selected experts' weighted sum of norm(x), and the shared expert's)."""
-    assert own is None, "experts have no bundles"
+    """x += out_norm(the selected experts' weighted sum of norm(x), and the shared expert's); own: wires it instead."""
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
     name = f"layers.{layer}."
-    shared = [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size]
-    router, correction = (None, None) if about.early_router else _router(executor, checkpoint, layer)
+    weights = ExpertWeights(
+        _float32(checkpoint.take(f"{name}router")),
+        lambda: (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),
+        [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size],
+        vector(checkpoint, f"{name}router_correction_bias"),
+        vector(checkpoint, f"{name}shared_weight"),
+    )
+    if own is not None:
+        own(norm, weights, out_norm)
+        return
     executor.experts(
         layer,
         norm,
-        router,
-        (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),  # large: one in memory at a time
-        [executor.matrix(tensor) for tensor in shared],
-        correction=correction,
-        shared_weight=vector(checkpoint, f"{name}shared_weight"),
+        None if about.early_router else executor.matrix(weights.router),
+        weights.experts(),
+        [executor.matrix(tensor) for tensor in weights.shared],
+        correction=None if about.early_router else weights.correction,
+        shared_weight=weights.shared_weight,
         out_norm=out_norm,
     )
-
-
-def _router(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> tuple[_native.Matrix, Vector]:
-    """The router and its correction."""
-    name = f"layers.{layer}.router"
-    return executor.matrix(_float32(checkpoint.take(name))), vector(checkpoint, f"{name}_correction_bias")
 
 
 def _float32(tensor: RawTensor) -> RawTensor:
