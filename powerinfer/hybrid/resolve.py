@@ -229,7 +229,7 @@ def _beside_gpu(
         given = engine.gpu != "auto" or engine.vram
         raise RequestError(checkpoint.config.why_not_on_gpu + (": leave out --gpu and --vram" if given else ""))
     if selection.in_experts:
-        raise RequestError("neurons inside experts are selected on the CPU alone so far: leave out --gpu, or --selector")
+        raise RequestError("neurons inside experts are selected on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():

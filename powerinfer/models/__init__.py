@@ -24,8 +24,8 @@ def load(
 
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
-    enough for one context. in_experts: of experts that allow it, compute only the neurons that fire. ModelError for a checkpoint with tensors missing or left over, RequestError for options that
-    cannot be met.
+    enough for one context. in_experts: of experts that allow it, compute only the neurons that fire. ModelError for a
+    checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
     executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room)
     executor.in_experts = in_experts

@@ -34,9 +34,10 @@ ASKED = "asked for"
 class Selection:
     """A selector, by its name, with the data that it needs.
 
-    why: the reason, for people; in_experts: it selects neurons inside experts, which need no prepared files; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
+    why: the reason, for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
-    layer, None: the selector has none; files: the prepared files in use.
+    layer, None: the selector has none; files: the prepared files in use. in_experts: it selects neurons inside experts,
+    for which nothing is prepared.
     """
 
     selector: str
