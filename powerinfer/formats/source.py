@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,15 @@ def collect(
 ) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
-    stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has `down_rows`, the file
-    stores `down` neuron by neuron, as `down_rows` [neurons, d_model].
+    stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has a matrix with `_rows`
+    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]).
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
     found: dict[str, StoredTensor] = {}
-    rest, known = set(stored), dict(layout.shapes(config))
-    for canonical, shape in (*known.items(), *extra):
-        if "down_rows" in names.inner and canonical.endswith(".down"):
-            canonical, shape = f"{canonical}_rows", shape[::-1]
+    rest = set(stored)
+    known = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
+    for canonical, shape in known.items():
         name = names(canonical)
         if "{}" in name:
             every = {name.format(expert): shape[1:] for expert in range(shape[0])}
@@ -111,17 +111,33 @@ def collect(
         layer, _, inner = canonical.rpartition(".")
         part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
         cut = next((one for one in fused if part in one.parts), None)
-        rows = [known[f"{layer}.{one}{bias}"][0] for one in cut.parts] if cut is not None else [shape[0]]
-        tensor = _checked(stored, name, (sum(rows), *shape[1:]), where)
-        if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
-            raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
-        found[canonical] = tensor if cut is None else cut.cut(part, tensor, rows)
         rest.discard(name)
+        if cut is None:
+            found[canonical] = _checked(stored, name, shape, where)
+            continue
+        rows = [_row_count(known[f"{layer}.{one}{bias}"]) for one in cut.parts]
+        tensor = _checked(stored, name, (sum(rows), *shape[1:][-1:]), where)
+        if len(shape) == 1 and block_type(tensor.type).block > 1:
+            raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
+        found[canonical] = replace(cut.cut(part, tensor, rows), shape=shape)
     if rest:
         some = ", ".join(shown(name) for name in sorted(rest)[:3])
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
     return found
+
+
+def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[str, tuple[int, ...]]:
+    """(name, shape) of the tensor that a file has for a canonical one, itself or transposed."""
+    rows = f"{canonical}_rows"
+    if rows.rpartition(".")[2] not in names.inner:
+        return canonical, shape
+    return rows, (*shape[:-2], shape[-1], shape[-2])
+
+
+def _row_count(shape: tuple[int, ...]) -> int:
+    """Of the matrix, or of all matrices one below the other; elements of a bias."""
+    return shape[0] if len(shape) == 1 else math.prod(shape[:-1])
 
 
 def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], where: str) -> RawTensor:

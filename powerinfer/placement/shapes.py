@@ -213,6 +213,7 @@ class Model:
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         per_token = 4 * floats + forms + max(layer.ffn.row_bytes(config.d_model) for layer in config.layers)
+        per_token += max(one.row_bytes() for one in every)
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
@@ -322,6 +323,10 @@ def _model(
 
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
+        if not isinstance(about, AttentionConfig):
+            return tuple(
+                matrix(f"layers.{layer}.{part}") for part, shape in about.tensors(config.d_model) if len(shape) > 1
+            )
         lanes = cpu.round_up(about.head_dim, cpu.LANES)
         packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
         return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
