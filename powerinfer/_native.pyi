@@ -164,9 +164,7 @@ class Norm:
     ) -> None: ...
 
 class Cache:
-    def __init__(
-        self, type: str, heads: Sequence[tuple[int, int]], pages: int, latents: Sequence[int] = ...
-    ) -> None:
+    def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int, latents: Sequence[int] = []) -> None:
         """
         heads: of each layer the number for keys and values, and their dimensions. latents: of each layer the
         numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.
