@@ -16,8 +16,8 @@ std::vector<Matrix> cut(const Matrix& all, int64_t heads) {
   std::vector<Matrix> each;
   const int64_t panels = all.panels / heads;
   for (int64_t h = 0; h < heads; h++)
-    each.push_back({all.type, panels * PI_LANES, all.k, panels,
-                    all.data + h * panels * pi_panel_bytes(all.type, all.k), all.arena});
+    each.push_back({all.type, panels * PI_LANES, all.k, panels, all.data + h * panels * pi_panel_bytes(all.type, all.k),
+                    all.arena});
   return each;
 }
 
@@ -122,8 +122,7 @@ class LatentIn : public Op {
         float* key = rows.floats(rows.keys) + i * rows.ldk;
         in_.kv_norm.apply(kernels, key, key);
         rotate(p, key, i);
-        kernels->store_latent(p.cache->type,
-                              p.cache->data(kv_) + run.pages[position / PI_PAGE] * p.cache->page_bytes,
+        kernels->store_latent(p.cache->type, p.cache->data(kv_) + run.pages[position / PI_PAGE] * p.cache->page_bytes,
                               (int)(position % PI_PAGE), key, (int)kv_.head_pad);
       }
     }

@@ -92,10 +92,12 @@ struct LatentRows;
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
+class Experts;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
 struct ExpertRows;
+class Experts;
 class NeuronSum;
 class Predictor;
 
@@ -119,17 +121,19 @@ class Program {
   // The same around `attention` of a layer with latents.
   void latent_input(LatentInput in);
   void latent_project(LatentOutput out);
-  void normalise(Norm norm);                                                   // x = norm(x)
-  // logits = w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
+  void normalise(Norm norm);  // x = norm(x)
+  // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
-  void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-               SharedExpert shared);
+  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                                   SharedExpert shared);
+  // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
+  std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -180,6 +184,8 @@ class Program {
     return op;
   }
   void rotate(int thread, const Step& step);
+  // Checks the shapes of experts, and makes room for the rows of a step.
+  void reserve_experts(const ExpertMatrices& all, int64_t top_k);
   void check_layer(int layer) const;
   void check_rope(int table, int64_t dims) const;
   void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);

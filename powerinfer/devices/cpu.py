@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,10 @@ Float32 = NDArray[np.float32]
 Rotation = tuple[Float32, float]
 """Of a rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
 multiplied by."""
+
+
+Routed = dict[int, NDArray[np.int32]]
+"""By layer of experts: those that each token of a step selected, ascending, int32 [tokens, experts of a token]."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,43 @@ class _Observed:
     thresholds: Sequence[float] | None  # of the layers
 
 
+class ExpertSum:
+    """Experts of a layer, which the caller selects for each token."""
+
+    def __init__(
+        self,
+        pool: _native.Pool,
+        program: _native.Program,
+        about: ExpertsConfig,
+        matrices: Sequence[_native.Matrix],
+        n: int,
+    ) -> None:
+        """matrices: of n experts, in the order of the layer's `matrices`."""
+        *gate, up, down = matrices
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down)
+        self.nbytes = sum(one.nbytes for one in matrices)
+        self._pool = pool
+        self._program = program
+        self._matrices = matrices
+        self._n = n
+        self._native = program.expert_sum(of_all, about.router.top_k)
+
+    def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
+        """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
+
+        selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
+        and nothing was computed.
+        """
+        return self._native.sum(self._program, x, selected, weights, out)
+
+    def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
+        """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
+        for packed, tensor in zip(self._matrices, matrices, strict=True):
+            first = place * (packed.rows // self._n)
+            _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
+
+
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
@@ -115,6 +156,7 @@ class CpuExecutor:
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
         self.ffns: dict[int, CpuFfn] = {}  # by layer
+        self._experts: dict[int, _native.Experts] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
@@ -174,6 +216,10 @@ class CpuExecutor:
     def norm(self, weight: Float32, bias: Float32 | None = None) -> _native.Norm:
         """A norm of the model's kind over rows of d_model."""
         return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
+
+    def scale(self, factor: float) -> _native.Norm:
+        """In place of a norm over rows of d_model: a factor."""
+        return _native.Norm(np.full(self.d_model, factor, np.float32), 0.0, plain=True)
 
     def embed(
         self,
@@ -321,7 +367,7 @@ class CpuExecutor:
         if shared:
             *gate, up, down = shared
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
-        self._program.experts(
+        self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
             _router(about.router, correction),
             router,
@@ -329,6 +375,13 @@ class CpuExecutor:
             of_shared,
             shared_weight,
         )
+
+    def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
+        """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`."""
+        about = self.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
+        return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -338,7 +391,7 @@ class CpuExecutor:
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
         row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
         packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
-        self.bytes_per_token += packed.nbytes if read is None else packed.nbytes * read // n
+        self.bytes_per_token += packed.nbytes if read is None else packed.nbytes * min(read, n) // n
         return packed
 
     def normalise(self, layer: int, norm: _native.Norm) -> None:
@@ -346,8 +399,8 @@ class CpuExecutor:
         self._program.normalise(norm)
 
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
-        """logits = matrix . projection . norm(x)."""
-        self._program.head(norm, matrix, projection)
+        """logits = the config's scale * matrix . projection . norm(x)."""
+        self._program.head(norm, matrix, projection, self.config.logit_scale)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -425,9 +478,7 @@ class CpuExecutor:
             at = ffn.op.number + 1
             self._run(batch, ffn.op.number, at)
             if watch.damaged:
-                raise ModelError(
-                    f"layer {layer} computes numbers that are not finite: the model's weights may be damaged"
-                )
+                raise _not_finite(layer)
             if observer is not None:
                 active = watch.active(tokens)[:, : -(-ffn.neurons // 8)]
                 observer.fires(layer, Fired(watch.counts[: ffn.neurons], active, watch.magnitudes.sum(axis=0)))
@@ -465,6 +516,31 @@ class CpuExecutor:
             self._observed = None
             self._program.set_watch(None)
 
+    @contextmanager
+    def routed(self) -> Iterator[Callable[[], Routed]]:
+        """A context in which steps keep what their tokens select; what it gives reads that of the last `forward`.
+
+        That raises ModelError for a router's weights that are not finite.
+        """
+        for op in self._experts.values():
+            op.record(True)
+        try:
+            yield self._routed
+        finally:
+            for op in self._experts.values():
+                op.record(False)
+
+    def _routed(self) -> Routed:
+        found: Routed = {}
+        for layer, op in self._experts.items():
+            selected, damaged = op.selected()
+            if damaged:
+                raise _not_finite(layer)
+            about = self.config.layers[layer].ffn
+            assert isinstance(about, ExpertsConfig)
+            found[layer] = np.array(selected, np.int32).reshape(-1, about.router.top_k)
+        return found
+
     def time_operators(self, on: bool) -> dict[str, float]:
         """Switch timing on or off; seconds spent in each kind of operator since the last call."""
         self._program.timed = on
@@ -478,8 +554,23 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        for name in ("_observed", "_program", "_ropes", "ffns", "parts", "_pack", "_workspace", "_pool", "_logits"):
+        for name in (
+            "_observed",
+            "_program",
+            "_ropes",
+            "ffns",
+            "_experts",
+            "parts",
+            "_pack",
+            "_workspace",
+            "_pool",
+            "_logits",
+        ):
             self.__dict__.pop(name, None)
+
+
+def _not_finite(layer: int) -> ModelError:
+    return ModelError(f"layer {layer} computes numbers that are not finite: the model's weights may be damaged")
 
 
 def choose_pages(

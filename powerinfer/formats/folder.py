@@ -111,7 +111,13 @@ _LATENT = {
     "kv_a_norm": "self_attn.kv_a_layernorm",
     **dict.fromkeys(("k_b_rows", "v_b"), "self_attn.kv_b_proj"),
 }
+_GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
+    f"{experts}_{part}": f"{where}.{matrix}_linear"
+    for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
+    for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
+}
 _NAMES = {
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
     "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
@@ -143,7 +149,11 @@ def _fused(config: ModelConfig) -> list[Fused]:
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
     if isinstance(config.layers[0].attention, LatentAttentionConfig):
-        return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads)]
+        return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads, flat=True)]
+    if config.architecture in ("granitemoe", "granitemoeshared"):
+        experts = config.layers[0].ffn
+        assert isinstance(experts, ExpertsConfig)
+        return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
     fused = config.architecture in ("phi3", "openelm")
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
 

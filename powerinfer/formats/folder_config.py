@@ -52,6 +52,9 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -125,6 +128,7 @@ _PLAIN = {"relu": "relu", "relu2": "relu2"}
 # Defaults of missing keys in the family's class, where families differ.
 _LLAMA = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _OLMO = {"vocab_size": 50304, "max_position_embeddings": 2048, "hidden_act": "silu", "sliding_window": 4096}
+_GRANITE = _LLAMA | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA | {"sliding_window": 4096},
@@ -183,6 +187,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
     },
+    "granite": _LLAMA,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
@@ -521,6 +528,28 @@ def _latent_rope(fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeCon
     return rope, of_all**2
 
 
+def _granite(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    heads = _heads(fields, config)
+    bias = fields.flag("attention_bias", False)
+    scale = fields.number("attention_multiplier", 1e-6, layout.MAX_SCALE, 1.0)
+    attention = replace(heads, rope=_rope(fields, config, heads), qkv_bias=bias, o_bias=bias, scale=scale)
+    ffn: FfnKind
+    if config.architecture == "granite":
+        bias = fields.flag("mlp_bias", False)
+        ffn = FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED), bias=bias)
+    else:
+        ffn = _experts_of(fields, "num_local_experts", "intermediate_size")
+    if config.architecture == "granitemoeshared":
+        ffn = replace(ffn, shared_size=fields.integer("shared_intermediate_size", 0, layout.MAX_WIDTH, 0))
+    return replace(
+        config,
+        layers=uniform(n_layers, LayerConfig(attention, ffn)),
+        embedding_scale=fields.number("embedding_multiplier", 1e-6, layout.MAX_SCALE, 1.0),
+        residual_scale=fields.number("residual_multiplier", 1e-6, layout.MAX_SCALE, 1.0),
+        logit_scale=1 / fields.number("logits_scaling", 1e-6, layout.MAX_SCALE, 1.0),
+    )
+
+
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
     "opt": _opt,
@@ -538,6 +567,7 @@ _READERS = {
     "glm4_moe": _glm4_moe,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _granite),
 }
 
 

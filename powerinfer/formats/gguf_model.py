@@ -43,6 +43,7 @@ class _Family:
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
     local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
     full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none;
     latent: attention is `LatentAttentionConfig`.
     """
@@ -58,6 +59,7 @@ class _Family:
     full_every: int = 0
     local_theta: float | None = None
     scaled: bool = False
+    scales: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
     latent: bool = False
@@ -84,6 +86,8 @@ ARCHITECTURES = {
     "olmoe": _Family("silu", qk_norm="width", experts=_AS_THEY_ARE),
     "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
     "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # DeepSeek-V2, V3, Kimi K2
+    "granite": _Family("silu", interleaved=True, scales=True),
+    "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -168,7 +172,7 @@ def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     """The matrices that the file stores in one tensor."""
     family = ARCHITECTURES[config.architecture]
     if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
-        return [Fused(_KV_B, config.layers[0].attention.n_heads)]
+        return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True)]
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
     return [*qkv, *family.fused]
 
@@ -221,13 +225,21 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         norm=family.norm,
         positions="learned" if learned else "rope",
         position_offset=_OPT_OFFSET if learned else 0,
-        embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else 1.0,
+        embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else _factor(fields, family, "embedding"),
+        residual_scale=_factor(fields, family, "residual"),
+        logit_scale=1 / _factor(fields, family, "logit"),
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
     _refuse_others(fields, falcon)
     layout.check(config, where)
     return config
+
+
+def _factor(fields: Fields, family: _Family, of: str) -> float:
+    if not family.scales:
+        return 1.0
+    return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, 1.0))
 
 
 def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]:
@@ -251,6 +263,8 @@ def _layers(
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
     names, falcon, n_layers = file.tensors, architecture == "falcon", len(heads)
     rope = None if architecture == "opt" else _rope(file, fields, family, heads[0].head_dim)
+    if family.scales and not fields.flag("rope.scaling.finetuned", True):
+        rope = None  # how Granite's files say so
     local = rope
     if rope is not None and family.full_every:
         theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
@@ -259,7 +273,7 @@ def _layers(
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
         "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
-        "scale": _scale(fields, architecture, heads),
+        "scale": _scale(fields, family, architecture, heads),
     }
     return tuple(
         LayerConfig(
@@ -383,8 +397,10 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
     )
 
 
-def _scale(fields: Fields, architecture: str, heads: list[AttentionConfig]) -> float | None:
-    """Of attention's scores. No key states it: llama.cpp knows Gemma 3 27B by its number of layers."""
+def _scale(fields: Fields, family: _Family, architecture: str, heads: list[AttentionConfig]) -> float | None:
+    """Of attention's scores. No key states that of Gemma 3 27B: llama.cpp knows it by its number of layers."""
+    if family.scales:
+        return fields.number("attention.scale", 0, layout.MAX_SCALE, 0.0) or None
     if architecture != "gemma3" or len(heads) != 62:
         return None
     width = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
