@@ -417,7 +417,7 @@ def _smallthinker(
     router = RouterConfig(top_k, scoring="sigmoid")
     experts = ExpertsConfig(n_experts, 768, router, "relu", early_router=True)
     base = _experts("smallthinker", layers, width, heads, experts, 151936, 32768)
-    about = replace(base.layers[0].attention, rope=RopeConfig(1.5e6, 128))
+    about = AttentionConfig(*heads, 128, RopeConfig(1.5e6, 128))
     full = about if everywhere else replace(about, rope=None)
     local = about if everywhere else replace(about, window=4096)
     kinds = tuple(LayerConfig(local if layer % 4 else full, experts) for layer in range(layers))
