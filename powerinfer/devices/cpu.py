@@ -398,15 +398,14 @@ class CpuExecutor:
         stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
         return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
 
-<<<<<<< HEAD
     def _bundled(
         self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
         """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
         n, top, size = about.n_experts, about.router.top_k, about.size
-        gates, up, down = experts
-        gate = self._stack(gates, top)
-        layout, rows = bundle(about, self.d_model, up, down, self._pool.threads)
+        each = iter(experts)
+        gate = self._stack(next(each), top)
+        layout, rows = bundle(about, self.d_model, next(each), next(each), self._pool.threads)
         ends = layout.gate_type, layout.down_type, layout.pitch, layout.up_at, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)
@@ -417,13 +416,9 @@ class CpuExecutor:
         )
         return _native.ExpertMatrices(n, size, spec, gate, None, None, neurons), made
 
-    def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
-        """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
-=======
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
         token."""
->>>>>>> families-land
         n, rows, cols = tensor.shape
         padded = cpu.round_up(rows, cpu.LANES)
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
