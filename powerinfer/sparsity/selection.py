@@ -68,6 +68,8 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
     from powerinfer.devices.cpu_experts import ROW_TYPES
 
     config = checkpoint.config
+    if config.why_whole_experts is not None:
+        raise RequestError(f"selector {selector}: {config.why_whole_experts}; the model runs with --selector all")
     if selector != "exact":
         raise RequestError(f"selector {selector}: not inside experts so far; use --selector exact or all")
     for layer, about in enumerate(layer.ffn for layer in config.layers):
@@ -138,7 +140,7 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     name, why = choose(checkpoint, engine, lacking)
     if (name, engine.selector) == ("all", "auto"):
         return Selection(name, why)
-    if name != "all" and checkpoint.config.why_whole is not None and checkpoint.config.why_whole_experts is None:
+    if name != "all" and any(isinstance(layer.ffn, ExpertsConfig) for layer in checkpoint.config.layers):
         check_experts(name, checkpoint)
         return Selection(name, why, in_experts=True)
     if name != "all":
