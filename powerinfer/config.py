@@ -64,8 +64,46 @@ Shape = tuple[int, ...]
 # (`tensors`) and what is wrong with its settings (`problem`). How it is wired: `models/blocks.py`.
 
 
+class AttentionKind(ABC):
+    """What every kind of attention says about itself."""
+
+    n_heads: int
+    n_kv_heads: int  # of the keys and values in the cache; 0: it keeps none there
+    head_dim: int
+    rope: RopeConfig | None = None  # None: nothing is rotated
+    window: int | None = None  # tokens that a query looks back over, its own included; None: all
+
+    @property
+    def width(self) -> int:
+        """Elements of a token before the output projection."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a token, at most, between the input projections and that, for buffers."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU can compute it."""
+        return True
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What it is, for people."""
+
+    @abstractmethod
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
+
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Settings that do not go together; None: there are none."""
+
+
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(AttentionKind):
     """Attention of one layer: heads over keys and values in the cache."""
 
     n_heads: int
@@ -79,9 +117,8 @@ class AttentionConfig:
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
 
     @property
-    def width(self) -> int:
-        """Elements of all query heads of a token."""
-        return self.n_heads * self.head_dim
+    def title(self) -> str:
+        return f"attention of {self.n_heads} heads"
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         """(name within the layer, shape) of every tensor; matrices are [out, in]."""
@@ -111,6 +148,88 @@ class AttentionConfig:
             return "RoPE's high_freq_factor is not above its low_freq_factor"
         if rope.scaling == "yarn" and not rope.beta_slow < rope.beta_fast:
             return "RoPE's beta_fast is not above its beta_slow"
+        return None
+
+
+@dataclass(frozen=True)
+class GatedAttentionConfig(AttentionConfig):
+    """Attention whose result is multiplied with the sigmoid of another product with the input."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return f"{super().title} with a gate"
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        yield from super().tensors(d_model)
+        yield "q_gate", (self.width, d_model)
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(AttentionKind):
+    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state for each sequence, nothing for each token.
+
+    A causal convolution over the last `taps` tokens precedes it. Value heads share the query and key heads: in turn
+    (`tiled`: head i has those of head i % n_key_heads), or neighbouring ones those of one.
+    """
+
+    n_key_heads: int
+    key_dim: int
+    n_value_heads: int
+    value_dim: int
+    taps: int
+    tiled: bool = False
+
+    @property
+    def n_heads(self) -> int:  # type: ignore[override]
+        return self.n_value_heads
+
+    @property
+    def n_kv_heads(self) -> int:  # type: ignore[override]
+        return 0
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        return self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: elements of queries, keys and values together."""
+        return 2 * self.n_key_heads * self.key_dim + self.width
+
+    @property
+    def row_width(self) -> int:
+        return self.channels + 2 * self.n_value_heads
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return f"Gated DeltaNet of {self.n_value_heads} heads"
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        keys = self.n_key_heads * self.key_dim
+        rows = {"q": keys, "k": keys, "v": self.width, "z": self.width}
+        rows |= dict.fromkeys(("b", "a"), self.n_value_heads)
+        yield from ((f"delta_{name}", (n, d_model)) for name, n in rows.items())
+        yield "delta_conv", (self.channels, self.taps)
+        yield "delta_decay", (self.n_value_heads,)
+        yield "delta_dt_bias", (self.n_value_heads,)
+        yield "delta_norm", (self.value_dim,)
+        yield "delta_o", (d_model, self.width)
+
+    def problem(self) -> str | None:
+        if self.n_value_heads % self.n_key_heads:
+            return f"{self.n_value_heads} value heads cannot share {self.n_key_heads} key heads evenly"
+        if self.key_dim % 16 or self.value_dim % 16:
+            return f"DeltaNet heads of {self.key_dim} and {self.value_dim} dimensions are no multiples of 16"
+        if not 2 <= self.taps <= 8:
+            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
         return None
 
 
@@ -312,7 +431,7 @@ class LayerConfig:
     norms: "pre": x += f(norm(x)); "post": x = norm(x + f(x)); "output": x += norm(f(x)); "both": x += norm(f(norm(x))).
     """
 
-    attention: AttentionConfig
+    attention: AttentionKind
     ffn: FfnKind
     norms: str = "pre"
     parallel: bool = False  # attention and FFN both read the layer's input
@@ -372,8 +491,20 @@ class ModelConfig:
     @property
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
-        others = [layer.ffn.title for layer in self.layers if not layer.ffn.on_gpu]
+        parts = (part for layer in self.layers for part in (layer.attention, layer.ffn))
+        others = [part.title for part in parts if not part.on_gpu]
         return f"layers of {others[0]} run on the CPU alone so far" if others else None
+
+    @property
+    def attentions(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention of the layers, each once."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @property
+    def states(self) -> dict[int, DeltaNetConfig]:
+        """The layers that keep a state for each sequence."""
+        kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
+        return {number: kind for number, kind in kinds if isinstance(kind, DeltaNetConfig)}
 
     @property
     def n_neurons(self) -> int:

@@ -16,9 +16,12 @@ import numpy as np
 from powerinfer.config import (
     ACTIVATIONS,
     AttentionConfig,
+    AttentionKind,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
     FfnKind,
+    GatedAttentionConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -43,6 +46,8 @@ class _Family:
     local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
     full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     experts: how they are selected where the file does not say (it does say how many), None: the family has none.
+    delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
+    `DeltaNetConfig`.
     """
 
     activation: str
@@ -58,6 +63,8 @@ class _Family:
     scaled: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
+    delta: bool = False
+    tiled: bool = False
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -80,6 +87,9 @@ ARCHITECTURES = {
     "qwen3moe": _Family("silu", qk_norm="head", experts=_NORMALISED),
     "olmoe": _Family("silu", qk_norm="width", experts=_AS_THEY_ARE),
     "glm4moe": _Family("silu", partial=True, experts=_DEEPSEEK),
+    "qwen3next": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True),
+    "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
+    "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -113,6 +123,16 @@ NAMES = Names(
         **{f"experts_{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
         **{f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
         "shared_weight": "ffn_gate_inp_shexp",
+        "q_gate": "attn_q",
+        **dict.fromkeys(("delta_q", "delta_k", "delta_v"), "attn_qkv"),
+        "delta_z": "attn_gate",
+        "delta_b": "ssm_beta",
+        "delta_a": "ssm_alpha",
+        "delta_conv": "ssm_conv1d",
+        "delta_decay": "ssm_a",
+        "delta_dt": "ssm_dt",
+        "delta_norm": "ssm_norm",
+        "delta_o": "ssm_out",
     },
 )
 _QKV = Fused(("q", "k", "v"))
@@ -136,15 +156,20 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     fields = Fields(file.metadata, str(file.path), prefix=f"{config.architecture}.")
     blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
-    return {name: tensor for name, tensor in file.tensors.items() if name not in read and not name.startswith(beyond)}
+    found = {name: tensor for name, tensor in file.tensors.items() if name not in read and not name.startswith(beyond)}
+    return {f"{name}.weight" if name.endswith(".ssm_a") else name: tensor for name, tensor in found.items()}
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
     inner = dict(NAMES.inner)
+    if _somewhere(file, "ssm_ba"):
+        inner["delta_a"] = "ssm_ba"
+    if _somewhere(file, "ssm_in"):  # of the first files of Qwen3-Next
+        inner["delta_z"] = "ssm_in"
     for one in fused(file, config):
         inner |= dict.fromkeys(one.parts, "attn_qkv" if one == _QKV else inner[one.parts[-1]])
-    if config.architecture == "glm4moe":
+    if config.architecture == "glm4moe" or ARCHITECTURES[config.architecture].delta:
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -153,8 +178,26 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     """The matrices that the file stores in one tensor."""
+    if ARCHITECTURES[config.architecture].delta:
+        return _fused_delta(file, config)
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
     return [*qkv, *ARCHITECTURES[config.architecture].fused]
+
+
+def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
+    found = [Fused(("q", "q_gate"), one.n_heads) for one in config.attentions if isinstance(one, GatedAttentionConfig)]
+    heads = [one.n_key_heads for one in config.states.values()][:1]
+    inner = ("delta_q", "delta_k", "delta_v")
+    if _somewhere(file, "ssm_in"):
+        found += [Fused((*inner, "delta_z"), n) for n in heads]
+    else:
+        found += [Fused(inner)]
+    return found + [Fused(("delta_b", "delta_a"), n) for n in heads if _somewhere(file, "ssm_ba")]
+
+
+def _somewhere(file: GGUFFile, matrix: str) -> bool:
+    """Whether some layer has a matrix of that name."""
+    return any(name.endswith(f".{matrix}.weight") for name in file.tensors)
 
 
 def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
@@ -186,7 +229,7 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
-    if family.experts is not None:  # layers that only predict further tokens follow the model's own
+    if family.experts is not None or family.delta:  # layers that only predict further tokens follow the model's own
         n_layers -= fields.integer("nextn_predict_layers", 0, n_layers - 1, 0)
     names = file.tensors
     if "token_embd.weight" not in names:
@@ -243,25 +286,53 @@ def _layers(
         "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
         "scale": _scale(fields, architecture, heads),
     }
+    plain = [
+        replace(own, rope=rope if window is None else local, window=window, **shared)
+        for own, window in zip(heads, _windows(fields, n_layers, family), strict=True)
+    ]
+    every = _delta(fields, family, plain) if family.delta else plain
     return tuple(
         LayerConfig(
-            replace(own, rope=rope if window is None else local, window=window, **shared),
+            attention,
             ffn,
             norms=family.norms,
             parallel=falcon,
             shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
         )
-        for own, ffn, window in zip(
-            heads, _ffns(file, fields, family, n_layers), _windows(fields, n_layers, family), strict=True
-        )
+        for attention, ffn in zip(every, _ffns(file, fields, family, n_layers), strict=True)
     )
+
+
+def _delta(fields: Fields, family: _Family, heads: list[AttentionConfig]) -> list[AttentionKind]:
+    """Gated DeltaNet where the file says, else in three layers of four; gated attention with these heads elsewhere."""
+    values = fields.integer("ssm.time_step_rank", 1, layout.MAX_HEADS)
+    width = fields.integer("ssm.inner_size", values, layout.MAX_WIDTH)
+    if width % values:
+        raise fields.bad("ssm.inner_size", f"is {width}, which {values} heads do not divide")
+    delta = DeltaNetConfig(
+        fields.integer("ssm.group_count", 1, layout.MAX_HEADS),
+        fields.integer("ssm.state_size", 1, layout.MAX_HEAD_DIM),
+        values,
+        width // values,
+        fields.integer("ssm.conv_kernel", 1, layout.MAX_HEAD_DIM),
+        family.tiled,
+    )
+    fields.get("rope.dimension_sections", None)  # of a picture's positions: in a text they are all the same
+    every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
+    stated: Any = fields.get("attention.recurrent_layers", None)
+    recurrent = [bool((layer + 1) % every) for layer in range(len(heads))] if stated is None else stated
+    if type(recurrent) is not list or len(recurrent) < len(heads) or not all(type(one) is bool for one in recurrent):
+        raise fields.bad("attention.recurrent_layers", f"is {shown(stated)}, not a truth value for every layer")
+    gated = [GatedAttentionConfig(**vars(own)) for own in heads]
+    return [delta if keeps else own for own, keeps in zip(gated, recurrent[: len(heads)], strict=True)]
 
 
 def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
     activation, threshold = _activation(fields, family)
     bias = "blk.0.ffn_up.bias" in file.tensors
-    sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH)
+    default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
+    sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
     ffns: list[FfnKind] = [FfnConfig(size, activation, threshold, family.gated, bias) for size in sizes]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
         fields.only("expert_count", 0)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
+    GatedAttentionConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -25,6 +27,7 @@ from powerinfer.config import (
     uniform,
 )
 from powerinfer.devices.recording import RECORDED_BYTES
+from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
 from powerinfer.formats.layout import check, shapes
@@ -125,6 +128,14 @@ class Model:
         token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
+    def state_bytes(self, requests: int) -> int:
+        """The states of sequences, if layers have any, for that many requests and their prefixes."""
+        return state_slots(requests, True) * state_bytes(self.config)
+
+    def layer_state(self, layer: int) -> int:
+        """Bytes of a sequence's state in a layer, 0 where it has none."""
+        return state_bytes(self.config) // len(self.config.states) if layer in self.config.states else 0
+
     @property
     def rotation_bytes(self) -> int:
         """The frequencies of the rotary embedding, on a GPU."""
@@ -205,7 +216,7 @@ class Model:
         """
         config = self.config
         every = [layer.attention for layer in config.layers]
-        qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
+        qkv = max(map(cpu.row_width, every))
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
         floats = config.d_model + qkv + wide + 2 * hidden
@@ -323,8 +334,9 @@ def _model(
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
         lanes = cpu.round_up(about.head_dim, cpu.LANES)
-        packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
-        return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
+        padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
+        names = [name for name, shape in about.tensors(config.d_model) if len(shape) > 1]
+        return tuple(matrix(f"layers.{layer}.{name}", padded.get(name)) for name in names)
 
     layers = [f"layers.{layer}." for layer in range(config.n_layers)]
     tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
@@ -402,6 +414,15 @@ def _experts(
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
 
 
+def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> ModelConfig:
+    """Three layers of Gated DeltaNet for each of gated attention, and small experts."""
+    ffn = ExpertsConfig(experts, 512, RouterConfig(top_k), shared_size=512, shared_weight=True)
+    attention = GatedAttentionConfig(16, 2, 256, RopeConfig(1e7, 64), qk_norm="head")
+    delta = DeltaNetConfig(16, 128, 32, 128, 4)
+    kinds = [LayerConfig(delta if (layer + 1) % 4 else attention, ffn) for layer in range(layers)]
+    return ModelConfig(family, 2048, vocab, 262144, 1e-6, tuple(kinds))
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -450,6 +471,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "qwen3-next-80b-a3b": ModelShape(_delta("qwen3_next", 48, 512, 10, 151936), FAMILIES["swiglu"]),
+    "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
 }  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
 How neurons fire is not asked of models whose layers are experts."""
