@@ -160,8 +160,14 @@ class Table:
 
 class Norm:
     def __init__(
-        self, weight: NDArray[np.float32], eps: float, bias: NDArray[np.float32] | None = None, layer: bool = False
-    ) -> None: ...
+        self,
+        weight: NDArray[np.float32],
+        eps: float,
+        bias: NDArray[np.float32] | None = None,
+        layer: bool = False,
+        plain: bool = False,
+    ) -> None:
+        """RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`."""
 
 class Cache:
     def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int) -> None:
@@ -322,6 +328,33 @@ class ExpertMatrices:
     ) -> None:
         """neurons: of each; rows of each are padded to LANES. spec: without biases."""
 
+class Experts(Operator):
+    """An FFN of experts."""
+
+    def record(self, on: bool) -> None:
+        """Start or stop keeping what steps select."""
+
+    def selected(self) -> tuple[list[int], bool]:
+        """
+        The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the
+        first recorded one. And whether a weight was NaN or infinite.
+        """
+
+    def sum(
+        self,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> bool:
+        """
+        out = the weighted sum of each token's experts; x and out: [tokens, d_model].
+
+        selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and
+        nothing was computed.
+        """
+
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
@@ -456,7 +489,7 @@ class Program:
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
-    ) -> None:
+    ) -> Experts:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 
@@ -464,11 +497,14 @@ class Program:
         is the shared expert's weight.
         """
 
+    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
+        """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""
 
-    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None) -> None:
-        """logits = w . project . norm(x)."""
+    def head(self, norm: Norm | None, w: Matrix, project: Matrix | None = None, scale: float = 1.0) -> None:
+        """logits = scale * w . project . norm(x)."""
 
     def set_watch(self, watch: Watch | None) -> None: ...
     def residual(self, tokens: int) -> NDArray[np.float32]:

@@ -465,6 +465,8 @@ class ModelConfig:
     position_offset: int = 0  # row of position 0 in that table
     embed_dim: int = 0  # width of the embedding and of the head's input, where it is not d_model
     embedding_scale: float = 1.0  # factor of the embedding's rows
+    residual_scale: float = 1.0  # factor of what attention and FFN add
+    logit_scale: float = 1.0  # factor of the head's result
     final_norm: bool = True
     tied_embeddings: bool = False
     name: str = ""

@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
     "nemotron": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE),
 }
+GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.3, logits_scaling=5.0)
 FAMILIES |= {
     "gemma3_text": dict(
         intermediate_size=88, num_key_value_heads=2, head_dim=24, rms_norm_eps=1e-5, num_hidden_layers=6,
@@ -98,6 +99,11 @@ FAMILIES |= {
     "qwen3_5_text": DELTA | dict(num_key_value_heads=1),
     "qwen3_5_moe_text": DELTA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40),
     "qwen3_next": DELTA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40),
+    "granite": LLAMA | GRANITE,
+    "granitemoe": LLAMA | GRANITE | dict(num_local_experts=6, num_experts_per_tok=3),
+    "granitemoeshared": LLAMA | GRANITE | dict(
+        num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
+    ),
     "openelm": dict(
         num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
         tie_word_embeddings=True,
@@ -112,7 +118,16 @@ OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("Bambo
 
 WITH_STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """The kinds with layers of Gated DeltaNet."""
-ON_CPU_ALONE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", *WITH_STATES)
+ON_CPU_ALONE = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "granitemoe",
+    "granitemoeshared",
+    *WITH_STATES,
+)
 """The kinds whose layers no GPU runs."""
 FOLDERS = ("folder", "folder-v4")
 
@@ -173,6 +188,7 @@ YARN_KEYS = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 32,
 }
+GRANITE_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention.scale": 0.3, "logit_scale": 5.0}
 CASES = [
     Case("llama2", "llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-2}),
     Case("llama-gqa", "llama", {"num_attention_heads": 8, "num_key_value_heads": 2}, {"rms_norm_eps": 1e-3}),
@@ -370,6 +386,11 @@ CASES = [
         {"rms_norm_eps": 1e-3},
     ),
     Case("qwen35-moe", "qwen3_5_moe_text", {}, {"num_experts_per_tok": 2}),
+    Case("granite", "granite", {"tie_word_embeddings": True}, {"residual_multiplier": 0.61}, metadata=GRANITE_KEYS),
+    Case("granite-biases", "granite", {"attention_bias": True, "mlp_bias": True}, {"logits_scaling": 5.1}, FOLDERS),
+    Case("granite-relu", "granite", {"hidden_act": "relu"}, {"embedding_multiplier": 3.1}, FOLDERS),
+    Case("granite-moe", "granitemoe", {}, {"attention_multiplier": 0.31}, metadata=GRANITE_KEYS),
+    Case("granite-moe-shared", "granitemoeshared", {}, {"num_experts_per_tok": 2}, metadata=GRANITE_KEYS),
     Case("openelm", "openelm", {}, {"rope_freq_constant": 20000.0}, ("folder", "gguf")),
     Case(
         "openelm-relu",
@@ -524,6 +545,8 @@ GGUF_NAMES = {
     "ffn.proj_2": "ffn_down",
     "mlp.gate": "ffn_gate_inp",  # experts
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "block_sparse_moe.router": "ffn_gate_inp",  # Granite
+    "shared_mlp.output_linear": "ffn_down_shexp",
 }
 for part in ("gate", "up", "down"):
     GGUF_NAMES |= dict.fromkeys((f"mlp.shared_expert{s}.{part}_proj" for s in ("", "s")), f"ffn_{part}_shexp")
@@ -620,7 +643,7 @@ def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> I
             own = inner.partition("linear_attn.")[2] or kind
             yield from ((f"blk.{layer}.{short}", part) for short, part in delta_tensors(config, own, values))
             continue
-        if inner == "mlp.experts":
+        if inner in ("mlp.experts", "block_sparse_moe.experts"):
             split = kind == "gate_up_proj"
             for part, half in zip(
                 ("gate", "up") if split else ("down",), np.split(values, 1 + split, axis=1), strict=True
@@ -632,15 +655,16 @@ def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> I
             continue
         if inner == "mlp.shared_expert_gate":
             values = values[0]
-        if inner == "ffn.proj_1":  # which OpenELM's converter splits
+        if inner in ("ffn.proj_1", "shared_mlp.input_linear"):  # which converters split
+            of = "_shexp" * inner.startswith("shared")
             for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
-                yield f"blk.{layer}.ffn_{part}.weight", half
+                yield f"blk.{layer}.ffn_{part}{of}.weight", half
             continue
         short = GGUF_NAMES[inner]
         second = architecture in ("gemma3", "olmo2", "glm4moe", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
-        if architecture in ("llama", "bamboo") and short in ("attn_q", "attn_k"):
+        if architecture in ("llama", "bamboo", "granite", "granitemoe") and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
             values = one_after_another(values, config.num_attention_heads, kv_heads)
@@ -689,6 +713,8 @@ def add_experts(writer: Any, config: Any) -> None:
     writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type in ("qwen2_moe", *WITH_STATES):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type == "glm4_moe":
@@ -703,7 +729,8 @@ def add_experts(writer: Any, config: Any) -> None:
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
-    others |= DELTA_NAMES | {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
+    others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
+    others |= DELTA_NAMES | {"granitemoeshared": "granitemoe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)

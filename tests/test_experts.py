@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ class Layer:
         self.rng = np.random.default_rng(seed)
         self.activation = "silu" if gated else "relu"
         self.top = TOP
+        self.record = False
+        self.selected: tuple[list[int], bool] = ([], False)
         self.stored = {name: self._stack(EXPERTS, *shape) for name, shape in self._shapes(size)}
         self.stored |= {f"shared_{name}": self._stack(1, *shape) for name, shape in self._shapes(shared) if shared}
         self.router = self.rng.standard_normal((EXPERTS, d)).astype(np.float32) / np.float32(d**0.5)
@@ -130,43 +133,60 @@ class Layer:
     def _stack(self, n: int, rows: int, k: int) -> list[np.ndarray]:
         return [stored_evenly(self.kind, rows, k, k**-0.5, self.rng) for _ in range(n)]
 
+    def _program(self, level: str, tokens: int, threads: int) -> tuple[_native.Pool, _native.Program]:
+        pool = _native.Pool(threads)
+        workspace, cache = _native.Workspace(pool, level), _native.Cache("f32", [(1, 16)], 1)
+        return pool, _native.Program(workspace, cache, tokens, self.d, max(self.size, self.shared), [1])
+
+    def _packed(self, pool: _native.Pool, name: str, experts: list[int] | None = None) -> _native.Matrix | None:
+        """experts: which of them, None: all."""
+        every = self.stored.get(name)
+        if every is None:
+            return None
+        every = every if experts is None else [every[one] for one in experts]
+        rows, k = dict(self._shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]]
+        padded = -(-rows // _native.LANES) * _native.LANES
+        within = np.arange(padded)
+        row_map = np.where(within < rows, np.arange(len(every))[:, None] * rows + within, -1)
+        row_map = row_map.reshape(-1).astype(np.int32) if len(every) > 1 else None
+        data = np.concatenate(every)
+        return _native.pack_matrix(pool, _native.Arena(), self.kind, len(every) * rows, k, data, row_map)
+
+    def sum(
+        self, level: str, x: np.ndarray, experts: list[int], selected: np.ndarray, weights: np.ndarray
+    ) -> tuple[bool, np.ndarray]:
+        """The sum of some experts alone, outside of a program's steps. selected: places in `experts`."""
+        pool, program = self._program(level, len(x), 2)
+        matrices = (self._packed(pool, name, experts) for name in ("gate", "up", "down"))
+        spec = _native.NeuronSpec(self.activation)
+        some = program.expert_sum(_native.ExpertMatrices(len(experts), self.size, spec, *matrices), self.top)
+        out = np.full_like(x, np.nan)
+        return some.sum(program, x, selected.astype(np.int32), weights.astype(np.float32), out), out
+
     def run(self, level: str, x: np.ndarray, threads: int) -> np.ndarray:
         """What the operator adds to x [tokens, d]."""
-        pool = _native.Pool(threads)
-        workspace = _native.Workspace(pool, level)
-        arena = _native.Arena()
-        program = _native.Program(
-            workspace, _native.Cache("f32", [(1, 16)], 1), len(x), self.d, max(self.size, self.shared), [1]
-        )
+        pool, program = self._program(level, len(x), threads)
         spec = _native.NeuronSpec(self.activation)
-
-        def packed(name: str) -> _native.Matrix | None:
-            every = self.stored.get(name)
-            if every is None:
-                return None
-            rows, k = dict(self._shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]]
-            padded = -(-rows // _native.LANES) * _native.LANES
-            within = np.arange(padded)
-            row_map = np.where(within < rows, np.arange(len(every))[:, None] * rows + within, -1)
-            row_map = row_map.reshape(-1).astype(np.int32) if len(every) > 1 else None
-            data = np.concatenate(every)
-            return _native.pack_matrix(pool, arena, self.kind, len(every) * rows, k, data, row_map)
-
+        packed = partial(self._packed, pool)
         experts = _native.ExpertMatrices(EXPERTS, self.size, spec, packed("gate"), packed("up"), packed("down"))
         shared = None
         if self.shared:
             shared = _native.DenseNeurons(spec, *(packed(f"shared_{name}") for name in ("gate", "up", "down")))
-        router = _native.pack_matrix(pool, arena, "F32", EXPERTS, self.d, self.router.view(np.uint8).reshape(-1))
+        router = _native.pack_matrix(
+            pool, _native.Arena(), "F32", EXPERTS, self.d, self.router.view(np.uint8).reshape(-1)
+        )
         table = np.ascontiguousarray(x, np.float32)
         program.embed(_native.Table("F32", len(x), self.d, table.view(np.uint8).reshape(-1)))
         how = _native.RouterSpec(self.top, normalise=True)
-        program.experts(_native.FfnSpec(), how, router, experts, shared, self.shared_gate)
+        op = program.experts(_native.FfnSpec(), how, router, experts, shared, self.shared_gate)
+        op.record(self.record)
         tokens = np.arange(len(x), dtype=np.int32)
         zeros = np.zeros(len(x), np.int32)
         pages = np.zeros((1, -(-len(x) // 32)), np.int32)
         program.run(
             tokens, tokens, zeros, pages, zeros[:0], np.empty((0, -(-len(x) // 16) * 16), np.float32), 0, 2, len(x)
         )
+        self.selected = op.selected()
         return program.residual(len(x)).copy() - x
 
     def linear(self, x: np.ndarray, name: str, expert: int) -> np.ndarray:
@@ -233,6 +253,35 @@ def test_bits_depend_on_neither_the_batch_nor_the_threads(level: str, kind: str)
         assert np.array_equal(layer.run(level, x[first:last], 2), whole[first:last])
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_two_places_add_up(kind: str, tokens: int) -> None:
+    """What two devices compute of it, each the experts that it has."""
+    d, size = KINDS[kind]
+    layer = Layer(kind, d, size, gated=kind != "F16", shared=0)
+    x = np.random.default_rng(9).standard_normal((tokens, d)).astype(np.float32)
+    selections = [routed({"top_k": TOP, "normalise": True}, row.astype(np.float64) @ layer.router.T) for row in x]
+    selected, weights = np.array([one[0] for one in selections]), np.array([one[1] for one in selections])
+    found = np.zeros_like(x)
+    for experts in ([0, 4], [1, 2, 3, 5]):
+        places = np.full(EXPERTS, -1)
+        places[experts] = np.arange(len(experts))
+        some, part = layer.sum(LEVELS[-1], x, experts, places[selected], weights)
+        assert some == (places[selected] >= 0).any()
+        found += part
+    exact = layer.exact(x)
+    assert rms(found - exact) <= ALLOWED.get(kind, 2e-3) * rms(exact)
+
+
+def test_no_expert_is_no_work() -> None:
+    layer = Layer("F32", 40, 24, gated=True, shared=0)
+    x = np.ones((2, 40), np.float32)
+    some, out = layer.sum(LEVELS[0], x, [1], np.full((2, TOP), -1), np.ones((2, TOP)))
+    assert not some and not out.any()
+    with pytest.raises(ValueError, match="no such expert"):
+        layer.sum(LEVELS[0], x, [1], np.full((2, TOP), 1), np.ones((2, TOP)))
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_stays_in_its_row(number: float) -> None:
     layer = Layer("F32", 40, 24, gated=True, shared=24)
@@ -242,6 +291,22 @@ def test_what_is_no_number_stays_in_its_row(number: float) -> None:
     whole, found = layer.run(LEVELS[0], x, 2), layer.run(LEVELS[0], damaged, 2)
     others = [0, 1, 3, 4, 5]
     assert np.array_equal(found[others], whole[others]) and not np.isfinite(found[2]).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_what_a_step_selects_can_be_read(tokens: int) -> None:
+    layer = Layer("F32", 40, 24, gated=True, shared=24)
+    x = np.random.default_rng(9).standard_normal((tokens, 40)).astype(np.float32)
+    out = layer.run(LEVELS[0], x, 2)
+    assert layer.selected == ([], False), "only if it is asked for"
+    layer.record = True
+    assert np.array_equal(layer.run(LEVELS[0], x, 2), out)
+    how = {"top_k": TOP, "normalise": True}
+    wanted = [int(expert) for row in x for expert in routed(how, row.astype(np.float64) @ layer.router.T)[0]]
+    assert layer.selected == (wanted, False)
+    x[-1, 3] = np.nan
+    layer.run(LEVELS[0], x, 2)
+    assert layer.selected[0][:-TOP] == wanted[:-TOP] and layer.selected[1]
 
 
 # ---- models

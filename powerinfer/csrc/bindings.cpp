@@ -42,8 +42,8 @@ using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0", "Q4_1",
-                                       "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
+                                       "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
@@ -547,13 +547,15 @@ void bind_table(nb::module_& m) {
 void bind_norm(nb::module_& m) {
   nb::class_<Norm>(m, "Norm").def(
       "__init__",
-      [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer) {
+      [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer, bool plain) {
         require(weight.shape(0) > 0, "a norm needs weights");
+        require(!plain || !layer, "a norm is either plain or a LayerNorm");
         require(!bias || (layer && bias->shape(0) == weight.shape(0)),
                 "only a LayerNorm has a bias, as long as its weights");
-        new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer};
+        new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer, plain};
       },
-      "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false);
+      "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false, "plain"_a = false,
+      "RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`.");
 }
 
 void bind_cache(nb::module_& m) {
@@ -688,6 +690,20 @@ void bind_ffn(nb::module_& m) {
       .def("clear", &Ffn::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 
+bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
+  const size_t tokens = x.shape(0), k = (size_t)experts.d_model(), some = (size_t)experts.top_k();
+  require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && x.shape(1) == k && out.shape(0) == tokens &&
+              out.shape(1) == k,
+          "x and out must be [tokens, d_model], for at most the program's tokens");
+  require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
+              weights.shape(1) == some,
+          "selected and weights must be [tokens, top_k]");
+  for (size_t i = 0; i < tokens * some; i++)
+    require(selected.data()[i] >= -1 && selected.data()[i] < experts.experts(), "no such expert");
+  nb::gil_scoped_release release;
+  return experts.sum(program, x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data());
+}
+
 void bind_experts(nb::module_& m) {
   nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")
       .def(
@@ -724,6 +740,25 @@ void bind_experts(nb::module_& m) {
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
           "neurons: of each; rows of each are padded to LANES. spec: without biases.");
+  nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
+      .def("record", &Experts::record, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Start or stop keeping what steps select.")
+      .def(
+          "selected",
+          [](const Experts& op) {
+            Experts::Selected last;
+            {
+              nb::gil_scoped_release release;
+              last = op.recorded();
+            }
+            return std::make_pair(std::move(last.experts), last.damaged);
+          },
+          "The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the\n"
+          "first recorded one. And whether a weight was NaN or infinite.")
+      .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
+           "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
+           "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
+           "nothing was computed.");
 }
 
 void bind_watch(nb::module_& m) {
@@ -848,20 +883,23 @@ void bind_operators(nb::class_<Program>& program) {
           "experts",
           [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
-            p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
+            return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
           },
           "spec"_a, "router"_a, "scores"_a, "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
           "scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of "
           "it,\n"
           "is the shared expert's weight.")
+      .def("expert_sum", &Program::expert_sum, "experts"_a, "top_k"_a,
+           "Experts that the caller selects, at most top_k for a token. Not while a step runs.")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",
-          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project) {
-            p.head(norm_of(norm), std::move(project), std::move(w));
+          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale) {
+            p.head(norm_of(norm), std::move(project), std::move(w), scale);
           },
-          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "logits = w . project . norm(x).");
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f,
+          "logits = scale * w . project . norm(x).");
 }
 
 void bind_program(nb::module_& m) {

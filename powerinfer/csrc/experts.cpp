@@ -136,7 +136,7 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                 SharedExpert shared)
+                 SharedExpert shared, std::shared_ptr<Workspace> workspace)
     : spec_(std::move(spec)),
       router_(std::move(router)),
       scores_(std::move(scores)),
@@ -147,37 +147,52 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       activation_(all.activation),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
       up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)) {}
+      down_(cut(*all.down, n_, d_model_)),
+      workspace_(std::move(workspace)) {}
 
-void Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                      SharedExpert shared) {
+void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   const int64_t n = all.experts, d = sizes.d_model;
   const auto stacked = [&](const Matrix& m, int64_t rows) {
     return m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
            (m.rows == n * rows || m.rows == m.panels * PI_LANES);
   };
   check(n > 0 && all.neurons > 0, "experts need neurons");
-  check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
-  check_router(router, n);
   for (const auto& gate : {all.gate, all.up})
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
+  workspace->reserve(1, all.neurons);
+  const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
+  if (had.experts < n || had.top_k < top_k || had.neurons < all.neurons)
+    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{
+        sizes.max_tokens, std::max(n, had.experts), std::max(top_k, had.top_k), std::max(all.neurons, had.neurons), d});
+}
+
+std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
+  check(top_k > 0, "a token needs experts");
+  reserve_experts(all, top_k);
+  RouterSpec router{};
+  router.top_k = top_k;
+  return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{}, workspace);
+}
+
+std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
+                                          ExpertMatrices all, SharedExpert shared) {
+  const int64_t n = all.experts, d = sizes.d_model;
+  reserve_experts(all, router.top_k);
+  check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
+  check_router(router, n);
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
   check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
         "the shared expert has a wrong shape");
   check_norm(spec.norm, d, "the FFN norm");
   check_norm(spec.out_norm, d, "the norm of the FFN's output");
-  workspace->reserve(1, all.neurons);
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
-  const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
-  if (had.experts < n || had.top_k < router.top_k || had.neurons < all.neurons)
-    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{sizes.max_tokens, std::max(n, had.experts),
-                                                                 std::max(router.top_k, had.top_k),
-                                                                 std::max(all.neurons, had.neurons), d});
-  add(std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
-                                std::move(shared)));
+  const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
+                                            std::move(shared), workspace);
+  add(op);
+  return op;
 }
 
 // ---- A step ---------------------------------------------------------------------------------------------------------
@@ -203,8 +218,36 @@ void Experts::run(Thread& t, const Step& step) {
   p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
 }
 
+bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,
+                  float* out) {
+  const int64_t n = tokens * router_.top_k;
+  if (std::all_of(selected, selected + n, [](int32_t e) { return e < 0; })) {
+    std::fill(out, out + tokens * d_model_, 0.0f);
+    return false;
+  }
+  Workspace& w = *program.workspace;
+  ExpertRows& rows = *program.expert_rows;
+  const auto prepare = [&] {
+    std::copy(selected, selected + n, rows.selected.begin());
+    std::copy(weights, weights + n, rows.weights.begin());
+    group(rows, tokens);
+  };
+  const auto job = [&](int thread) {
+    Thread t{thread, &program, {}};
+    const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
+    const PiActs* acts = w.prepare(thread, {x, d_model_, d_model_, tokens}, {}, forms);
+    multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
+    w.pool->barrier();
+    add_down(t, rows);
+    w.pool->barrier();
+    merge(t, rows, tokens, {out, d_model_, false, NONE});
+  };
+  w.pool->run(prepare, job);
+  return true;
+}
+
 // The experts of each token, and the rows that follow.
-void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) {
   Workspace& w = *t.program->workspace;
   w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
   w.pool->barrier();
@@ -215,7 +258,28 @@ void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t to
     w.pool->barrier();
   } else if (t.id == 0) route_token(rows, acts, 0);
   if (t.id == 0) group(rows, tokens);
+  if (t.id == 0 && records_) keep(rows, tokens);
   w.pool->barrier();
+}
+
+void Experts::record(bool on) {
+  workspace_->pool->between_jobs([&] {
+    records_ = on;
+    recorded_ = {};
+  });
+}
+
+Experts::Selected Experts::recorded() const {
+  Selected copy;
+  workspace_->pool->between_jobs([&] { copy = recorded_; });
+  return copy;
+}
+
+void Experts::keep(const ExpertRows& rows, int64_t tokens) {
+  const int64_t n = tokens * router_.top_k;
+  recorded_.experts.assign(rows.selected.begin(), rows.selected.begin() + n);
+  recorded_.damaged =
+      std::any_of(rows.weights.begin(), rows.weights.begin() + n, [](float weight) { return !isfinite(weight); });
 }
 
 void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const {
@@ -237,7 +301,8 @@ void Experts::group(ExpertRows& rows, int64_t tokens) const {
   const int64_t n = tokens * router_.top_k;
   std::vector<int32_t>& begin = rows.begin;
   std::fill(begin.begin(), begin.begin() + n_ + 1, 0);
-  for (int64_t i = 0; i < n; i++) begin[(size_t)rows.selected[(size_t)i] + 1]++;
+  for (int64_t i = 0; i < n; i++)
+    if (rows.selected[(size_t)i] >= 0) begin[(size_t)rows.selected[(size_t)i] + 1]++;
   rows.active.clear();
   for (int64_t e = 0; e < n_; e++) {
     if (const int32_t own = begin[(size_t)e + 1]) {
@@ -249,6 +314,8 @@ void Experts::group(ExpertRows& rows, int64_t tokens) const {
   }
   // `begin` moves to the end of each expert's rows, where those of the next one begin, and back
   for (int64_t i = 0; i < n; i++) {
+    rows.row_of[(size_t)i] = -1;
+    if (rows.selected[(size_t)i] < 0) continue;
     const int32_t row = begin[(size_t)rows.selected[(size_t)i]]++;
     rows.row_of[(size_t)i] = row;
     rows.token_of[(size_t)row] = (int32_t)(i / router_.top_k);
@@ -353,6 +420,7 @@ void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Des
       for (int64_t c = c0; c < c1; c++) out[c] += weight * row[c];
     }
     for (int64_t j = i * k; j < (i + 1) * k; j++) {
+      if (rows.row_of[(size_t)j] < 0) continue;
       const float* row = rows.floats(rows.out) + rows.row_of[(size_t)j] * rows.ldy;
       for (int64_t c = c0; c < c1; c++) out[c] += row[c];
     }

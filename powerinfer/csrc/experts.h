@@ -56,18 +56,35 @@ struct ExpertRows {
 
 class Experts : public Op {
  public:
-  // Made by Program::experts, which checks the sizes.
-  Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared);
+  // Made by Program::experts and Program::expert_sum, which check the sizes; without scores it cannot `run`.
+  Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared,
+          std::shared_ptr<Workspace> workspace);
 
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
 
+  // Whether steps keep what they selected, until the next one: for profiles and for policies that place experts.
+  void record(bool on);
+  // Of the last step.
+  struct Selected {
+    std::vector<int32_t> experts;  // [tokens][top_k], ascending for each token
+    bool damaged = false;          // a weight was NaN or infinite
+  };
+  Selected recorded() const;
+  // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
+  // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
+  bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
+  int64_t experts() const { return n_; }
+  int64_t top_k() const { return router_.top_k; }
+  int64_t d_model() const { return d_model_; }
+
  private:
   template <class F>
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
-  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
+  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens);
   void route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const;
   void group(ExpertRows& rows, int64_t tokens) const;
+  void keep(const ExpertRows& rows, int64_t tokens);
   PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const;
   void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
   void add_down(Thread& t, const ExpertRows& rows) const;
@@ -80,4 +97,7 @@ class Experts : public Op {
   const int64_t n_, neurons_, d_model_;
   const Activation activation_;
   std::vector<Matrix> gate_, up_, down_;  // of each expert; no gates: empty
+  const std::shared_ptr<Workspace> workspace_;
+  bool records_ = false;
+  Selected recorded_;
 };

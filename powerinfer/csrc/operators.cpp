@@ -363,8 +363,8 @@ namespace {
 // activations are two planes of 8 bits, the second the remainder of the first, multiplied in one pass over a weight.
 class Head : public Op {
  public:
-  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, int threads)
-      : norm_(std::move(norm)), project_(std::move(project)), w_(std::move(w)) {
+  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, int threads)
+      : norm_(std::move(norm)), project_(std::move(project)), w_(std::move(w)), scale_(scale) {
     if (w_->form() != PI_FORM_Q8) return;
     planes_ = std::make_unique<Mapping>(2 * ROWS * w_->panels * PI_LANES * 4);
     for (int t = 0; t < threads; t++) forms_.emplace_back(2 * ROWS * w_->k);
@@ -390,6 +390,11 @@ class Head : public Op {
                     step.logits + i * step.logit_stride, step.logit_stride);
     } else {
       here.product(*w_, acts, step.logits, step.logit_stride, rows);
+    }
+    if (scale_ != 1.0f) {
+      const Columns mine(*w_, *here.w.pool, t.id);
+      for (int64_t i = 0; i < rows; i++)
+        here.kernels->scale(step.logits + i * step.logit_stride + mine.c0, scale_, mine.n());
     }
     here.barrier();
   }
@@ -425,18 +430,19 @@ class Head : public Op {
 
   const Norm norm_;
   const std::shared_ptr<Matrix> project_, w_;
+  const float scale_;
   std::unique_ptr<Mapping> planes_;  // [2 ROWS][rows of w]; null: there is one plane
   std::vector<ActMemory> forms_;     // of the threads
 };
 
 }  // namespace
 
-void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w) {
+void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale) {
   check(w->k == sizes.embed_dim, "the output head has another width than embed_dim");
   check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
         "the head's projection does not lead from the width of the model to embed_dim");
   check_norm(norm, sizes.d_model, "the final norm");
   final_norm_ = std::make_shared<const Norm>(norm);
   head_panels = w->panels;
-  add(std::make_shared<Head>(std::move(norm), std::move(project), std::move(w), workspace->pool->threads()));
+  add(std::make_shared<Head>(std::move(norm), std::move(project), std::move(w), scale, workspace->pool->threads()));
 }

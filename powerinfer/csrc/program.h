@@ -87,10 +87,12 @@ struct AttentionInput {
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
+class Experts;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
 struct ExpertRows;
+class Experts;
 class NeuronSum;
 class Predictor;
 
@@ -116,16 +118,18 @@ class Program {
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   void normalise(Norm norm);                                                   // x = norm(x)
-  // logits = w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w);
+  // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
                            std::shared_ptr<NeuronSum> bundled = nullptr,
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
-  void experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-               SharedExpert shared);
+  std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
+                                   SharedExpert shared);
+  // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
+  std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
   size_t size() const { return ops_.size(); }
   // Runs operators [first, last) on a step that has been checked.
@@ -176,6 +180,8 @@ class Program {
     return op;
   }
   void rotate(int thread, const Step& step);
+  // Checks the shapes of experts, and makes room for the rows of a step.
+  void reserve_experts(const ExpertMatrices& all, int64_t top_k);
   void check_layer(int layer) const;
 
   std::shared_ptr<const Norm> final_norm_;  // null: there is no head

@@ -9,7 +9,9 @@ Vector padded(Vector v) {
 
 void Norm::apply(const PiKernels* kernels, const float* x, float* out) const {
   const int64_t k = (int64_t)w.size();
-  if (layer) kernels->layer_norm(x, w.data(), b.empty() ? nullptr : b.data(), k, eps, out);
+  if (plain)
+    for (int64_t i = 0; i < k; i++) out[i] = x[i] * w[(size_t)i];
+  else if (layer) kernels->layer_norm(x, w.data(), b.empty() ? nullptr : b.data(), k, eps, out);
   else kernels->rms_norm(x, w.data(), k, eps, out);
 }
 

@@ -29,11 +29,12 @@ using Vector = std::vector<float>;
 
 Vector padded(Vector v);
 
-// RMS norm, or LayerNorm where `layer`, whose bias may be absent. An absent norm leaves rows as they are.
+// RMS norm; LayerNorm where `layer`, whose bias may be absent; only a product with the weights where `plain`. An absent
+// norm leaves rows as they are.
 struct Norm {
   Vector w, b;
   float eps = 0;
-  bool layer = false;
+  bool layer = false, plain = false;
   explicit operator bool() const { return !w.empty(); }
   // out = norm(x), a row of k = w.size(); they may be the same row.
   void apply(const PiKernels* kernels, const float* x, float* out) const;

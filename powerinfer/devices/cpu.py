@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,10 @@ Float32 = NDArray[np.float32]
 Rotation = tuple[Float32, float]
 """Of a rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
 multiplied by."""
+
+
+Routed = dict[int, NDArray[np.int32]]
+"""By layer of experts: those that each token of a step selected, ascending, int32 [tokens, experts of a token]."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,22 @@ class _Observed:
     thresholds: Sequence[float] | None  # of the layers
 
 
+class ExpertSum:
+    """Experts of a layer, which the caller selects for each token."""
+
+    def __init__(self, program: _native.Program, experts: _native.Experts) -> None:
+        self._program = program
+        self._experts = experts
+
+    def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
+        """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
+
+        selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
+        and nothing was computed.
+        """
+        return self._experts.sum(self._program, x, selected, weights, out)
+
+
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
@@ -116,6 +136,7 @@ class CpuExecutor:
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
         self.ffns: dict[int, CpuFfn] = {}  # by layer
+        self._experts: dict[int, _native.Experts] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
@@ -182,6 +203,10 @@ class CpuExecutor:
     def norm(self, weight: Float32, bias: Float32 | None = None) -> _native.Norm:
         """A norm of the model's kind over rows of d_model."""
         return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
+
+    def scale(self, factor: float) -> _native.Norm:
+        """In place of a norm over rows of d_model: a factor."""
+        return _native.Norm(np.full(self.d_model, factor, np.float32), 0.0, plain=True)
 
     def embed(
         self,
@@ -322,14 +347,13 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
+        of_all = self._matrices(about, experts)
         spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down)
         of_shared = None
         if shared:
             *gate, up, down = shared
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
-        self._program.experts(
+        self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
             _router(about.router, correction),
             router,
@@ -338,6 +362,18 @@ class CpuExecutor:
             shared_weight,
         )
 
+    def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
+        """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`."""
+        about = self.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        return ExpertSum(self._program, self._program.expert_sum(self._matrices(about, experts), about.router.top_k))
+
+    def _matrices(self, about: ExpertsConfig, experts: Iterable[RawTensor]) -> _native.ExpertMatrices:
+        *gate, up, down = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
+        (n, of_up), (_, of_down) = up, down
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        return _native.ExpertMatrices(n, about.size, spec, gate[0][1] if gate else None, of_up, of_down)
+
     def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
         n, rows, cols = tensor.shape
@@ -345,7 +381,7 @@ class CpuExecutor:
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
         row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
         packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
-        self.bytes_per_token += packed.nbytes * read // n
+        self.bytes_per_token += packed.nbytes * min(read, n) // n
         return packed
 
     def normalise(self, layer: int, norm: _native.Norm) -> None:
@@ -353,8 +389,8 @@ class CpuExecutor:
         self._program.normalise(norm)
 
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
-        """logits = matrix . projection . norm(x)."""
-        self._program.head(norm, matrix, projection)
+        """logits = the config's scale * matrix . projection . norm(x)."""
+        self._program.head(norm, matrix, projection, self.config.logit_scale)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -437,9 +473,7 @@ class CpuExecutor:
             at = ffn.op.number + 1
             self._run(batch, ffn.op.number, at)
             if watch.damaged:
-                raise ModelError(
-                    f"layer {layer} computes numbers that are not finite: the model's weights may be damaged"
-                )
+                raise _not_finite(layer)
             if observer is not None:
                 active = watch.active(tokens)[:, : -(-ffn.neurons // 8)]
                 observer.fires(layer, Fired(watch.counts[: ffn.neurons], active, watch.magnitudes.sum(axis=0)))
@@ -477,6 +511,31 @@ class CpuExecutor:
             self._observed = None
             self._program.set_watch(None)
 
+    @contextmanager
+    def routed(self) -> Iterator[Callable[[], Routed]]:
+        """A context in which steps keep what their tokens select; what it gives reads that of the last `forward`.
+
+        That raises ModelError for a router's weights that are not finite.
+        """
+        for op in self._experts.values():
+            op.record(True)
+        try:
+            yield self._routed
+        finally:
+            for op in self._experts.values():
+                op.record(False)
+
+    def _routed(self) -> Routed:
+        found: Routed = {}
+        for layer, op in self._experts.items():
+            selected, damaged = op.selected()
+            if damaged:
+                raise _not_finite(layer)
+            about = self.config.layers[layer].ffn
+            assert isinstance(about, ExpertsConfig)
+            found[layer] = np.array(selected, np.int32).reshape(-1, about.router.top_k)
+        return found
+
     def time_operators(self, on: bool) -> dict[str, float]:
         """Switch timing on or off; seconds spent in each kind of operator since the last call."""
         self._program.timed = on
@@ -490,9 +549,13 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        names = "_observed _program _states _ropes ffns parts _pack _workspace _pool _logits"
+        names = "_observed _program _states _ropes ffns _experts parts _pack _workspace _pool _logits"
         for name in names.split():
             self.__dict__.pop(name, None)
+
+
+def _not_finite(layer: int) -> ModelError:
+    return ModelError(f"layer {layer} computes numbers that are not finite: the model's weights may be damaged")
 
 
 def choose_pages(

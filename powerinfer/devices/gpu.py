@@ -81,8 +81,8 @@ class GpuLayers:
         heads = [(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in config.layers[:layers]]
         self._cache = [tuple(gpu.new_cache(kv_type, pages, *one, device) for _ in "kv") for one in heads]
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
-        totals = split and any(layer.norms in ("output", "both") for layer in config.layers[:layers])
-        self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=totals)
+        changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
+        self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)
         triton = self._cuda and gpu.which(torch.empty(0, device=device)) == "triton"
         self._recorder = cuda_graphs(device) if triton else None
         self._recordings: Recordings | None = None
@@ -116,6 +116,10 @@ class GpuLayers:
         """A norm of the model's kind over rows of d_model."""
         config = self._config
         return GpuNorm(self._vector(weight), self._some(bias), config.norm_eps, config.norm == "layer")
+
+    def scale(self, factor: float) -> GpuNorm:
+        """In place of a norm over rows of d_model: a factor."""
+        return GpuNorm(import_torch().full((1,), factor, device=self.device), None, 0.0, False, plain=True)
 
     def _rms(self, weight: Float32 | None) -> GpuNorm | None:
         return None if weight is None else GpuNorm(self._vector(weight), None, self._config.norm_eps, False)
@@ -235,9 +239,10 @@ class GpuLayers:
         self._add(layer, "normalise", lambda step: step.set(norm(step.x)))
 
     def head(self, norm: GpuNorm | None, matrix: StoredMatrix, projection: StoredMatrix | None = None) -> None:
-        """logits = matrix . projection . norm(x)."""
+        """logits = the config's scale * matrix . projection . norm(x)."""
         out = self._upload("head", matrix)
         inner = None if projection is None else self._upload("head", projection)
+        scale = self._config.logit_scale
 
         def run(step: Step) -> None:
             if not len(step.logit_rows):
@@ -245,6 +250,8 @@ class GpuLayers:
             x = step.x.index_select(0, step.logit_rows)
             x = x if norm is None else norm(x)
             logits = out(x if inner is None else inner(x))
+            if scale != 1:
+                logits.mul_(scale)
             self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
         self._head, self._final_norm = Operator("head", -1, run), norm

@@ -21,15 +21,19 @@ else:
 
 @dataclass(frozen=True)
 class GpuNorm:
-    """weight, bias: float32 [n] on the device. RMS norm, or LayerNorm where `layer`."""
+    """weight, bias: float32 [n] on the device. RMS norm; LayerNorm where `layer`; only a product with the weights, [n]
+    or [1], where `plain`."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     layer: bool
+    plain: bool = False
 
     def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
         """x float32 [rows, n], normalised."""
+        if self.plain:
+            return import_torch().mul(x, self.weight, out=into)
         return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into)
 
 

@@ -114,9 +114,15 @@ _QWEN_DELTA = replace(
 _QWEN3_NEXT = {f"delta_{name}": "linear_attn.in_proj_qkvz" for name in "qkvz"} | {
     f"delta_{name}": "linear_attn.in_proj_ba" for name in "ba"
 }
+_GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
+    f"{experts}_{part}": f"{where}.{matrix}_linear"
+    for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
+    for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
+}
 _NAMES = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN_DELTA),
     "qwen3_next": replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _QWEN3_NEXT),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
     "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
@@ -149,6 +155,10 @@ def _fused(config: ModelConfig) -> list[Fused]:
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
     if config.architecture in _DELTA:
         return _fused_delta(config)
+    if config.architecture in ("granitemoe", "granitemoeshared"):
+        experts = config.layers[0].ffn
+        assert isinstance(experts, ExpertsConfig)
+        return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
     fused = config.architecture in ("phi3", "openelm")
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
 

@@ -53,6 +53,9 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -142,6 +145,7 @@ _DELTA = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
 }  # fmt: skip
+_GRANITE = _LLAMA | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA | {"sliding_window": 4096},
@@ -191,6 +195,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
     "qwen3_5_moe_text": _DELTA | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
+    "granite": _LLAMA,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
@@ -504,6 +511,28 @@ def _glm4_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
     return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
 
 
+def _granite(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    heads = _heads(fields, config)
+    bias = fields.flag("attention_bias", False)
+    scale = fields.number("attention_multiplier", 1e-6, layout.MAX_SCALE, 1.0)
+    attention = replace(heads, rope=_rope(fields, config, heads), qkv_bias=bias, o_bias=bias, scale=scale)
+    ffn: FfnKind
+    if config.architecture == "granite":
+        bias = fields.flag("mlp_bias", False)
+        ffn = FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED), bias=bias)
+    else:
+        ffn = _experts_of(fields, "num_local_experts", "intermediate_size")
+    if config.architecture == "granitemoeshared":
+        ffn = replace(ffn, shared_size=fields.integer("shared_intermediate_size", 0, layout.MAX_WIDTH, 0))
+    return replace(
+        config,
+        layers=uniform(n_layers, LayerConfig(attention, ffn)),
+        embedding_scale=fields.number("embedding_multiplier", 1e-6, layout.MAX_SCALE, 1.0),
+        residual_scale=fields.number("residual_multiplier", 1e-6, layout.MAX_SCALE, 1.0),
+        logit_scale=1 / fields.number("logits_scaling", 1e-6, layout.MAX_SCALE, 1.0),
+    )
+
+
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
     "opt": _opt,
@@ -520,6 +549,7 @@ _READERS = {
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _qwen_delta),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _granite),
 }
 
 

@@ -45,6 +45,7 @@ class _Family:
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
     local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
     full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none.
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`.
@@ -61,6 +62,7 @@ class _Family:
     full_every: int = 0
     local_theta: float | None = None
     scaled: bool = False
+    scales: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
     delta: bool = False
@@ -90,6 +92,8 @@ ARCHITECTURES = {
     "qwen3next": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True),
     "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
     "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
+    "granite": _Family("silu", interleaved=True, scales=True),
+    "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -246,13 +250,21 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         norm=family.norm,
         positions="learned" if learned else "rope",
         position_offset=_OPT_OFFSET if learned else 0,
-        embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else 1.0,
+        embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else _factor(fields, family, "embedding"),
+        residual_scale=_factor(fields, family, "residual"),
+        logit_scale=1 / _factor(fields, family, "logit"),
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
     _refuse_others(fields, falcon)
     layout.check(config, where)
     return config
+
+
+def _factor(fields: Fields, family: _Family, of: str) -> float:
+    if not family.scales:
+        return 1.0
+    return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, 1.0))
 
 
 def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]:
@@ -276,6 +288,8 @@ def _layers(
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
     names, falcon, n_layers = file.tensors, architecture == "falcon", len(heads)
     rope = None if architecture == "opt" else _rope(file, fields, family, heads[0].head_dim)
+    if family.scales and not fields.flag("rope.scaling.finetuned", True):
+        rope = None  # how Granite's files say so
     local = rope
     if rope is not None and family.full_every:
         theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
@@ -284,7 +298,7 @@ def _layers(
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
         "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
-        "scale": _scale(fields, architecture, heads),
+        "scale": _scale(fields, family, architecture, heads),
     }
     plain = [
         replace(own, rope=rope if window is None else local, window=window, **shared)
@@ -388,8 +402,10 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
     )
 
 
-def _scale(fields: Fields, architecture: str, heads: list[AttentionConfig]) -> float | None:
-    """Of attention's scores. No key states it: llama.cpp knows Gemma 3 27B by its number of layers."""
+def _scale(fields: Fields, family: _Family, architecture: str, heads: list[AttentionConfig]) -> float | None:
+    """Of attention's scores. No key states that of Gemma 3 27B: llama.cpp knows it by its number of layers."""
+    if family.scales:
+        return fields.number("attention.scale", 0, layout.MAX_SCALE, 0.0) or None
     if architecture != "gemma3" or len(heads) != 62:
         return None
     width = fields.integer("embedding_length", 1, layout.MAX_WIDTH)

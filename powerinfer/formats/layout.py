@@ -100,5 +100,7 @@ def _check_norms(config: ModelConfig, layer: LayerConfig, where: str) -> None:
         raise ModelError(f"{where}: norms behind attention and FFN go with neither a final norm nor a parallel FFN")
     if layer.parallel and layer.norms != "pre":
         raise ModelError(f"{where}: norms {layer.norms!r} do not go with a parallel FFN")
+    if config.residual_scale != 1 and layer.norms != "pre":
+        raise ModelError(f"{where}: a scale of what layers add does not go with norms {layer.norms!r}")
     if layer.shared_norm and not layer.parallel:
         raise ModelError(f"{where}: one norm for attention and FFN needs them to be parallel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,22 +54,33 @@ class Fused:
     """Matrices of a layer that a file has in one tensor, whose name is then that of each; and their biases.
 
     parts: canonical names, in the order of the rows; groups: number of repetitions of that order (Falcon: for each
-    key-value head its query heads, its key, its value).
+    key-value head its query heads, its key, its value; experts: for each its gate, its up).
     """
 
     parts: tuple[str, ...]
     groups: int = 1
 
     def cut(self, part: str, tensor: RawTensor, rows: Sequence[int]) -> RawTensor:
-        """The rows of a part, matrix or bias: a view, with one run of bytes for each group.
+        """The rows of a part, a matrix, matrices or a bias: a view, with one run of bytes for each group.
 
-        rows: of each part.
+        rows: of each part, those of all groups.
         """
         at = self.parts.index(part)
         row_bytes = tensor.data.nbytes // sum(rows)
         first, count = (n // self.groups * row_bytes for n in (sum(rows[:at]), rows[at]))
         runs = tensor.data.reshape(self.groups, -1)[:, first : first + count]
-        return RawTensor(tensor.type, (rows[at], *tensor.shape[1:]), runs[0] if self.groups == 1 else runs)
+        shape = _rows_as(tensor.shape, rows[at])
+        return RawTensor(tensor.type, shape, runs[0] if self.groups == 1 else runs)
+
+
+def _row_count(shape: tuple[int, ...]) -> int:
+    """Rows of a matrix or of stacked ones; elements of a bias."""
+    return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
+
+
+def _rows_as(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """The same with another number of rows."""
+    return (*shape[:-2], rows // math.prod(shape[:-2]), shape[-1]) if len(shape) > 1 else (rows,)
 
 
 def predictor_shapes(
@@ -111,8 +123,8 @@ def collect(
         layer, _, inner = canonical.rpartition(".")
         part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
         cut = next((one for one in fused if part in one.parts), None)
-        rows = [known[f"{layer}.{one}{bias}"][0] for one in cut.parts] if cut is not None else [shape[0]]
-        tensor = _checked(stored, name, (sum(rows), *shape[1:]), where)
+        rows = [_row_count(known[f"{layer}.{one}{bias}"]) for one in cut.parts] if cut is not None else []
+        tensor = _checked(stored, name, shape if cut is None else _rows_as(shape, sum(rows)), where)
         if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
             raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
         found[canonical] = tensor if cut is None else cut.cut(part, tensor, rows)

@@ -106,6 +106,9 @@ def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, o
     attn_norm, attn_out_norm, ffn_norm, ffn_out_norm = (
         _norm(builder, checkpoint, f"layers.{layer}.{name}") for name in layout.NORMS
     )
+    factor = checkpoint.config.residual_scale
+    if factor != 1:
+        attn_out_norm, ffn_out_norm = (builder.scale(factor) for _ in range(2))
     if config.norms == "post":
         assert attn_norm is not None and ffn_norm is not None
         attention.attend(*where, None)

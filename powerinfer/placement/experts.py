@@ -1,0 +1,301 @@
+"""Which experts a fast memory holds: policies behind one interface, and their replay over recorded selections.
+
+A layer's fast memory has slots, each for one expert. Before a step an engine asks `resident`, computes those experts
+there and the others where they are, and afterwards tells `observe` what the router selected; what that returns is to be
+copied, off the critical path. Policies are deterministic, and cheap enough to be asked in every layer of every step.
+
+    static   the most frequent experts of a profile; never copies
+    lru      what was selected last: a missed expert takes the slot of the one that was selected longest ago
+    lfu      what is selected most often, where older selections count less and less
+    dynamic  static at first; then an expert changes places with one that has become clearly more frequent, a few a step
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Swap = tuple[int, int]
+"""(slot, expert): the expert takes the slot's place in the fast memory."""
+
+Frequencies = Mapping[int, NDArray[np.float64]]
+"""Of each layer with experts the share of the tokens that select an expert, float64 [experts]."""
+
+POLICIES = ("static", "lru", "lfu", "dynamic")
+
+HALF_LIFE = 2048.0
+"""Tokens after which a selection counts half, in `lfu` and `dynamic`."""
+HYSTERESIS = 0.5
+"""`dynamic`: how much more frequent an expert must be than the one whose slot it takes, relatively."""
+COPIES = 4
+"""`dynamic`: experts copied for a step, at most, on average over a few steps."""
+
+
+class Policy(ABC):
+    """A policy over the slots of every layer.
+
+    slots: of each layer with experts, by its number; experts: how many each has; start: who has slots at first, by
+    frequency; None: slots are empty until experts are copied.
+    """
+
+    name: str
+
+    def __init__(self, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None) -> None:
+        assert slots.keys() == experts.keys() and (start is None or start.keys() == slots.keys())
+        self._experts = {layer: np.full(min(n, experts[layer]), -1, np.int32) for layer, n in slots.items()}
+        self._slots: dict[int, dict[int, int]] = {layer: {} for layer in slots}  # expert -> slot
+        for layer, of_slot in self._experts.items():
+            if start is not None:
+                of_slot[:] = np.argsort(-start[layer], kind="stable")[: len(of_slot)]
+                self._slots[layer] = {int(expert): slot for slot, expert in enumerate(of_slot)}
+
+    def resident(self, layer: int) -> NDArray[np.int32]:
+        """The expert in each slot once all swaps so far are carried out, int32 [slots], -1: empty; a view."""
+        view = self._experts[layer].view()
+        view.flags.writeable = False
+        return view
+
+    def hits(self, layer: int, selected: Iterable[int]) -> int:
+        """How many of the selected experts have a slot."""
+        held = self._slots[layer]
+        return sum(expert in held for expert in selected)
+
+    @abstractmethod
+    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
+        """The experts that a step's tokens selected in a layer, repeated where several tokens did: what to copy.
+
+        Swaps name different slots. Once in a step for every layer, the layers in their order.
+        """
+
+    def _free(self, layer: int) -> int | None:
+        """An empty slot."""
+        held, of_slot = self._slots[layer], self._experts[layer]
+        return int(np.argmin(of_slot)) if len(held) < len(of_slot) else None
+
+    def _put(self, layer: int, slot: int, expert: int) -> Swap:
+        held, of_slot = self._slots[layer], self._experts[layer]
+        held.pop(int(of_slot[slot]), None)
+        held[expert] = slot
+        of_slot[slot] = expert
+        return slot, expert
+
+
+class Static(Policy):
+    """The most frequent experts of `start`."""
+
+    name = "static"
+
+    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
+        return []
+
+
+class Lru(Policy):
+    """The experts that were selected last. Of one step's, higher numbers count as later, so the order is defined."""
+
+    name = "lru"
+
+    def __init__(self, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None) -> None:
+        super().__init__(slots, experts, start)
+        # least recent first; at first the least frequent
+        self._recent = {layer: OrderedDict.fromkeys(reversed(list(held))) for layer, held in self._slots.items()}
+
+    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
+        recent, held, n = self._recent[layer], self._slots[layer], len(self._experts[layer])
+        missed = False
+        for expert in sorted(set(selected)):
+            missed |= expert not in held
+            recent[expert] = None
+            recent.move_to_end(expert)
+        if not missed:
+            return []
+        left = [held.pop(old) for old in (recent.popitem(last=False)[0] for _ in range(len(recent) - n)) if old in held]
+        of_slot = self._experts[layer]
+        of_slot[left] = -1
+        free = np.flatnonzero(of_slot < 0).tolist()
+        new = [expert for expert in recent if expert not in held]
+        return [self._put(layer, slot, expert) for slot, expert in zip(free, new, strict=False)]
+
+
+class _Counted(Policy):
+    """Counts selections, those of `half_life` tokens ago half."""
+
+    def __init__(
+        self,
+        slots: Mapping[int, int],
+        experts: Mapping[int, int],
+        start: Frequencies | None = None,
+        half_life: float = HALF_LIFE,
+    ) -> None:
+        super().__init__(slots, experts, start)
+        self._decay = 0.5 ** (1 / half_life)
+        # An expert's score is its count by the weight that a selection has now; weights grow instead of scores falling.
+        self._weight = dict.fromkeys(slots, 1.0)
+        self._scores = {layer: np.zeros(n) for layer, n in experts.items()}
+        for layer, frequency in (start or {}).items():
+            self._scores[layer] = frequency / (1 - self._decay)
+
+    def _count(self, layer: int, selected: Sequence[int], tokens: int) -> NDArray[np.float64]:
+        scores = self._scores[layer]
+        self._weight[layer] *= self._decay**-tokens
+        if self._weight[layer] > 1e100:
+            scores /= self._weight[layer]
+            self._weight[layer] = 1.0
+        if tokens == 1:
+            scores[selected] += self._weight[layer]
+        else:
+            scores += self._weight[layer] * np.bincount(selected, minlength=len(scores))
+        return scores
+
+
+class Lfu(_Counted):
+    """The experts that are selected most often: a missed one takes a slot if it has become more frequent."""
+
+    name = "lfu"
+
+    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
+        scores, held, of_slot = self._count(layer, selected, tokens), self._slots[layer], self._experts[layer]
+        if not len(of_slot):
+            return []
+        swaps: dict[int, Swap] = {}
+        for expert in sorted({one for one in selected if one not in held}, key=lambda one: (-scores[one], one)):
+            slot = self._free(layer)
+            if slot is None:
+                slot = int(np.argmin(scores[of_slot]))
+                if scores[of_slot[slot]] >= scores[expert]:
+                    break
+            swaps[slot] = self._put(layer, slot, expert)
+        return list(swaps.values())
+
+
+class Dynamic(_Counted):
+    """`start`, and exchanges of experts that have become `hysteresis` more frequent, about `copies` a step in all."""
+
+    name = "dynamic"
+
+    def __init__(
+        self,
+        slots: Mapping[int, int],
+        experts: Mapping[int, int],
+        start: Frequencies | None = None,
+        half_life: float = HALF_LIFE,
+        hysteresis: float = HYSTERESIS,
+        copies: int = COPIES,
+    ) -> None:
+        super().__init__(slots, experts, start, half_life)
+        assert copies > 0 and hysteresis >= 0
+        self._factor = 1 + hysteresis
+        # Layers take turns: each may copy `_each` experts in every `_turn`-th step.
+        self._turn, self._each = max(1, len(slots) // copies), max(1, copies // max(1, len(slots)))
+        self._steps = {layer: at for at, layer in enumerate(slots)}
+
+    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
+        scores, of_slot = self._count(layer, selected, tokens), self._experts[layer]
+        self._steps[layer] += 1
+        if self._steps[layer] % self._turn or not len(of_slot):
+            return []
+        swaps: dict[int, Swap] = {}
+        outside = scores.copy()
+        outside[list(self._slots[layer])] = -1.0
+        for expert in np.argsort(-outside, kind="stable")[: self._each].tolist():
+            slot = self._free(layer)
+            if slot is None:
+                slot = int(np.argmin(scores[of_slot]))
+                if outside[expert] <= self._factor * scores[of_slot[slot]]:
+                    break
+            elif outside[expert] <= 0:
+                break
+            swaps[slot] = self._put(layer, slot, expert)
+        return list(swaps.values())
+
+
+_CLASSES: dict[str, type[Policy]] = {one.name: one for one in (Static, Lru, Lfu, Dynamic)}
+
+
+def make_policy(
+    name: str, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None
+) -> Policy:
+    """The policy of a name of `POLICIES`; arguments as of `Policy`. ValueError: `static` needs frequencies."""
+    if start is None and name == "static":
+        raise ValueError("the policy static needs the frequencies of a profile")
+    return _CLASSES[name](slots, experts, start)
+
+
+# ---------------------------------------------------------------- slots of the layers
+
+
+def slots_by_frequency(frequencies: Frequencies, nbytes: Mapping[int, int], budget: int) -> dict[int, int]:
+    """How many slots each layer has within `budget` bytes, so that `static` hits most.
+
+    nbytes: of an expert, by layer. Where all are of one size this is the optimum; else what is hit per byte decides,
+    and less than one expert's hits are lost.
+    """
+    slots = dict.fromkeys(frequencies, 0)
+    ranked = sorted(
+        (-frequency / nbytes[layer], layer) for layer, each in frequencies.items() for frequency in each.tolist()
+    )
+    for _, layer in ranked:
+        if nbytes[layer] <= budget:
+            slots[layer] += 1
+            budget -= nbytes[layer]
+    return slots
+
+
+def slots_evenly(experts: Mapping[int, int], nbytes: Mapping[int, int], budget: int) -> dict[int, int]:
+    """The same number in every layer, as far as its experts go, and one more in the first where some is left."""
+    slots = dict.fromkeys(experts, 0)
+    while True:
+        more = [layer for layer, n in experts.items() if slots[layer] < n]
+        before = budget
+        for layer in more:
+            if nbytes[layer] <= budget:
+                slots[layer] += 1
+                budget -= nbytes[layer]
+        if budget == before:
+            return slots
+
+
+# ---------------------------------------------------------------- replay
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a policy did over recorded selections. hits, copies: of each layer; selections: of each layer."""
+
+    policy: str
+    slots: dict[int, int]
+    tokens: int
+    selections: dict[int, int]
+    hits: dict[int, int]
+    copies: dict[int, int]
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all selections, the share whose expert had a slot."""
+        return sum(self.hits.values()) / sum(self.selections.values())
+
+    def copied_bytes(self, nbytes: Mapping[int, int]) -> float:
+        """Bytes copied for a token; nbytes: of an expert, by layer."""
+        return sum(n * nbytes[layer] for layer, n in self.copies.items()) / self.tokens
+
+
+def replay(policy: Policy, selected: Mapping[int, NDArray[np.integer]]) -> Replayed:
+    """Play selections to a policy, a token a step; selected: of each layer [tokens, experts of a token].
+
+    A layer's hits do not depend on other layers, so one layer is played after another.
+    """
+    slots = {layer: len(policy.resident(layer)) for layer in selected}
+    hits, copies = dict.fromkeys(selected, 0), dict.fromkeys(selected, 0)
+    for layer, each in selected.items():
+        if isinstance(policy, Static):
+            hits[layer] = int(np.isin(each, policy.resident(layer)).sum())
+            continue
+        for experts in each.tolist():
+            hits[layer] += policy.hits(layer, experts)
+            copies[layer] += len(policy.observe(layer, experts))
+    sizes = {layer: each.size for layer, each in selected.items()}
+    return Replayed(policy.name, slots, max(map(len, selected.values())), sizes, hits, copies)
