@@ -955,3 +955,43 @@ def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np
         results[0].append(answer[: len(spans[0])])
         results[1].append(answer[len(spans[0]) :])
     return [np.concatenate(parts) for parts in results]
+
+
+def with_pictures(plain: Path, folder: Path) -> Path:
+    """A folder of Qwen3.5 with experts as it is published: text within a model for pictures, experts in one tensor."""
+    from safetensors.numpy import load_file, save_file
+
+    found: dict[str, np.ndarray] = {}
+    for shard in sorted(plain.glob("*.safetensors")):
+        found |= load_file(shard)
+    every = {name: found.pop(name) for name in list(found) if ".mlp.experts." in name}
+    for layer in range(sum(name.endswith(".input_layernorm.weight") for name in found)):
+        parts = {}
+        for part in ("gate", "up", "down"):
+            names = [f"model.layers.{layer}.mlp.experts.{i}.{part}_proj.weight" for i in range(6)]
+            parts[part] = np.stack([every[name] for name in names])
+        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+        found[f"model.layers.{layer}.mlp.experts.down_proj"] = parts["down"]
+    found = {name.replace("model.", "model.language_model.", 1): values for name, values in found.items()}
+    found |= {"model.visual.merger.norm.weight": np.ones(8, np.float32), "mtp.fc.weight": np.ones((8, 8), np.float32)}
+    folder.mkdir()
+    save_file({name: np.ascontiguousarray(values) for name, values in found.items()}, folder / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(outer | {"vision_config": {"depth": 1}}))
+    return folder
+
+
+def test_of_a_model_for_pictures_the_text_is_read(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "qwen35-moe")
+    config, tokens = case.config(), prompt(case)
+    plain = save_folder(case, random_model(case, config, seed=11), tmp_path / "plain", version4=False)
+    whole = with_pictures(plain, tmp_path / "whole")
+    assert open_checkpoint(whole).notes == ["only text is read: the part for pictures is left out"]
+    found = []
+    for path in (plain, whole):
+        executor = open_executor(path)
+        found.append(run_chunks(executor, tokens, [TOKENS], scattered_pages(executor, 1)[0]))
+        executor.close()
+    assert np.array_equal(*found)

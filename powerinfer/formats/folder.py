@@ -111,6 +111,9 @@ _QWEN_DELTA = replace(
     | {f"delta_{name}": f"linear_attn.in_proj_{name}" for name in "zba"}
     | {f"delta_{name}": "linear_attn.in_proj_qkv" for name in "qkv"},
 )
+_EXPERTS_TOGETHER = {"experts_down": "mlp.experts.down_proj"} | dict.fromkeys(
+    ("experts_gate", "experts_up"), "mlp.experts.gate_up_proj"
+)
 _QWEN3_NEXT = {f"delta_{name}": "linear_attn.in_proj_qkvz" for name in "qkvz"} | {
     f"delta_{name}": "linear_attn.in_proj_ba" for name in "ba"
 }
@@ -142,19 +145,18 @@ _MAX_SHARDS = 1 << 12
 def _names(config: ModelConfig, stored: dict[str, RawTensor]) -> Names:
     layer = config.layers[0]
     if config.architecture == "qwen3_5_moe_text" and "model.layers.0.mlp.experts.down_proj.weight" in stored:
-        every = {f"experts_{part}": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
-        return replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | every)
+        return replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _EXPERTS_TOGETHER)
     if config.architecture == "falcon" and layer.parallel and not layer.shared_norm:
         return _FALCON_TWO_NORMS
     return _NAMES.get(config.architecture, _LLAMA)
 
 
-def _fused(config: ModelConfig) -> list[Fused]:
+def _fused(config: ModelConfig, names: Names) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
     if config.architecture in _DELTA:
-        return _fused_delta(config)
+        return _fused_delta(config, names)
     if config.architecture in ("granitemoe", "granitemoeshared"):
         experts = config.layers[0].ffn
         assert isinstance(experts, ExpertsConfig)
@@ -163,8 +165,11 @@ def _fused(config: ModelConfig) -> list[Fused]:
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
 
 
-def _fused_delta(config: ModelConfig) -> list[Fused]:
+def _fused_delta(config: ModelConfig, names: Names) -> list[Fused]:
     found = [Fused(("q", "q_gate"), one.n_heads) for one in config.attentions if isinstance(one, GatedAttentionConfig)]
+    ffn = config.layers[0].ffn
+    if isinstance(ffn, ExpertsConfig) and "{}" not in names("layers.0.experts_gate"):
+        found.append(Fused(("experts_gate", "experts_up"), ffn.n_experts))
     inner = ("delta_q", "delta_k", "delta_v")
     if config.architecture != "qwen3_next":
         return [*found, Fused(inner)]
@@ -192,7 +197,7 @@ def open_folder(folder: Path) -> Source:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
-    tensors = collect(config, stored, names, str(folder), extra, _fused(config))
+    tensors = collect(config, stored, names, str(folder), extra, _fused(config, names))
     if config.architecture in _NORMS_LESS_ONE:
         _add_one_to_norms(tensors, files)
     for name in (f"layers.{layer}.delta_decay" for layer in config.states):
@@ -240,14 +245,8 @@ def _of_delta(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[
             name = name.replace(old, new)
         if name.endswith(".linear_attn.conv1d.weight") and len(tensor.shape) == 3 and tensor.shape[1] == 1:
             tensor = RawTensor(tensor.type, (tensor.shape[0], tensor.shape[2]), tensor.data)
-        if name.endswith(".mlp.experts.gate_up_proj") and len(tensor.shape) == 3 and tensor.shape[1] % 2 == 0:
-            experts, rows, width = tensor.shape
-            halves = tensor.data.reshape(experts, 2, -1)
-            for i, part in enumerate(("gate", "up")):
-                half = RawTensor(tensor.type, (experts, rows // 2, width), halves[:, i])
-                found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
-            continue
-        found[f"{name}.weight" if name.endswith(".mlp.experts.down_proj") else name] = tensor
+        of_all = name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+        found[f"{name}.weight" if of_all else name] = tensor
     return found, ["only text is read: the part for pictures is left out"] if pictures else []
 
 
