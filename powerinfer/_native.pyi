@@ -182,8 +182,6 @@ class Cache:
     def nbytes(self) -> int: ...
 
 class States:
-    """Slots for the states of sequences."""
-
     def __init__(self, layers: Sequence[tuple[int, int, int, int, int]], slots: int) -> None:
         """layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each."""
 
