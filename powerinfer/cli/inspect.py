@@ -273,18 +273,13 @@ def _layer_lines(kinds: dict[LayerConfig, list[int]]) -> dict[str, str]:
 
 def _layer(layer: LayerConfig) -> str:
     attention, ffn = layer.attention, layer.ffn.neurons
-    parts = [layer.ffn.title]
-    if type(attention) is not AttentionConfig:
-        parts.insert(0, attention.title)
+    plain = attention if isinstance(attention, AttentionConfig) else None
+    parts = [layer.ffn.title] if plain else [layer.ffn.title, attention.title]
     parts += [_rope(attention.rope)] if attention.rope else []
     parts += [f"window of {attention.window}"] if attention.window else []
-    has_bias = {"q, k, v": False, "o": False, "FFN": ffn is not None and ffn.bias}
-    qk_norm = None
-    if isinstance(attention, AttentionConfig):
-        has_bias |= {"q, k, v": attention.qkv_bias, "o": attention.o_bias}
-        qk_norm = attention.qk_norm
+    has_bias = {"q, k, v": plain and plain.qkv_bias, "o": plain and plain.o_bias, "FFN": ffn and ffn.bias}
     parts += [f"biases of {', '.join(name for name, has in has_bias.items() if has)}"] if any(has_bias.values()) else []
-    parts += [f"q and k normalised by {qk_norm}"] if qk_norm else []
+    parts += [f"q and k normalised by {plain.qk_norm}"] if plain and plain.qk_norm else []
     parts += [NORMS[layer.norms]] if layer.norms in NORMS else []
     parts += ["attention and FFN in parallel"] if layer.parallel else []
     return "; ".join(parts)

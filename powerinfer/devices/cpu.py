@@ -17,6 +17,7 @@ from powerinfer.config import (
     DeltaNetConfig,
     EngineConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     ModelConfig,
     RopeConfig,
     RouterConfig,
@@ -184,7 +185,9 @@ class CpuExecutor:
         if config.states:  # their layers run on no other device
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
             self._states = StateMemory(config, self.n_states)
-        cache = _native.Cache(engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages)
+        cache = _native.Cache(
+            engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
+        )
         mib = cache.nbytes * bool(layers) >> 20
         self.choices["kv_cache"] = f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {mib} MiB ({reason})"
         if self._states is not None:
@@ -303,6 +306,36 @@ class CpuExecutor:
             own, state, norm, matrices, taps, decay, dt_bias, of_heads, about.n_key_heads, about.tiled
         )
 
+    def latent_attention(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        q_latent: _native.Matrix | None,
+        q_norm: Float32 | None,
+        q: _native.Matrix,
+        kv: _native.Matrix,
+        kv_norm: Float32,
+        k_b: RawTensor,
+    ) -> None:
+        """The same, of `LatentAttentionConfig`: attended = each head's sum of latents.
+
+        q_latent: makes the latents of queries, None: q, of all heads, reads norm(x) itself; kv: makes latents and the
+        rotated part of keys; rotated rows in the order of `head_rows`. q_norm, kv_norm: of latents. k_b: as the tensor.
+        """
+        about = self.config.layers[layer].attention
+        assert isinstance(about, LatentAttentionConfig)
+        own, rope = layer - self.first_layer, self._ropes[about.rope]
+        of_q = _native.Norm(q_norm, about.norm_eps) if q_norm is not None else None
+        of_kv, heads = _native.Norm(kv_norm, about.norm_eps), self._stack(k_b)
+        self._program.latent_input(own, norm, q_latent, of_q, q, kv, of_kv, heads, rope, about.scale)
+        self._program.attention(own, 0)
+
+    def latent_project(
+        self, layer: int, v_b: RawTensor, matrix: _native.Matrix, norm: _native.Norm | None = None
+    ) -> None:
+        """x += norm(matrix . each head's v_b . attended)."""
+        self._program.latent_project(layer - self.first_layer, self._stack(v_b), matrix, norm)
+
     def project(
         self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
     ) -> None:
@@ -391,14 +424,15 @@ class CpuExecutor:
         stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
         return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
 
-    def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
-        """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
+    def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
+        """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
+        token."""
         n, rows, cols = tensor.shape
         padded = cpu.round_up(rows, cpu.LANES)
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
         row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
         packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
-        self.bytes_per_token += packed.nbytes * min(read, n) // n
+        self.bytes_per_token += packed.nbytes if read is None else packed.nbytes * min(read, n) // n
         return packed
 
     def normalise(self, layer: int, norm: _native.Norm) -> None:

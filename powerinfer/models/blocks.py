@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from powerinfer.config import AttentionConfig, DeltaNetConfig, ExpertsConfig, FfnConfig, GatedAttentionConfig
+from powerinfer.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    ExpertsConfig,
+    FfnConfig,
+    GatedAttentionConfig,
+    LatentAttentionConfig,
+)
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
@@ -16,6 +23,7 @@ from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnF
 from powerinfer.models.delta_net import attend_gated, project_remembered, remember
 from powerinfer.models.experts import sum_experts
 from powerinfer.models.ffn import sum_neurons
+from powerinfer.models.latent_attention import attend_latents, project_latents
 from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -60,6 +68,7 @@ ATTENTIONS: dict[type, AttentionWiring] = {
     AttentionConfig: AttentionWiring(attend, project),
     GatedAttentionConfig: AttentionWiring(attend_gated, project),
     DeltaNetConfig: AttentionWiring(remember, project_remembered),
+    LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
 }
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""
 

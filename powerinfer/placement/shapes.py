@@ -7,6 +7,7 @@ types of its kernels, without padding; the neurons of an FFN as bundles, on a GP
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from powerinfer.config import (
     ExpertsConfig,
     FfnConfig,
     GatedAttentionConfig,
+    LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -216,7 +218,7 @@ class Model:
         """
         config = self.config
         every = [layer.attention for layer in config.layers]
-        qkv = max(map(cpu.row_width, every))
+        qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
         floats = config.d_model + qkv + wide + 2 * hidden
@@ -224,6 +226,7 @@ class Model:
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         per_token = 4 * floats + forms + max(layer.ffn.row_bytes(config.d_model) for layer in config.layers)
+        per_token += max(one.row_bytes() for one in every)
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
@@ -333,8 +336,10 @@ def _model(
 
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
-        lanes = cpu.round_up(about.head_dim, cpu.LANES)
-        padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
+        padded = {}
+        if isinstance(about, AttentionConfig):
+            lanes = cpu.round_up(about.head_dim, cpu.LANES)
+            padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
         names = [name for name, shape in about.tensors(config.d_model) if len(shape) > 1]
         return tuple(matrix(f"layers.{layer}.{name}", padded.get(name)) for name in names)
 
@@ -423,6 +428,24 @@ def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> Mo
     return ModelConfig(family, 2048, vocab, 262144, 1e-6, tuple(kinds))
 
 
+def _latent(
+    family: str, layers: int, width: int, heads: int, q_latents: int | None, experts: ExpertsConfig,
+    dense: tuple[int, int], vocab: int, context: int, theta: float, factor: float, mscale: float,
+) -> ModelConfig:  # fmt: skip
+    """DeepSeek's latent attention, whose sizes these models share; dense: as of `_experts`. The context is `factor`
+    times the one trained with first (YaRN)."""
+    rope = RopeConfig(theta, 64, True, "yarn", factor, int(context / factor), attention_factor=1.0)
+    scale = (1 + 0.1 * mscale * math.log(factor)) ** 2 / math.sqrt(192)
+    about = LatentAttentionConfig(heads, 512, 128, 64, 128, rope, scale, q_latents)
+    first, size = dense
+    kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
+    return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
+
+
+def _sigmoid_router(scale: float, **groups: Any) -> RouterConfig:
+    return RouterConfig(8, scoring="sigmoid", scale=scale, correction=True, **groups)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -473,6 +496,40 @@ SHAPES: dict[str, ModelShape] = {
     ),
     "qwen3-next-80b-a3b": ModelShape(_delta("qwen3_next", 48, 512, 10, 151936), FAMILIES["swiglu"]),
     "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
+    "deepseek-v2-lite": ModelShape(
+        _latent(
+            "deepseek_v2", 27, 2048, 16, None,
+            ExpertsConfig(64, 1408, RouterConfig(6, normalise=False), shared_size=2816),
+            (1, 10944), 102400, 163840, 1e4, 40, 0.707,
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "deepseek-v2": ModelShape(
+        _latent(
+            "deepseek_v2", 60, 5120, 128, 1536,
+            ExpertsConfig(
+                160, 1536, RouterConfig(6, normalise=False, scale=16, groups=8, top_groups=3), shared_size=3072
+            ),
+            (1, 12288), 102400, 163840, 1e4, 40, 0.707,
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "deepseek-v3": ModelShape(
+        _latent(
+            "deepseek_v3", 61, 7168, 128, 1536,
+            ExpertsConfig(256, 2048, _sigmoid_router(2.5, groups=8, top_groups=4, group_best=2), shared_size=2048),
+            (3, 18432), 129280, 163840, 1e4, 40, 1.0,
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "kimi-k2": ModelShape(
+        _latent(
+            "deepseek_v3", 61, 7168, 64, 1536,
+            ExpertsConfig(384, 2048, _sigmoid_router(2.827), shared_size=2048),
+            (1, 18432), 163840, 131072, 5e4, 32, 1.0,
+        ),
+        FAMILIES["swiglu"],
+    ),
 }  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
 How neurons fire is not asked of models whose layers are experts."""
