@@ -14,7 +14,15 @@ _CENTRE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 
 def with_scales(blocks: np.ndarray, type_name: str, scales: np.ndarray) -> np.ndarray:
-    """Sets the float16 fields of blocks [..., bytes]: scales, and minima that centre the codes on zero."""
+    """Sets the float16 fields of blocks [..., bytes]: scales, and minima that centre the codes on zero.
+
+    The scale of MXFP4 is a power of two: the nearest to the scale's magnitude, the least for zero.
+    """
+    if type_name == "MXFP4":
+        with np.errstate(divide="ignore"):
+            exponents = np.rint(np.log2(np.abs(scales))) + 127
+        blocks[..., 0] = np.clip(exponents, 0, 254)
+        return blocks
     for i, at in enumerate(_HALVES.get(type_name, (0,))):
         half = (scales * _CENTRE[type_name] if i else scales).astype(np.float16)
         blocks[..., at : at + 2] = half[..., None].view(np.uint8)

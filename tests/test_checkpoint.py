@@ -478,9 +478,7 @@ def with_type(name: str, type_id: int, only: tuple[str, ...] | None = None) -> B
     return builder
 
 
-@pytest.mark.parametrize(
-    ("name", "type_id"), [("Q2_K", 10), ("Q3_K", 11), ("IQ4_NL", 20), ("IQ4_XS", 23), ("MXFP4", 39)]
-)
+@pytest.mark.parametrize(("name", "type_id"), [("Q2_K", 10), ("Q3_K", 11), ("TQ1_0", 34), ("TQ2_0", 35)])
 def test_types_without_kernels_are_converted_and_said(tmp_path: Path, name: str, type_id: int) -> None:
     checkpoint = open_checkpoint(with_type(name, type_id).write(tmp_path / "m.gguf"))
     assert checkpoint.notes == [f"converting 14 tensors of type {name} to Q8_0"] and checkpoint.main_type == name
@@ -489,17 +487,20 @@ def test_types_without_kernels_are_converted_and_said(tmp_path: Path, name: str,
     rng = np.random.default_rng(0)
     index = next(i for i, tensor in enumerate(one.tensors) if tensor.name == "blk.0.ffn_up.weight")
     raw = rng.integers(0, 256, len(one.tensors[index].data), dtype=np.uint8)
-    if name != "MXFP4":  # keep the float16 scales finite: the top exponent bit cleared in every byte
-        raw &= 0x3F
-    else:
-        raw &= 0x7F
+    raw &= 0x3F  # keep the float16 scales finite: the top exponent bit cleared in every byte
     one.tensors[index].data = raw.tobytes()
     checkpoint = open_checkpoint(one.write(tmp_path / "m.gguf"))
     values = dequantize(raw.reshape(512, -1), name)
     assert np.array_equal(checkpoint.take("layers.0.up").data, quantize(values, "Q8_0").reshape(-1))
 
 
-@pytest.mark.parametrize(("name", "type_id"), [("Q4_1", 3), ("Q5_0", 6), ("Q4_K", 12), ("Q6_K", 14), ("BF16", 30)])
+@pytest.mark.parametrize(
+    ("name", "type_id"),
+    [
+        ("Q4_1", 3), ("Q5_0", 6), ("Q4_K", 12), ("Q6_K", 14), ("BF16", 30), ("IQ4_NL", 20), ("IQ4_XS", 23),
+        ("MXFP4", 39),
+    ],
+)  # fmt: skip
 def test_types_with_kernels_stay(tmp_path: Path, name: str, type_id: int) -> None:
     checkpoint = open_checkpoint(with_type(name, type_id).write(tmp_path / "m.gguf"))
     assert checkpoint.notes == [] and checkpoint.take("layers.1.down").type == name

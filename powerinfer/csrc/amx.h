@@ -129,7 +129,7 @@ bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
     }
     for (int64_t p = p0; p < p1; p++) {
       const uint8_t *codes = l->w + p * stride, *meta = codes + codes_bytes;
-      if constexpr (!W::SIGNED) {
+      if constexpr (!BYTES<W>) {
         widen<W>(codes, nb, wide, W::OFFSET);
         codes = wide;
         settle();
@@ -223,6 +223,9 @@ bool amx_linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int6
     case PI_Q4_K: return amx_product<WQ4_K>(l, x, p0, p1, tokens, scratch);
     case PI_Q5_K: return amx_product<WQ5_K>(l, x, p0, p1, tokens, scratch);
     case PI_Q6_K: return amx_product<WQ6_K>(l, x, p0, p1, tokens, scratch);
+    case PI_IQ4_NL: return amx_product<WIQ4_NL>(l, x, p0, p1, tokens, scratch);
+    case PI_IQ4_XS: return amx_product<WIQ4_XS>(l, x, p0, p1, tokens, scratch);
+    case PI_MXFP4: return amx_product<WMXFP4>(l, x, p0, p1, tokens, scratch);
   }
   return false;
 }

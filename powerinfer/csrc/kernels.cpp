@@ -27,8 +27,8 @@ PI_INLINE int32_t word(const int8_t* p) {
 // ---- Quantised weights -------------------------------------------------------------------------------------------
 // A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<g>()
 // gives the codes of four k of 16 rows; scales() the factor of the block and, with MIN, what is added per unit of
-// activation. Signed codes are stored with OFFSET added, which the integer sum subtracts again. HALVES 2: each 16
-// k have a factor of their own (Q6_K).
+// activation. Signed codes have OFFSET added, which the integer sum subtracts again, or are SIGNED bytes. HALVES 2: each
+// 16 k have a factor of their own (Q6_K).
 
 struct Scales {
   f32x16 d, m;
@@ -140,6 +140,46 @@ struct WQ6_K {
   }
 };
 
+// Codes that stand for sixteen values, with OFFSET added where they are not SIGNED.
+alignas(16) constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                               1,    13,   25,  38,  53,  69,  89,  113};
+alignas(16) constexpr int8_t E2M1_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+template <const int8_t (&VALUES)[16]>
+struct WTable : WQ4_0 {
+  template <int g, int i>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b) {
+    return b_lookup(VALUES, WQ4_0::group<g, i>(codes, b));
+  }
+};
+
+struct WIQ4_NL : WTable<IQ4_VALUES> {
+  static constexpr int OFFSET = 0;
+  static constexpr bool SIGNED = true;
+};
+
+struct WIQ4_XS : WIQ4_NL {
+  static constexpr int SCALE_BYTES = 20;
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    const uint8_t* s = meta + b / 8 * 160;
+    return {f_mul(f_load_f16(s), i_float(i_load_s8(s + 32 + b % 8 * 16))), f_zero()};
+  }
+};
+
+struct WMXFP4 : WTable<E2M1_VALUES> {
+  static constexpr int OFFSET = 12, SCALE_BYTES = 16;
+  // Half of 2^(e - 127), since the values are doubled: as the bits of a float e - 1 above its mantissa; where that is
+  // less, for e = 0 and 1, a subnormal number.
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    const i32x16 e = i_load_u8(meta + b * 16);
+    return {f_max(f_bits(i_shl<23>(i_add(e, i_set(-1)))), f_bits(i_shl<21>(i_add(e, i_set(1))))), f_zero()};
+  }
+};
+
+// Whether codes are a byte each as they are stored.
+template <class W>
+constexpr bool BYTES = W::BLOCK_BYTES == 512;
+
 template <class W>
 PI_INLINE i32x16 start(int32_t sum) {
   if constexpr (W::SIGNED) return dot_s_start(sum);
@@ -213,9 +253,9 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
         }
         unroll<0, 8 / W::HALVES>([&](auto j) __attribute__((always_inline)) {
           // Low and high nibbles of one load are used in turn if they belong to the same block.
-          constexpr int g = W::HALVES == 2                 ? h.value * 4 + j.value
-                            : W::UNROLL == 1 && !W::SIGNED ? j.value / 2 + j.value % 2 * 4
-                                                           : j.value;
+          constexpr int g = W::HALVES == 2                ? h.value * 4 + j.value
+                            : W::UNROLL == 1 && !BYTES<W> ? j.value / 2 + j.value % 2 * 4
+                                                          : j.value;
           int32_t a[T];
 #pragma GCC unroll 16
           for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + g * 4);
@@ -432,10 +472,10 @@ void product_q(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64
     const int64_t end = m + some < tokens ? m + some : tokens;
     for (int64_t p = p0; p < p1; p += P) {
       const Panels own = panels_at(l, x->k, p);
-      const Panels w = {W::SIGNED ? own.codes : wide, own.scales, W::SIGNED ? own.codes_stride : nb * 512,
+      const Panels w = {BYTES<W> ? own.codes : wide, own.scales, BYTES<W> ? own.codes_stride : nb * 512,
                         own.scales_stride};
       const bool whole = p + P <= p1;
-      if constexpr (!W::SIGNED)
+      if constexpr (!BYTES<W>)
         for (int i = 0; i < (whole ? P : 1); i++)
           widen<W>(own.codes + i * own.codes_stride, nb, wide + i * nb * 512, 0);
       if (whole) along<Wide<W>, P, T>(l, w, x, p, m, end);
@@ -464,6 +504,9 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
     case PI_Q4_K: return product_q<WQ4_K>(l, x, p0, p1, tokens, scratch);
     case PI_Q5_K: return product_q<WQ5_K>(l, x, p0, p1, tokens, scratch);
     case PI_Q6_K: return product_q<WQ6_K>(l, x, p0, p1, tokens, scratch);
+    case PI_IQ4_NL: return product_q<WIQ4_NL>(l, x, p0, p1, tokens, scratch);
+    case PI_IQ4_XS: return product_q<WIQ4_XS>(l, x, p0, p1, tokens, scratch);
+    case PI_MXFP4: return product_q<WMXFP4>(l, x, p0, p1, tokens, scratch);
   }
 }
 

@@ -44,6 +44,24 @@ constexpr uint32_t SPREAD[16] = {spread(0),  spread(1),  spread(2),  spread(3), 
                                  spread(6),  spread(7),  spread(8),  spread(9), spread(10), spread(11),
                                  spread(12), spread(13), spread(14), spread(15)};
 
+// The values of IQ4_NL's and IQ4_XS's codes, and, doubled, of MXFP4's.
+constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t E2M1_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// The 6-bit scale of sub-block j of an IQ4_XS block.
+int xs_scale(const uint8_t* block, int j) {
+  const int low = block[4 + j / 2] >> j % 2 * 4 & 15, high = (block[2] | block[3] << 8) >> 2 * j & 3;
+  return (low | high << 4) - 32;
+}
+
+// Half of the power of two that MXFP4 gives by its exponent, the least two subnormal.
+float half_power(uint8_t e) {
+  const uint32_t u = e < 2 ? 0x200000u << e : (uint32_t)(e - 1) << 23;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
 // Word g of each row becomes 64 bytes: row r of group g at 4 r.
 void spread_words(const uint8_t* const* rows, int64_t at, int words, uint8_t* dst) {
   for (int r = 0; r < 16; r++) {
@@ -81,6 +99,11 @@ void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   }
 }
 
+// 32 codes of four bits, the high ones last, as entries of a table.
+void unpack_nibbles(const uint8_t* q, const int8_t* values, float scale, float* out) {
+  for (int i = 0; i < 32; i++) out[i] = scale * (float)values[i < 16 ? q[i] & 15 : q[i - 16] >> 4];
+}
+
 // One panel; dst is zeroed, so missing rows stay zero.
 void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   uint8_t* meta = dst + pi_codes_bytes(type, k);
@@ -99,11 +122,25 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   for (int64_t b = 0; b < nb; b++) {
     const int64_t at = b * size;
     switch (type) {
+      case PI_MXFP4:
+        for (int r = 0; r < 16; r++)
+          if (rows[r]) meta[b * 16 + r] = rows[r][at];
+        spread_words(rows, at + 1, 4, dst + b * 256);
+        break;
+      case PI_IQ4_XS:
+        spread_halves(rows, at, meta + b * 160);
+        for (int j = 0; j < 8; j++) {
+          for (int r = 0; r < 16; r++)
+            if (rows[r]) meta[b * 160 + 32 + j * 16 + r] = (uint8_t)xs_scale(rows[r] + at, j);
+          spread_words(rows, at + 8 + 16 * j, 4, dst + (b * 8 + j) * 256);
+        }
+        break;
       case PI_Q8_0:
         spread_halves(rows, at, meta + b * 32);
         spread_words(rows, at + 2, 8, dst + b * 512);
         break;
       case PI_Q4_0:
+      case PI_IQ4_NL:
         spread_halves(rows, at, meta + b * 32);
         spread_words(rows, at + 2, 4, dst + b * 256);
         break;
@@ -199,6 +236,9 @@ int64_t stored_row_bytes(int type, int64_t k) {
     case PI_Q4_K: return k / 256 * 144;
     case PI_Q5_K: return k / 256 * 176;
     case PI_Q6_K: return k / 256 * 210;
+    case PI_IQ4_NL: return k / 32 * 18;
+    case PI_IQ4_XS: return k / 256 * 136;
+    case PI_MXFP4: return k / 32 * 17;
   }
   return 0;
 }
@@ -238,6 +278,12 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
       case PI_Q8_0:
         for (int i = 0; i < 32; i++) out[i] = half(row) * (float)(int8_t)row[2 + i];
         break;
+      case PI_IQ4_NL: unpack_nibbles(row + 2, IQ4_VALUES, half(row), out); break;
+      case PI_IQ4_XS:
+        for (int j = 0; j < 8; j++)
+          unpack_nibbles(row + 8 + 16 * j, IQ4_VALUES, half(row) * (float)xs_scale(row, j), out + 32 * j);
+        break;
+      case PI_MXFP4: unpack_nibbles(row + 1, E2M1_VALUES, half_power(row[0]), out); break;
       case PI_Q4_0:
       case PI_Q4_1:
       case PI_Q5_0:

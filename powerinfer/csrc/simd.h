@@ -52,6 +52,7 @@ PI_INLINE f32x16 f_keep_below(f32x16 v, int n, f32x16 other) {
 PI_INLINE f32x16 f_pow2(i32x16 n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
+PI_INLINE f32x16 f_bits(i32x16 a) { return _mm512_castsi512_ps(a); }
 PI_INLINE i32x16 i_set(int32_t x) { return _mm512_set1_epi32(x); }
 PI_INLINE i32x16 i_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
 PI_INLINE int32_t i_sum(i32x16 a) { return _mm512_reduce_add_epi32(a); }
@@ -75,6 +76,10 @@ PI_INLINE u8x64 b_set(int x) { return _mm512_set1_epi8((char)x); }
 PI_INLINE u8x64 b_and(u8x64 a, u8x64 b) { return _mm512_and_si512(a, b); }
 PI_INLINE u8x64 b_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
 PI_INLINE u8x64 b_sub(u8x64 a, u8x64 b) { return _mm512_sub_epi8(a, b); }
+// Entries of a table of 16, aligned to as many bytes, by numbers below 16.
+PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), i);
+}
 // Shifts work on 16 bits: callers mask away what crosses from the neighbouring byte.
 PI_INLINE u8x64 b_shr(u8x64 a, int n) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(n)); }
 template <int n>
@@ -211,6 +216,7 @@ PI_INLINE f32x16 f_pow2(i32x16 n) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, k), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, k), 23))};
 }
+PI_INLINE f32x16 f_bits(i32x16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 PI_INLINE i32x16 i_set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 PI_INLINE int32_t i_sum(i32x16 x) {
@@ -253,6 +259,10 @@ PI_INLINE void b_store(void* p, u8x64 x) {
 }
 PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
 PI_INLINE u8x64 b_set(int x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
+  const __m256i t = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+  return {_mm256_shuffle_epi8(t, i.a), _mm256_shuffle_epi8(t, i.b)};
+}
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_shr(u8x64 x, int n) {
@@ -423,6 +433,11 @@ PI_INLINE f32x16 f_pow2(i32x16 n) {
   EACH r.v[i] = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23));
   return r;
 }
+PI_INLINE f32x16 f_bits(i32x16 x) {
+  f32x16 r;
+  EACH r.v[i] = vreinterpretq_f32_s32(x.v[i]);
+  return r;
+}
 PI_INLINE i32x16 i_set(int32_t x) {
   i32x16 r;
   EACH r.v[i] = vdupq_n_s32(x);
@@ -486,6 +501,11 @@ PI_INLINE u8x64 b_load(const void* p) {
 PI_INLINE void b_store(void* p, u8x64 x) { EACH vst1q_u8((uint8_t*)p + 16 * i, x.v[i]); }
 PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) {
   EACH x.v[i] = vsubq_u8(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 x) {
+  const uint8x16_t t = vld1q_u8((const uint8_t*)table);
+  EACH x.v[i] = vqtbl1q_u8(t, x.v[i]);
   return x;
 }
 PI_INLINE u8x64 b_set(int x) {
@@ -659,6 +679,7 @@ PI_PLAIN f32x16 f_keep_below(f32x16 x, int n, f32x16 other) {
   return x;
 }
 PI_INLINE f32x16 f_pow2(i32x16 n) { return (f32x16)((n + 127) << 23); }
+PI_INLINE f32x16 f_bits(i32x16 x) { return (f32x16)x; }
 PI_INLINE i32x16 i_set(int32_t x) { return x - (i32x16){}; }
 PI_INLINE i32x16 i_add(i32x16 x, i32x16 y) { return x + y; }
 PI_PLAIN int32_t i_sum(i32x16 x) {
@@ -706,6 +727,10 @@ PI_INLINE u8x64 b_load(const void* p) {
 PI_INLINE void b_store(void* p, u8x64 x) { memcpy(p, &x, 64); }
 PI_INLINE u8x64 b_sub(u8x64 x, u8x64 y) { return x - y; }
 PI_INLINE u8x64 b_set(int x) { return (uint8_t)x - (u8x64){}; }
+PI_PLAIN u8x64 b_lookup(const int8_t* table, u8x64 x) {
+  for (int i = 0; i < 64; i++) x[i] = (uint8_t)table[x[i] & 15];
+  return x;
+}
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return x & y; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return x | y; }
 PI_PLAIN u8x64 b_shr(u8x64 x, int n) {

@@ -15,6 +15,12 @@
 //   Q5_K        the same for 256 k, then 8 x 64 B: bit b = block b        then per 32 k: u8 sc[16], u8 m[16]
 //   Q6_K        per 128 k: 16 x 64 B nibbles (block i: part i & 1,      per 256 k: f16 d[16],
 //               nibble i >> 1), then 8 x 64 B: bits 2i of block i         then per 32 k: s8 sc[2][16]
+//
+// Codes that are numbers of entries in a table of sixteen values, laid out as those of Q4_0:
+//
+//   IQ4_NL                                                              f16 d[16]
+//   IQ4_XS                                                              per 256 k: f16 d[16], then per 32 k: s8 sc[16]
+//   MXFP4                                                               u8 e[16], the exponents of powers of two
 #pragma once
 #include <stdint.h>
 
@@ -30,6 +36,9 @@ enum PiType {
   PI_Q4_K,
   PI_Q5_K,
   PI_Q6_K,
+  PI_IQ4_NL,
+  PI_IQ4_XS,
+  PI_MXFP4,
   PI_N_TYPES
 };
 
@@ -51,7 +60,18 @@ static inline int pi_form(int type) {
 }
 
 // Elements of one stored block of a type, along k.
-static inline int64_t pi_block(int type) { return type <= PI_BF16 ? 1 : type >= PI_Q4_K ? 256 : 32; }
+static inline int64_t pi_block(int type) {
+  switch (type) {
+    case PI_F32:
+    case PI_F16:
+    case PI_BF16: return 1;
+    case PI_Q4_K:
+    case PI_Q5_K:
+    case PI_Q6_K:
+    case PI_IQ4_XS: return 256;
+  }
+  return 32;
+}
 
 // Bytes of the codes of one panel of k columns.
 static inline int64_t pi_codes_bytes(int type, int64_t k) {
@@ -61,7 +81,10 @@ static inline int64_t pi_codes_bytes(int type, int64_t k) {
     case PI_BF16: return pi_round_up(k, 32) * 32;
     case PI_Q8_0: return k / 32 * 512;
     case PI_Q4_0:
-    case PI_Q4_1: return k / 32 * 256;
+    case PI_Q4_1:
+    case PI_IQ4_NL:
+    case PI_IQ4_XS:
+    case PI_MXFP4: return k / 32 * 256;
     case PI_Q5_0:
     case PI_Q5_1: return k / 32 * 320;
     case PI_Q4_K: return k / 256 * 2048;
@@ -75,12 +98,15 @@ static inline int64_t pi_scales_bytes(int type, int64_t k) {
   switch (type) {
     case PI_Q8_0:
     case PI_Q4_0:
-    case PI_Q5_0: return k / 32 * 32;
+    case PI_Q5_0:
+    case PI_IQ4_NL: return k / 32 * 32;
     case PI_Q4_1:
     case PI_Q5_1: return k / 32 * 64;
     case PI_Q4_K:
     case PI_Q5_K: return k / 256 * (64 + 8 * 32);
     case PI_Q6_K: return k / 256 * (32 + 8 * 32);
+    case PI_IQ4_XS: return k / 256 * (32 + 8 * 16);
+    case PI_MXFP4: return k / 32 * 16;
   }
   return 0;
 }

@@ -187,11 +187,15 @@ def _iq4_xs(blocks: Bytes) -> Float32:
     return (scale[:, :, None] * values.reshape(-1, 8, 32)).reshape(-1, 256)
 
 
-def _mxfp4(blocks: Bytes) -> Float32:
-    exponent = blocks[:, :1].astype(np.uint32)
+def _half_power(code: Bytes) -> Float32:
+    """Half of the power of two that an MXFP4 block has as its exponent."""
+    exponent = code.astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(exponent, 1)  # 2**-128 and 2**-127 are subnormal
-    scale = np.where(exponent < 2, tiny, np.maximum(exponent, 1) - 1 << np.uint32(23)).view(np.float32)
-    return scale * _E2M1[_nibbles(blocks[:, 1:])]
+    return np.where(exponent < 2, tiny, np.maximum(exponent, 1) - 1 << np.uint32(23)).view(np.float32)
+
+
+def _mxfp4(blocks: Bytes) -> Float32:
+    return _half_power(blocks[:, :1]) * _E2M1[_nibbles(blocks[:, 1:])]
 
 
 def _nvfp4(blocks: Bytes) -> Float32:
@@ -347,6 +351,20 @@ def _to_q5_1(values: Float32) -> Bytes:
     return np.concatenate([head, _fifth_bits(codes), _pack_nibbles(codes)], axis=1)
 
 
+_E2M1_BETWEEN = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)  # a value halfway takes the smaller code
+
+
+def _to_mxfp4(values: Float32) -> Bytes:
+    peak = np.abs(values).max(axis=1, keepdims=True)
+    if not np.isfinite(peak).all():
+        raise ModelError("a weight is infinite or not a number, so it cannot be quantised")
+    _, exponent = np.frexp(peak)  # 2**(exponent - 1) <= peak
+    code = np.where(peak > 0, np.clip(exponent - 3 + 127, 0, 254), 0).astype(np.uint8)
+    codes = np.searchsorted(_E2M1_BETWEEN, np.abs(values) / _half_power(code)).astype(np.uint8)
+    codes |= ((values < 0) & (codes > 0)).astype(np.uint8) << np.uint8(3)
+    return np.concatenate([code, _pack_nibbles(codes)], axis=1)
+
+
 def _to_f16(values: Float32) -> Bytes:
     with np.errstate(over="ignore"):
         return values.astype("<f2").view(np.uint8)
@@ -368,14 +386,15 @@ _WRITERS: dict[str, Callable[[Float32], Bytes]] = {
     "Q4_1": _to_q4_1,
     "Q5_0": _to_q5_0,
     "Q5_1": _to_q5_1,
+    "MXFP4": _to_mxfp4,
 }
 
 
 def quantize(x: Float32, type_name: str) -> Bytes:
     """Rows in a block type: float32 [rows, cols] -> uint8 [rows, row_bytes], rounded as ggml's reference code does.
 
-    ModelError for a type that cannot be written (`Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `F16`, `BF16`, `F32` can),
-    columns that are not whole blocks, or values that the type cannot hold.
+    ModelError for a type that cannot be written (`Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `MXFP4`, `F16`, `BF16`, `F32`
+    can), columns that are not whole blocks, or values that the type cannot hold.
     """
     kind = block_type(type_name)
     writer = _WRITERS.get(kind.name)

@@ -30,8 +30,8 @@ namespace {
 
 constexpr double U = 1.0 / (1 << 24);
 const float NOT = std::numeric_limits<float>::quiet_NaN();
-const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0", "Q4_1",
-                                       "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
+                                       "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 
 double gamma_of(double n) { return n * U / (1 - n * U); }
 
@@ -163,7 +163,7 @@ struct Random {
 
 bool is_quantised(int type) { return type >= PI_Q8_0; }
 
-// Random stored rows: every code occurs, scales have both signs.
+// Random stored rows: every code occurs, scales have both signs where the type has signs.
 std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
   std::vector<uint8_t> out((size_t)(rows * stored_row_bytes(type, k)));
   const auto put_half = [&](uint8_t* p) {
@@ -182,6 +182,10 @@ std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
   for (uint8_t& b : out) b = (uint8_t)r.next();
   const int64_t size = stored_row_bytes(type, pi_block(type));
   for (size_t at = 0; at < out.size(); at += (size_t)size) {
+    if (type == PI_MXFP4) {
+      out[at] = (uint8_t)(118 + r.next() % 8);
+      continue;
+    }
     put_half(&out[at + (type == PI_Q6_K ? 208 : 0)]);
     if (type == PI_Q4_1 || type == PI_Q5_1 || type == PI_Q4_K || type == PI_Q5_K) put_half(&out[at + 2]);
   }
