@@ -56,7 +56,7 @@ class LayerUse:
     @property
     def frequency(self) -> NDArray[np.float64]:
         """Share of the tokens that select each expert: float64 [experts]; they add up to top_k."""
-        return self.total * (self.top_k / float(self.total.sum()))
+        return np.asarray(self.total * (self.top_k / float(self.total.sum())), np.float64)
 
     @property
     def static_hits(self) -> NDArray[np.float64]:
