@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.neurons import Counts
+Counts = NDArray[np.int64]
 
 Selected = dict[int, NDArray[np.unsignedinteger]]
 """By layer of experts: those that each token selected, ascending, uint8 or uint16 [tokens, experts of a token]; the
