@@ -133,7 +133,7 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
     with LLM(path, gpu="none", threads=2, selector="exact") as llm:
         assert llm.generate("ab", settings).token_ids == expected
         report = llm.sparsity
-        assert report is not None and report["selector"] == "exact" and report["tokens"] == 8
+        assert report is not None and report["selector"] == "exact" and report["tokens"] >= 8
         assert 0.3 < report["active_fraction"] < 0.7 and len(report["layers"]) == LAYERS
         assert llm.bytes_per_token is not None and dense is not None and llm.bytes_per_token < dense
     text = tmp_path / "text.txt"

@@ -37,9 +37,15 @@ PIECE = 1 << 24  # weights made at a time
 
 # Of a name of `placement.shapes.SHAPES` the architecture in GGUF.
 ARCHITECTURES = {
-    "mixtral-8x7b": "llama", "olmoe-1b-7b": "olmoe", "qwen3-30b-a3b": "qwen3moe", "glm-4.5-air": "glm4moe",
-    "smallthinker-4b": "smallthinker", "smallthinker-21b": "smallthinker",
-}  # fmt: skip
+    "mixtral-8x7b": "llama",
+    "olmoe-1b-7b": "olmoe",
+    "qwen3-30b-a3b": "qwen3moe",
+    "glm-4.5-air": "glm4moe",
+    "smallthinker-4b": "smallthinker",
+    "smallthinker-21b": "smallthinker",
+    "qwen3-next-80b-a3b": "qwen3next",
+    "qwen3.6-35b-a3b": "qwen35moe",
+}
 CONTEXT = 4096
 CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
 
@@ -56,8 +62,8 @@ class Weights:
 
 
 CARRIED = 0.5
-"""The stream's component in the direction of `signs`, relative to the rest: written by the embedding alone, it gives gate
-rows a constant to compare with (the same idea as in benchmarks/models/weights.py)."""
+"""The stream's component in the direction of `signs`, relative to the rest: written by the embedding alone, it gives
+gate rows a constant to compare with, as in benchmarks/models/weights.py."""
 
 
 def signs(width: int) -> np.ndarray:
@@ -67,16 +73,21 @@ def signs(width: int) -> np.ndarray:
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """(name in the file, shape) of every tensor, in file order. Norms, biases and routers are F32."""
+    found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
         name = NAMES(canonical)
-        if config.architecture == "glm4moe":
+        if config.architecture == "glm4moe" or config.states:
             name = name.replace("ffn_norm", "post_attention_norm")
-        yield name, shape
+        if config.architecture == "qwen3next":
+            name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
+        name = name.replace("ssm_a.weight", "ssm_a")
+        found[name] = (found.get(name, (0,))[0] + shape[0], *shape[1:])  # some are one below the other in a tensor
+    yield from found.items()
 
 
 def kind_of(name: str, dims: Shape, about: Weights) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
-    if len(dims) == 1 or name.endswith("ffn_gate_inp.weight"):
+    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight")):
         return "F32"
     return (about.head if name in ("token_embd.weight", "output.weight") else about.kind).upper()
 
@@ -97,7 +108,8 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
     rng = np.random.default_rng(about.seed)
     for name, dims in tensors(config):
         own = kind_of(name, dims, about)
-        parts = [values if own == "F32" else quantize(values, own) for values in _values(rng, name, dims, config, about)]
+        values = _values(rng, name, dims, config, about)
+        parts = [part if own == "F32" else quantize(part, own) for part in values]
         writer.write_tensor_data(np.concatenate(parts).reshape(*dims[:-1], -1))
         print(f"\r{name:40}", end="", file=sys.stderr)
     writer.close()
@@ -108,14 +120,17 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
 def _values(
     rng: np.random.Generator, name: str, dims: Shape, config: ModelConfig, about: Weights
 ) -> Iterator[np.ndarray]:
-    """Rows of a tensor, float32. Norms are all ones; products of a matrix are about as large as what it reads, and small
-    where they add up."""
+    """Rows of a tensor, float32, in pieces. Norms are all ones; products of a matrix are about as large as what it
+    reads, and small where they add up."""
+    if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
+        yield -np.geomspace(0.001, 1, *dims, dtype=np.float32)
+        return
     if len(dims) == 1:
         yield np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
         return
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
-    writes = ("output" in name and "blk" in name) or "down" in name
+    writes = ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name
     if writes:
         deviation /= (2 * config.n_layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
@@ -135,7 +150,7 @@ def _values(
 
 
 def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    attention = next(layer.attention for layer in config.layers if layer.attention.rope is not None)
+    attention = next(layer.attention for layer in reversed(config.layers) if layer.attention.rope is not None)
     experts = config.layers[-1].ffn
     assert isinstance(experts, ExpertsConfig) and attention.rope is not None
     first = config.layers[0].ffn.neurons
@@ -165,6 +180,16 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_leading_dense_block_count(dense)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(True)
+    for delta in list(config.states.values())[:1]:
+        writer.add_expert_shared_feed_forward_length(experts.shared_size)
+        writer.add_ssm_conv_kernel(delta.taps)
+        writer.add_ssm_state_size(delta.key_dim)
+        writer.add_ssm_group_count(delta.n_key_heads)
+        writer.add_ssm_time_step_rank(delta.n_value_heads)
+        writer.add_ssm_inner_size(delta.width)
+        writer.add_uint32(f"{config.architecture}.full_attention_interval", 4)
+        if config.architecture != "qwen3next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     write_tokenizer(writer, config.vocab_size)
 
 
