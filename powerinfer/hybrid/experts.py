@@ -255,6 +255,7 @@ class ExpertSplit:
     movable: bool = False
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
+    stage: None = None  # cold experts are not streamed to the GPU
 
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: ExpertWeights) -> HybridExperts:
         """PowerInferError if a device runs out of memory."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
-from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_layers, without_gpu
+from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
+    from powerinfer.neurons import Indices
     from powerinfer.placement.plan import Plan
 
 Sample = Callable[[], Sequence[int]]
@@ -54,7 +55,11 @@ def load_resolved(
 
 def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     """What to load instead: fewer whole layers or, with `--gpu auto`, none. The problem again if there is nothing."""
-    fewer = with_fewer_layers(resolved) if resolved.plan is None else None
+    fewer = None
+    if resolved.experts is not None:
+        fewer = with_fewer_experts(resolved)
+    elif resolved.plan is None:
+        fewer = with_fewer_layers(resolved)
     if fewer is not None:
         return fewer
     if resolved.engine.gpu != "auto" or resolved.engine.adjust:
@@ -108,6 +113,8 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
 def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
+    if resolved.experts is not None:
+        return _load_experts(resolved, resolved.experts, progress)
     from powerinfer.hybrid.vram import hold_budget
 
     executor = load_split(resolved, None, progress)
@@ -147,6 +154,28 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
         executor.close()
         raise
     executor.choices["selector"] = f"{sparsity.selector} (neurons on both devices)"
+    return executor, sparsity
+
+
+def _load_experts(resolved: Resolved, experts: Sequence[Indices], progress: Progress) -> tuple[SplitExecutor, Sparsity]:
+    from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit
+    from powerinfer.hybrid.vram import hold_budget
+
+    split = ExpertSplit(experts, resolved.engine.adjust)
+    try:
+        executor = load_split(resolved, split, progress)
+    except BaseException:
+        split.close()
+        raise
+    executor.choices["gpu"] += f", {resolved.why}"
+    try:
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split)
+    except BaseException:
+        executor.close()
+        raise
+    sparsity = ExpertSparsity(executor, split.ffns)
+    sparsity.clear()  # counts of the measurements
+    executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
     return executor, sparsity
 
 
