@@ -42,7 +42,8 @@ class Resolved:
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
     head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. experts: for each layer those
     on the GPU, None: the model has none, or they are not split. pages: of the KV cache on every device, None: as many
-    as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram: limit in bytes on the GPU without the driver, None: the device's memory.
+    as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram: limit in bytes on the GPU
+    without the driver, None: the device's memory.
     """
 
     checkpoint: Checkpoint

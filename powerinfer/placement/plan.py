@@ -544,7 +544,7 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
     if claims.slots is not None:
         reads = request.experts_read(claims)
         whole = np.sign(np.array(request.model.n_experts, np.float64))
-        on_gpu = np.array([reads[layer].hits if layer in reads else 0.0 for layer in rows])
+        on_gpu = np.array([reads[layer].hits if layer in reads else 0.0 for layer in range(len(gpu))])
     return Choice(
         gpu=tuple(map(int, gpu)),
         kept=tuple(map(int, kept)),
@@ -602,7 +602,7 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
     reads = request.experts_read(claims)
     attention = []
     for layer, own in enumerate(model.attention):
-        held = sum(one.stored for one in own)
+        held: float = sum(one.stored for one in own)
         if layer in reads:  # and what the CPU reads of the layer's experts
             held += sum(one.stored for one in model.beside[layer]) + reads[layer].hot * model.expert_bytes(layer)[0]
             of_all_neurons += reads[layer].cold * model.expert_bytes(layer)[0]
