@@ -14,6 +14,8 @@ from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.stage import Stage
+    from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
@@ -114,7 +116,7 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> 
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
     if resolved.experts is not None:
-        return _load_experts(resolved, resolved.experts, progress)
+        return _load_experts(resolved, resolved.experts, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
 
     executor = load_split(resolved, None, progress)
@@ -157,11 +159,13 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
     return executor, sparsity
 
 
-def _load_experts(resolved: Resolved, experts: Sequence[Indices], progress: Progress) -> tuple[SplitExecutor, Sparsity]:
+def _load_experts(
+    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
+) -> tuple[SplitExecutor, Sparsity]:
     from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit
     from powerinfer.hybrid.vram import hold_budget
 
-    split = ExpertSplit(experts, resolved.engine.adjust)
+    split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging))
     try:
         executor = load_split(resolved, split, progress)
     except BaseException:
@@ -169,7 +173,8 @@ def _load_experts(resolved: Resolved, experts: Sequence[Indices], progress: Prog
         raise
     executor.choices["gpu"] += f", {resolved.why}"
     try:
-        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split)
+        settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle)
     except BaseException:
         executor.close()
         raise
@@ -200,29 +205,39 @@ def _load_planned(
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
     """The neurons of the GPU's layers, where the plan places them."""
-    from powerinfer.devices.stage import Stage
-    from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.hybrid.ffn import NeuronSplit
 
     selection = resolved.selection
-    assert selection.bundles is not None and resolved.gpu is not None
-    stage = None
-    if plan.staging:
-        with gpu_failures("making room for prompts", "give less --vram"):
-            stage = Stage(choose_device(resolved.gpu), plan.staging)
+    assert selection.bundles is not None
+    stage = _stage(resolved, plan.staging)
     placement = plan.placement(plan.request.profile)
     return NeuronSplit(selection.bundles, placement, selection.threshold, selection.predictors, stage)
 
 
+def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
+    """Buffers of that size for long prompts; 0: none."""
+    from powerinfer.devices.stage import Stage
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
+
+    if not nbytes:
+        return None
+    assert resolved.gpu is not None
+    with gpu_failures("making room for prompts", "give less --vram"):
+        return Stage(choose_device(resolved.gpu), nbytes)
+
+
 def _settle_prompts(
-    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress
+    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit | ExpertSplit, sample: Sample, progress: Progress
 ) -> None:
     """Measure the crossing, if cold neurons can be streamed. GpuMemoryError if the GPU has too little memory for it."""
     from powerinfer.hybrid.crossing import settle
 
     if not any(len(ffn.cold) for ffn in split.ffns):
         return
-    if split.stage is not None:
+    if split.stage is not None and all(ffn.stage is not None for ffn in split.ffns):
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
     else:
-        executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
+        why = "no room, or no long steps, to stream them"
+        if split.stage is not None:
+            why = "they are not as a GGUF file has them"
+        executor.choices["prefill"] = f"the CPU computes what is cold ({why})"

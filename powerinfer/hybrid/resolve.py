@@ -41,9 +41,10 @@ class Resolved:
     selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
     head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. experts: for each layer those
-    on the GPU, None: the model has none, or they are not split. pages: of the KV cache on every device, None: as many
-    as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram: limit in bytes on the GPU
-    without the driver, None: the device's memory.
+    on the GPU, None: the model has none, or they are not split; staging: bytes of a buffer that streams the others
+    there for long prompts, 0: none. pages: of the KV cache on every device, None: as many as fit into the CPU's
+    memory; kv_room: their limit in bytes then, None: no limit. vram: limit in bytes on the GPU without the driver,
+    None: the device's memory.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +56,7 @@ class Resolved:
     gpu_head: bool = False
     plan: Plan | None = None
     experts: tuple[Indices, ...] | None = None
+    staging: int = 0
     pages: int | None = None
     kv_room: int | None = None
     vram: int | None = None
@@ -356,4 +358,5 @@ def _split_experts(
         order = np.arange(n) if known is None or layer not in known else np.argsort(-known[layer], kind="stable")[:n]
         hot.append(order.astype(np.int32))
     why = f"{sum(claims.slots)} of {sum(plan.request.model.n_experts)} experts"
-    return replace(resolved, gpu_layers=claims.gpu_layers, gpu_head=claims.gpu_head, experts=tuple(hot), why=why)
+    placed = replace(resolved, gpu_layers=claims.gpu_layers, gpu_head=claims.gpu_head, why=why)
+    return replace(placed, experts=tuple(hot), staging=claims.staging)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes
+from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
@@ -35,6 +35,9 @@ RUNTIME_BYTES = 80 << 20
 
 STAGED = 16
 """Staging gets at most 1/STAGED of the room for neurons on a GPU."""
+
+EXPERT_STAGED = 8
+"""Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -298,6 +301,8 @@ def _claim_experts(
     dense, none = (model, hardware, work, layers, head, True), [0] * model.config.n_layers
     room = vram - sum(on_gpu(*dense, none).values())
     own = [layer for layer in range(layers) if model.n_experts[layer]]
+    staging = _expert_staging(model, work, own, room)
+    room -= staged_on_gpu(staging)
     nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
     if frequencies is None:
         found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, room)
@@ -306,10 +311,23 @@ def _claim_experts(
     slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
     gpu = on_gpu(*dense, slots)
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots)
-    left = ram - sum(cpu.values())
+    left = ram - sum(cpu.values()) - staged_in_ram(staging)
     if left < 0:
         raise _too_large(model, gpu, cpu, ram, None, hardware)
-    return Claims(layers, head, gpu, cpu, vram - sum(gpu.values()), left, 0, False, True, 0, slots)
+    gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
+    return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+
+
+def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: int) -> int:
+    """Bytes of a buffer that streams experts of these layers; 0 if none is needed, there is little room, or the GPU
+    has them in another type than the file."""
+    every = {layer: model.expert_bytes(layer)[0] for layer in layers}
+    if work.chunk <= kernels.FEW or sum(model.n_experts[layer] * each for layer, each in every.items()) <= room:
+        return 0
+    if any(one.type != one.gpu_type for layer in layers for one in model.experts[layer]):
+        return 0
+    size = expert_buffer(max(every.values()), max(model.n_experts))
+    return size if EXPERT_STAGED * staged_on_gpu(size) <= room else 0
 
 
 def _too_large(

@@ -250,7 +250,7 @@ class Plan:
     def staging(self) -> int:
         """Bytes of a buffer that streams cold neurons to the GPU for long prompts; 0: there are none."""
         split = any(layer[Tier.CPU] for layer in self.neurons[: self.claims.gpu_layers])
-        return self.claims.staging if split else 0
+        return self.claims.staging if split or self.claims.slots is not None else 0
 
     @cached_property
     def _orders(self) -> list[Indices]:
