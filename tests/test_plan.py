@@ -747,7 +747,8 @@ def test_the_command_for_a_shape() -> None:
     assert document["fits"] is False, "350 GB do not fit into 24 and 188 GiB"
     for tier, limit in (("gpu", 24), ("cpu", 188)):
         assert limit - 1 < sum(document["bytes"][tier].values()) / GIB <= limit
-    assert all(set(one) == {"layer", "gpu", "cpu", "disk", "mass_on_gpu", "seconds", "experts"} for one in document["layers"])
+    of_layer = {"layer", "gpu", "cpu", "disk", "mass_on_gpu", "seconds", "experts"}
+    assert all(set(one) == of_layer for one in document["layers"])
 
 
 def test_the_command_says_what_is_where() -> None:
