@@ -16,7 +16,9 @@ from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.expert_files import open_expert_profile
 from powerinfer.hardware.measure import measured
+from powerinfer.hybrid.resolve import needs, resolve
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan, read_plan, save_plan
@@ -138,7 +140,7 @@ def answer(path: Path, **options: Any) -> tuple[str, LLM]:
 def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from powerinfer.hybrid.load import load_resolved
-    from powerinfer.hybrid.resolve import needs, resolve, with_fewer_experts
+    from powerinfer.hybrid.resolve import with_fewer_experts
 
     path = tiny_model(tmp_path)
     alone, llm = answer(path, gpu="none")
@@ -177,3 +179,24 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     adjusted, llm = answer(path, gpu="cpu", vram=every - 3 * each, adjust=True)
     assert adjusted == alone
     llm.close()
+
+
+def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    path = tiny_model(tmp_path)
+    engine = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
+    each = checkpoint_model(open_checkpoint(path)).expert_bytes(0)[0]
+    room = replace(engine, vram=needs(resolve(open_checkpoint(path), engine)).vram - 4 * each)
+    before = resolve(open_checkpoint(path), room).experts
+    assert before is not None and [own.tolist() for own in before] == [[0, 1], [0, 1]]
+    (tmp_path / "text.txt").write_text("abc bca cab " * 40)
+    assert main(["profile", "-m", str(path), "--corpus", str(tmp_path / "text.txt"), "--tokens", "64"]) == 0
+    capsys.readouterr()
+    counts = open_expert_profile(open_checkpoint(path)).frequencies
+    hot = resolve(open_checkpoint(path), room).experts
+    assert hot is not None and sum(map(len, hot)) == 4
+    least = min(float(counts[layer][own].min()) for layer, own in enumerate(hot) if len(own))
+    others = [float(np.delete(counts[layer], own).max()) for layer, own in enumerate(hot) if len(own) < 4]
+    assert least >= max(others), "the most frequent of all layers"
+    assert main(["plan", "-m", str(path), "--hardware", "pc-8gb", "--context", "64", "--dry-run"]) == 0
+    assert "(as profiled)" in capsys.readouterr().out

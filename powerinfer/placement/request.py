@@ -186,8 +186,16 @@ def model_subject(
 
 
 def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -> Subject:
-    """A model of experts, with what its profile says of them."""
-    return Subject(model, assumed_profile(_EVEN, checkpoint.config.ffn_sizes), "all")
+    """A model of experts, with what its profile says of them. ModelError for a profile of another model."""
+    from powerinfer.formats.expert_files import open_expert_profile
+    from powerinfer.formats.prepared import EXPERTS, PreparedFile
+
+    subject = Subject(model, assumed_profile(_EVEN, checkpoint.config.ffn_sizes), "all")
+    place = PreparedFile(EXPERTS, checkpoint, prepared)
+    if place.exists():
+        return replace(subject, frequencies=open_expert_profile(checkpoint, prepared).frequencies)
+    text = f"that all experts are selected equally often, since there is no profile; `{place.command}` makes it"
+    return replace(subject, assumed=(text,))
 
 
 def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | None) -> tuple[Profile, str]:
