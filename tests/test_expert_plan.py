@@ -198,5 +198,6 @@ def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.Cap
     least = min(float(counts[layer][own].min()) for layer, own in enumerate(hot) if len(own))
     others = [float(np.delete(counts[layer], own).max()) for layer, own in enumerate(hot) if len(own) < 4]
     assert least >= max(others), "the most frequent of all layers"
-    assert main(["plan", "-m", str(path), "--hardware", "pc-8gb", "--context", "64", "--dry-run"]) == 0
+    flags = ["--gpu", "cpu", "--vram", f"{room.vram}B", "--context", "64", "--prefill-chunk", "32", "--dry-run"]
+    assert main(["plan", "-m", str(path), "--threads", "1", *flags]) == 0
     assert "(as profiled)" in capsys.readouterr().out
