@@ -142,7 +142,8 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["eval", "agreement", "-m", str(path), *flags]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["mean_kl"] < 1e-6 and 0.3 < result["active_fraction"] < 0.7
-    assert main(["bench", "-m", str(path), "--selector", "exact", "--gpu", "none", "--prompt", "8", "-n", "4"]) == 0
+    few = ["--prompt-tokens", "8", "--gen-tokens", "4", "--repeat", "1"]
+    assert main(["bench", "-m", str(path), "--selector", "exact", "--gpu", "none", *few]) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,27 +13,42 @@ from benchmarks.lib import machine
 from benchmarks.models import expert_models
 from benchmarks.serving import endurance, overhead, table
 from powerinfer import LLM, SamplingParams
-from powerinfer.config import ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.config import (
+    AttentionConfig,
+    AttentionKind,
+    DeltaNetConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+)
 from powerinfer.formats.checkpoint import open_checkpoint
 
 
 def small(config: ModelConfig) -> ModelConfig:
     def layer(own: LayerConfig) -> LayerConfig:
-        rope = own.attention.rope and replace(own.attention.rope, dim=own.attention.rope.dim // 4)
-        attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
+        attention: AttentionKind
+        if isinstance(own.attention, DeltaNetConfig):
+            attention = DeltaNetConfig(1, 16, 2, 16, own.attention.taps)
+        else:
+            assert isinstance(own.attention, AttentionConfig)
+            rope = own.attention.rope and replace(own.attention.rope, dim=own.attention.rope.dim // 4)
+            attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
         if isinstance(own.ffn, ExpertsConfig):
-            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0)
+            router = replace(own.ffn.router, top_k=min(8, own.ffn.router.top_k))
+            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0, router=router)
             return replace(own, attention=attention, ffn=ffn)
         return replace(own, attention=attention, ffn=FfnConfig(32))
 
-    layers = tuple(layer(own) for own in config.layers[:3])
+    first = 2 if config.states else 0  # of three layers one has attention
+    layers = tuple(layer(own) for own in config.layers[first : first + 3])
     return replace(config, d_model=64, vocab_size=1200, layers=layers)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), "q8_0")
+    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("q8_0"))
     return path
 
 
@@ -79,8 +94,22 @@ def test_random_models_of_experts_run(name: str, tmp_path: Path, monkeypatch: py
     experts = config.layers[1].ffn
     assert isinstance(experts, ExpertsConfig) and (experts.n_experts, experts.router.top_k) == (
         8,
-        2 if name.startswith("mixtral") else 8,
+        {"mixtral-8x7b": 2, "smallthinker-4b": 4, "smallthinker-21b": 6}.get(name, 8),
     )
     with LLM(path, gpu="none", threads=1, context=64) as llm:
         (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         assert len(answer.token_ids) == 3
+
+
+def test_random_experts_fire_as_often_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = small(expert_models.CONFIGS["smallthinker-4b"])
+    wide = replace(wide, d_model=256, layers=tuple(replace(one, ffn=replace(one.ffn, size=128)) for one in wide.layers))
+    monkeypatch.setitem(expert_models.CONFIGS, "smallthinker-4b", wide)
+    path = tmp_path / "m.gguf"
+    flags = ["--shape", "smallthinker-4b", "--layers", "2", "--active", "0.1", "--head", "q4_0", "--vocab", "1100"]
+    monkeypatch.setattr(sys, "argv", ["script", str(path), *flags])
+    expert_models.main()
+    with LLM(path, gpu="none", threads=1, context=128, selector="exact") as llm:
+        llm.generate([list(range(5, 95))], SamplingParams(max_tokens=30, temperature=1.0, seed=1, ignore_eos=True))
+        report = llm.sparsity
+        assert report is not None and 0.05 < report["active_fraction"] < 0.16
