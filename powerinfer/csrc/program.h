@@ -107,7 +107,8 @@ class Program {
   // whose FFN reads what its attention reads.
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
-  void attention(int layer, int window);    // attended = softmax(q k) v
+  // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
+  void attention(int layer, int window, Vector sinks = {});
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   void normalise(Norm norm);                                                   // x = norm(x)
   // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.

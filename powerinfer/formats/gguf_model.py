@@ -40,8 +40,9 @@ class _Family:
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
-    local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
-    full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
+    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices in
+    one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none.
     """
@@ -56,6 +57,7 @@ class _Family:
     partial: bool = False
     full_every: int = 0
     local_theta: float | None = None
+    one_rope: bool = False
     scaled: bool = False
     scales: bool = False
     fused: tuple[Fused, ...] = ()
@@ -64,6 +66,8 @@ class _Family:
     @property
     def activations(self) -> tuple[str, ...]:
         """Those that a file may name."""
+        if self.activation == "swiglu_oai":
+            return (self.activation,)
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 
@@ -84,6 +88,7 @@ ARCHITECTURES = {
     "glm4moe": _Family("silu", partial=True, experts=_DEEPSEEK),
     "granite": _Family("silu", interleaved=True, scales=True),
     "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
+    "gpt-oss": _Family("swiglu_oai", full_every=2, one_rope=True, experts=_NORMALISED),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -109,6 +114,7 @@ NAMES = Names(
         "o": "attn_output",
         "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm",
+        "sinks": "attn_sinks",
         "gate": "ffn_gate",
         "up": "ffn_up",
         "down": "ffn_down",
@@ -148,7 +154,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     inner = dict(NAMES.inner)
     for one in fused(file, config):
         inner |= dict.fromkeys(one.parts, "attn_qkv" if one == _QKV else inner[one.parts[-1]])
-    if config.architecture == "glm4moe":
+    if config.architecture in ("glm4moe", "gpt-oss"):
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -248,7 +254,7 @@ def _layers(
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
     local = rope
-    if rope is not None and family.full_every:
+    if rope is not None and family.full_every and not family.one_rope:
         theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
         local = RopeConfig(theta, rope.dim, rope.interleaved)
     shared: dict[str, Any] = {
@@ -256,6 +262,7 @@ def _layers(
         "o_bias": "blk.0.attn_output.bias" in names,
         "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
         "scale": _scale(fields, family, architecture, heads),
+        "sinks": architecture == "gpt-oss",
     }
     return tuple(
         LayerConfig(
@@ -321,11 +328,13 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
             normalise=fields.flag("expert_weights_norm", router.normalise),
             scale=fields.number("expert_weights_scale", 0, layout.MAX_SCALE, 1.0) or 1.0,
             correction=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+            bias=any(name.endswith(".ffn_gate_inp.bias") for name in file.tensors),
             groups=groups,
             top_groups=fields.integer("expert_group_used_count", 1, groups, groups),
             group_best=router.group_best if groups > 1 else 1,
         ),
         activation,
+        bias=any(name.endswith(".ffn_down_exps.bias") for name in file.tensors),
         shared_size=shared_size,
         shared_weight=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in file.tensors),
     )

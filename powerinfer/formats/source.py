@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,13 @@ def collect(
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Sequence[Fused] = (),
+    made: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
     stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has `down_rows`, the file
-    stores `down` neuron by neuron, as `down_rows` [neurons, d_model].
+    stores `down` neuron by neuron, as `down_rows` [neurons, d_model]. made: tensors by canonical name that are not
+    stored as they are, in their right shapes.
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
@@ -114,6 +116,9 @@ def collect(
     for canonical, shape in (*known.items(), *extra):
         if "down_rows" in names.inner and canonical.endswith(".down"):
             canonical, shape = f"{canonical}_rows", shape[::-1]
+        if made is not None and canonical in made:
+            found[canonical] = made[canonical]
+            continue
         name = names(canonical)
         if "{}" in name:
             every = {name.format(expert): shape[1:] for expert in range(shape[0])}

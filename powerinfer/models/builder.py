@@ -35,6 +35,7 @@ class Builder(Protocol[Matrix, Norm]):
         biases: Sequence[Vector] = ...,
         q_norm: Vector = None,
         k_norm: Vector = None,
+        sinks: Vector = None,
     ) -> None: ...
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(

@@ -37,6 +37,8 @@ def sum_experts(
         [executor.matrix(tensor) for tensor in shared],
         correction=vector(checkpoint, f"{name}router_correction_bias"),
         shared_weight=vector(checkpoint, f"{name}shared_weight"),
+        router_bias=vector(checkpoint, f"{name}router_bias"),
+        biases=[vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
         out_norm=out_norm,
     )
 

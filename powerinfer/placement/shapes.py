@@ -26,8 +26,8 @@ from powerinfer.config import (
 )
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
-from powerinfer.formats.layout import check, shapes
+from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts
+from powerinfer.formats.layout import check, is_matrix, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
@@ -38,7 +38,7 @@ from powerinfer.placement.power_law import FAMILIES, Law
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
 
-DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "mxfp4": "MXFP4"}
 """Weight types of a model that is only described."""
 
 PREDICTOR_SHARE = 0.0709
@@ -274,9 +274,13 @@ def described_model(
     columns = {name: shape[-1] for name, shape in shapes(config)}
 
     def type_of(tensor: str) -> str:
-        return type_name if columns[tensor] % block_type(type_name).block == 0 else "F16"
+        if columns[tensor] % block_type(type_name).block:
+            return "F16"
+        return "Q8_0" if of_experts and ".experts_" not in tensor else type_name
 
+    of_experts = type_name == "MXFP4" and any(".experts_" in name for name in columns)  # alone, as in published files
     gate = type_name if config.d_model % block_type(type_name).block == 0 else "F16"
+    gate = gate if gate in ROW_TYPES else "Q8_0"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
@@ -334,10 +338,10 @@ def _model(
         bundles=layouts,
         attention=tuple(map(attention, range(config.n_layers))),
         ffn=tuple(
-            tuple(matrix(layer + name) for name, shape in one.ffn.tensors(config.d_model) if len(shape) > 1)
+            tuple(matrix(layer + name) for name, shape in one.ffn.tensors(config.d_model) if is_matrix(name, shape))
             for layer, one in zip(layers, config.layers, strict=True)
         ),
-        vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
+        vectors=4 * sum(prod(shape) for name, shape in known.items() if not is_matrix(name, shape)),
         predictors=predictors,
         selected=selected,
         tables=sum(rows * block_type(type_name).row_bytes(cols) for (rows, cols), type_name in tables),
@@ -402,6 +406,15 @@ def _experts(
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
 
 
+def _gpt_oss(layers: int, n_experts: int) -> ModelConfig:
+    rope = RopeConfig(150000.0, 64, scaling="yarn", factor=32.0, original_context_length=4096, truncate=False)
+    about = AttentionConfig(64, 8, 64, rope, qkv_bias=True, o_bias=True, sinks=True)
+    experts = ExpertsConfig(n_experts, 2880, RouterConfig(4, bias=True), "swiglu_oai", bias=True)
+    windows = [None if layer % 2 else 128 for layer in range(layers)]
+    kinds = tuple(LayerConfig(replace(about, window=window), experts) for window in windows)
+    return ModelConfig("gpt_oss", 2880, 201088, 131072, 1e-5, kinds)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -450,6 +463,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "gpt-oss-20b": ModelShape(_gpt_oss(24, 32), FAMILIES["swiglu"]),
+    "gpt-oss-120b": ModelShape(_gpt_oss(36, 128), FAMILIES["swiglu"]),
 }  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
 How neurons fire is not asked of models whose layers are experts."""
