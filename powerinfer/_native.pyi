@@ -63,6 +63,9 @@ def pack_matrix(
     where that is -1.
     """
 
+def repack(pool: Pool, matrix: Matrix, first: int, rows: int, data: NDArray[np.uint8]) -> None:
+    """Replace rows from `first` on, a multiple of LANES, by [rows, k] as in `pack_matrix`. Not while a step runs."""
+
 def matmul(pool: Pool, matrix: Matrix, level: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES]."""
 

@@ -47,7 +47,7 @@ from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
-from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, Model, checkpoint_model  # noqa: E402
+from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, SHAPES, Model, checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
@@ -198,9 +198,10 @@ def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, 
 
 
 def test_the_buffers_between_the_devices() -> None:
-    for sizes in ((32, 64, 96), (3, 100, 333)):
-        link = Link(torch.device("cpu"), *sizes)
-        assert link.nbytes == link_bytes(*sizes)
+    for name in ("bamboo-7b", "qwen3-30b-a3b"):
+        config = SHAPES[name].config
+        for tokens in (3, 40):
+            assert Link(torch.device("cpu"), tokens, config).nbytes == link_bytes(tokens, config)
 
 
 def passed(executor: Any, folder: Path) -> int:

@@ -26,7 +26,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from powerinfer.kernels import cpu, gpu, triton_kernels
+    from powerinfer.config import RouterConfig
+    from powerinfer.kernels import cpu, gpu, gpu_experts, triton_kernels
     from powerinfer.neurons import BundleLayout
 
     class Device:
@@ -79,6 +80,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0), x, None, 0.1)
         gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
         gpu.norm(x, x[0], x[0], 1e-5, True)
+        slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
+        for kind in gpu.GPU_TYPES:
+            first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
+            gpu_experts.expert_sum(
+                gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0), x, slots, weights
+            )
+        about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
+        gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
     for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
         gate_bytes, (down_bytes, shared_bytes) = (
             cpu.bundle_row_bytes(kind, d_model)[0],
@@ -114,7 +123,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    assert len({kernel["name"] for kernel in made}) == 15 and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == 23 and all(kernel["ptx"] for kernel in made)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
 

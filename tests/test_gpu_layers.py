@@ -27,7 +27,7 @@ from test_sparse import case_named, residual_of  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.config import EngineConfig, FfnConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
@@ -227,7 +227,7 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
     truth, made, shown = Truth(case_named(name), "folder", tmp_path), [], []
     runs = []
     for recorder in (None, stand_in_recorder(made)):
-        split = partial(Halves, open_checkpoint(truth.path), shown)
+        split = halves(open_checkpoint(truth.path), shown)
         with opened(truth.path, ALL, split=split) as executor:
             executor.gpu.record(recorder)
             pages = families.scattered_pages(executor, 3)
@@ -368,7 +368,7 @@ def test_neurons_summed_by_other_devices(name: str, tmp_path: Path, monkeypatch:
         residual_of(case, block).register_forward_pre_hook(keep)
     families.logits(truth.model, truth.texts[0])
     matrices, shown = open_checkpoint(truth.path), []
-    split = partial(Halves, matrices, shown)
+    split = halves(matrices, shown)
     with counted(monkeypatch, matrices) as read, opened(truth.path, on_gpu(2), split=split) as executor:
         names = {name for name in read if name.split(".")[-1] in ("gate", "up", "down")}
         assert names == {
@@ -420,6 +420,13 @@ class Halves:
     @staticmethod
     def _add(part: gpu.Neurons, step: Any) -> None:
         step.add_part(gpu.neuron_sum(part, step.read)[0])
+
+
+def halves(*given: Any) -> Any:
+    """Makes `Halves` of FFNs."""
+    split: Any = partial(Halves, *given)
+    split.kind = FfnConfig
+    return split
 
 
 def weight(values: np.ndarray) -> gpu.Weight:

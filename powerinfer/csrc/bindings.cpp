@@ -97,6 +97,19 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
   return m;
 }
 
+// Packs other rows in the place of those from `first` on, which begins a panel.
+void repack(Pool& pool, Matrix& m, int64_t first, int64_t rows, Bytes data) {
+  check_stored(m.type, rows, m.k, (int64_t)data.shape(0));
+  const int64_t panels = (rows + PI_LANES - 1) / PI_LANES;
+  require(first >= 0 && first % PI_LANES == 0 && first / PI_LANES + panels <= m.panels, "rows beyond the matrix");
+  Matrix part = {m.type, rows, m.k, panels, m.data + first / PI_LANES * pi_panel_bytes(m.type, m.k), nullptr};
+  nb::gil_scoped_release release;
+  pool.run([&](int thread) {
+    const Columns mine(part, pool, thread);
+    pack_panels(m.type, data.data(), rows, m.k, nullptr, rows, (uint8_t*)part.data, mine.p0, mine.p1);
+  });
+}
+
 // Rows of activations in the requested forms.
 struct Acts {
   ActMemory memory;
@@ -442,6 +455,8 @@ void bind_matrix(nb::module_& m) {
       "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
       "where that is -1.");
+  m.def("repack", &repack, "pool"_a, "matrix"_a, "first"_a, "rows"_a, "data"_a,
+        "Replace rows from `first` on, a multiple of LANES, by [rows, k] as in `pack_matrix`. Not while a step runs.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
         "out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES].");
 }

@@ -78,9 +78,24 @@ class _Observed:
 class ExpertSum:
     """Experts of a layer, which the caller selects for each token."""
 
-    def __init__(self, program: _native.Program, experts: _native.Experts) -> None:
+    def __init__(
+        self,
+        pool: _native.Pool,
+        program: _native.Program,
+        about: ExpertsConfig,
+        matrices: Sequence[_native.Matrix],
+        n: int,
+    ) -> None:
+        """matrices: of n experts, in the order of the layer's `matrices`."""
+        *gate, up, down = matrices
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down)
+        self.nbytes = sum(one.nbytes for one in matrices)
+        self._pool = pool
         self._program = program
-        self._experts = experts
+        self._matrices = matrices
+        self._n = n
+        self._native = program.expert_sum(of_all, about.router.top_k)
 
     def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
         """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
@@ -88,7 +103,13 @@ class ExpertSum:
         selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
         and nothing was computed.
         """
-        return self._experts.sum(self._program, x, selected, weights, out)
+        return self._native.sum(self._program, x, selected, weights, out)
+
+    def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
+        """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
+        for packed, tensor in zip(self._matrices, matrices, strict=True):
+            first = place * (packed.rows // self._n)
+            _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
 
 
 class CpuExecutor:
@@ -303,8 +324,10 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        of_all = self._matrices(about, experts, biases)
+        *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
         spec = _native.NeuronSpec(about.activation, about.threshold)
+        own = _biases(about, biases)
+        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down, **own)
         of_shared = None
         if shared:
             *gate, up, down = shared
@@ -318,22 +341,12 @@ class CpuExecutor:
             shared_weight,
         )
 
-    def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
-        """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
+    def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
+        """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`, without biases."""
         about = self.config.layers[layer].ffn
-        assert isinstance(about, ExpertsConfig)
-        return ExpertSum(
-            self._program, self._program.expert_sum(self._matrices(about, experts, biases), about.router.top_k)
-        )
-
-    def _matrices(
-        self, about: ExpertsConfig, experts: Iterable[RawTensor], biases: Sequence[Float32 | None]
-    ) -> _native.ExpertMatrices:
-        *gate, up, down = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
-        (n, of_up), (_, of_down) = up, down
-        spec = _native.NeuronSpec(about.activation, about.threshold)
-        named = {f"{part}_bias": bias for part, bias in zip(about.matrices, biases, strict=False)}
-        return _native.ExpertMatrices(n, about.size, spec, gate[0][1] if gate else None, of_up, of_down, **named)
+        assert isinstance(about, ExpertsConfig) and not about.bias
+        stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
+        return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
 
     def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
@@ -547,6 +560,10 @@ def choose_pages(
     if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return limit, "a quarter of the free memory" if limit > one else "one context"
+
+
+def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Float32 | None]:
+    return {f"{part}_bias": bias for part, bias in zip(about.matrices, biases, strict=False)}
 
 
 def _router(about: RouterConfig, correction: Float32 | None, bias: Float32 | None) -> _native.RouterSpec:

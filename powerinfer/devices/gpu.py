@@ -67,7 +67,7 @@ class GpuLayers:
         self.d_model = config.d_model
         self.device = device
         self.trace: Trace | None = None
-        self.link = Link(device, max_tokens, config.d_model, config.widest_ffn) if split else None
+        self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
         self._config = config

@@ -5,22 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from powerinfer.config import ExpertsConfig, ModelConfig
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels.cpu import NEURON_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-
-def link_bytes(max_tokens: int, d_model: int, neurons: int) -> int:
-    """Bytes of the buffers of a `Link` in RAM. neurons: of the largest FFN."""
-    return 2 * 4 * max_tokens * d_model + _selection_bytes(max_tokens, neurons)
+EXPERT_BYTES = 8
+"""Bytes of a token's expert in a selection: its number and its weight."""
 
 
-def _selection_bytes(max_tokens: int, neurons: int) -> int:
-    """Single neurons are selected in steps of up to NEURON_TOKENS tokens: more tokens together select nearly all."""
-    return min(max_tokens, NEURON_TOKENS) * neurons
+def link_bytes(max_tokens: int, config: ModelConfig) -> int:
+    """Bytes of the buffers of a `Link` in RAM."""
+    return 2 * 4 * max_tokens * config.d_model + _selection_bytes(max_tokens, config)
+
+
+def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
+    """Of the largest selection. Single neurons are selected in steps of up to NEURON_TOKENS tokens, since more of them
+    select nearly all. Experts are, with their weights, in every step."""
+    neurons = min(max_tokens, NEURON_TOKENS) * max(config.ffn_sizes)
+    experts = (one.ffn.router.top_k for one in config.layers if isinstance(one.ffn, ExpertsConfig))
+    return max(neurons, max_tokens * EXPERT_BYTES * max(experts, default=0))
 
 
 class Link:
@@ -31,13 +39,13 @@ class Link:
     which is after the previous layer's sum was added.
     """
 
-    def __init__(self, to: device, max_tokens: int, d_model: int, neurons: int) -> None:
-        """neurons: of the largest FFN."""
+    def __init__(self, to: device, max_tokens: int, config: ModelConfig) -> None:
         import torch
 
+        d_model = config.d_model
         self._cuda = to.type == "cuda"
         self._d_model = d_model
-        selection = _selection_bytes(max_tokens, neurons)
+        selection = _selection_bytes(max_tokens, config)
         nbytes = 4 * max_tokens * d_model + selection
         self._there = torch.zeros(nbytes, dtype=torch.uint8, device=to)
         self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
@@ -70,8 +78,16 @@ class Link:
         out = self._there[begin : begin + tokens * cold]
         return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
 
+    def experts(self, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
+        """Buffers for the experts of each token, int32 [tokens, top_k], and their weights, float32."""
+        import torch
+
+        _, out = self.selected(tokens, 0, EXPERT_BYTES * top_k)
+        numbers, weights = out.reshape(-1).chunk(2)
+        return numbers.view(torch.int32).view(tokens, top_k), weights.view(torch.float32).view(tokens, top_k)
+
     def send(self, tokens: int, cold: int) -> None:
-        """Send the input, and the selection of `cold` cold neurons (0: none), to the CPU."""
+        """Send the input, and `cold` bytes a token of the selection (0: none), to the CPU."""
         nbytes = tokens * (4 * self._d_model + cold)
         self._here[:nbytes].copy_(self._there[:nbytes], non_blocking=True)
 
@@ -103,3 +119,12 @@ class Link:
             x = here[:end].view(np.float32).reshape(tokens, self._d_model)
             self._views[key] = x, selected, self._back[:tokens].numpy()
         return self._views[key]
+
+    def received_experts(self, tokens: int, top_k: int) -> tuple[Float32, NDArray[np.int32], Float32, Float32]:
+        """The received input; each token's experts, int32 [tokens, top_k], and their weights; the buffer for the
+        sums."""
+        x, selected, out = self.views(tokens, EXPERT_BYTES * top_k)
+        assert selected is not None
+        numbers, weights = np.split(selected.reshape(-1), 2)
+        shape = tokens, top_k
+        return x, numbers.view(np.int32).reshape(shape), weights.view(np.float32).reshape(shape), out

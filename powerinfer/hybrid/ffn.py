@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.stage import Stage
@@ -331,8 +332,9 @@ class NeuronSplit:
     predictors: Callable[[int], Weights] | None = None
     stage: Stage | None = None
     ffns: list[HybridFfn] = field(default_factory=list)
+    kind: type = FfnConfig
 
-    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, biases: Biases) -> HybridFfn:
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: Biases) -> HybridFfn:
         """PowerInferError if a device runs out of memory."""
         ffn = HybridFfn(
             layer,
@@ -340,7 +342,7 @@ class NeuronSplit:
             layers,
             self.bundles,
             self.placement.by_tier(layer)[Tier.GPU],
-            biases=biases,
+            biases=given,
             threshold=self.threshold(layer),
             weights=None if self.predictors is None else self.predictors(layer),
             stage=self.stage,

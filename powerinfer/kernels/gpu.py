@@ -117,6 +117,12 @@ def upload_together(parts: Sequence[tuple[RawTensor, NDArray[np.int32] | None]],
     return weight
 
 
+def overwrite(weight: Weight, at: int, tensor: RawTensor) -> None:
+    """Rows of a weight from `at` on become those of a tensor [rows, k] of a type that gets the weight's."""
+    assert (gpu_type(tensor.type, tensor.shape[1]), tensor.shape[1]) == (weight.type, weight.k)
+    _fill(weight, at, tensor, None)
+
+
 def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32] | None) -> None:
     """Rows of the weight from `at` on get those of the tensor."""
     rows, k = tensor.shape

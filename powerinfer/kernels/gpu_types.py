@@ -106,6 +106,31 @@ class Neurons:
         return weights + tensor_bytes(self.shared, self.group, self.gate_bias, self.up_bias)
 
 
+NOT_A_NUMBER = -1e30
+"""The score of an expert whose own is not a number: it is selected after all others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Some experts of a layer on a device, in slots.
+
+    gate (None without one), up: [slots * size, d_model], an expert's rows together; down: [slots * d_model, size].
+    """
+
+    slots: int
+    size: int
+    gate: Weight | None
+    up: Weight
+    down: Weight
+    activation: str
+    threshold: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(weight.nbytes for weight in (self.gate, self.up, self.down) if weight is not None)
+
+
 def tensor_bytes(*tensors: Tensor | None) -> int:
     """Bytes of some tensors; a missing one has none."""
     return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)

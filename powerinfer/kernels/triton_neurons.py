@@ -93,7 +93,7 @@ def _list_kernel(
 
 
 @triton.jit
-def _active(a, fatrelu, ACTIVATION: tl.constexpr):
+def active(a, fatrelu, ACTIVATION: tl.constexpr):
     """The activation; of drelu, the gate's half. NaN propagates."""
     if ACTIVATION == "silu":
         return a / (1 + tl.exp(-a))
@@ -134,7 +134,7 @@ def _products_kernel(
     count = 0
     if tl.program_id(0) * R < many:
         a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
-        a = _active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), fatrelu, ACTIVATION)
+        a = active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), fatrelu, ACTIVATION)
         if THRESHOLD:
             a = tl.where(tl.abs(a) <= threshold, 0.0, a)
         mine = live

@@ -12,7 +12,7 @@ from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project
-from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Vector, vector
+from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Vector, vector
 from powerinfer.models.experts import sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.progress import Progress
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from powerinfer.devices.gpu_weights import GpuNorm
     from powerinfer.formats.bundle_file import BundleFile
 
-SplitFfns = Callable[["CpuExecutor", "GpuLayers", int, Sequence[Vector]], "FfnParts"]
-"""Makes the FFN of a layer on a GPU as a sum of parts, given the biases of gate, up and down; that of down is added by
-the layer."""
+
+class SplitFfns(Protocol):
+    """Makes FFNs of layers on a GPU as sums of parts. kind: of the FFNs, those of another are dense."""
+
+    kind: type
+
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: Any) -> FfnParts:
+        """given: by the kind's wiring (`OwnFfn`). A bias of down is added by the layer."""
+        ...
 
 
 class Neurons(Protocol):
@@ -78,7 +84,9 @@ def wire(
     executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"), config.embedding_scale)
     for layer in range(config.n_layers):
         if first is not None and layer < first.layers:
-            of_first = None if split is None else partial(_split, executor, first, layer, split)
+            of_first: OwnFfn[GpuNorm] | None = None
+            if split is not None and isinstance(config.layers[layer].ffn, split.kind):
+                of_first = partial(_split, executor, first, layer, split)
             _layer(first, checkpoint, layer, of_first)
         else:
             own: OwnFfn[_native.Norm] | None = None
@@ -127,10 +135,11 @@ def _split(
     layer: int,
     split: SplitFfns,
     norm: GpuNorm | None,
-    biases: Sequence[Vector],
+    given: Any,
     out_norm: GpuNorm | None,
 ) -> None:
-    first.split_ffn(layer, norm, split(executor, first, layer, biases), biases[2], out_norm)
+    bias = None if isinstance(given, ExpertWeights) else given[2]
+    first.split_ffn(layer, norm, split(executor, first, layer, given), bias, out_norm)
 
 
 def _bundled(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,22 @@ Vector = NDArray[np.float32] | None
 Matrix = TypeVar("Matrix")
 Norm = TypeVar("Norm")
 
-OwnFfn = Callable[[Norm | None, Sequence[Vector], Norm | None], None]
-"""Wires an FFN whose matrices are not the checkpoint's: called with its norm, the biases of gate, up and down, and the
-norm of its output."""
+OwnFfn = Callable[[Norm | None, Any, Norm | None], None]
+"""Wires an FFN in another way: called with its norm, what the kind of FFN gives (of neurons the biases of gate, up and
+down, whose matrices are not the checkpoint's; of experts `ExpertWeights`), and the norm of its output."""
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
+    after another; those of the shared expert; float32 vectors that a layer may lack."""
+
+    router: RawTensor
+    experts: Callable[[], Iterator[RawTensor]]
+    shared: Sequence[RawTensor]
+    correction: Vector
+    shared_weight: Vector
+    router_bias: Vector
+    biases: Sequence[Vector]  # of the experts' matrices, [experts, out]
 
 
 class Builder(Protocol[Matrix, Norm]):

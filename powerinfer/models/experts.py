@@ -9,7 +9,7 @@ import numpy as np
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.models.builder import OwnFfn, vector
+from powerinfer.models.builder import ExpertWeights, OwnFfn, vector
 
 if TYPE_CHECKING:
     from powerinfer import _native
@@ -23,22 +23,32 @@ def sum_experts(
     out_norm: _native.Norm | None,
     own: OwnFfn[_native.Norm] | None,
 ) -> None:
-    """x += out_norm(the selected experts' weighted sum of norm(x), and the shared expert's)."""
-    assert own is None, "experts have no bundles"
+    """x += out_norm(the selected experts' weighted sum of norm(x), and the shared expert's); own: wires it instead."""
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
     name = f"layers.{layer}."
-    shared = [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size]
+    weights = ExpertWeights(
+        _float32(checkpoint.take(f"{name}router")),
+        lambda: (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),
+        [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size],
+        vector(checkpoint, f"{name}router_correction_bias"),
+        vector(checkpoint, f"{name}shared_weight"),
+        vector(checkpoint, f"{name}router_bias"),
+        [vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
+    )
+    if own is not None:
+        own(norm, weights, out_norm)
+        return
     executor.experts(
         layer,
         norm,
-        executor.matrix(_float32(checkpoint.take(f"{name}router"))),
-        (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),  # large: one in memory at a time
-        [executor.matrix(tensor) for tensor in shared],
-        correction=vector(checkpoint, f"{name}router_correction_bias"),
-        shared_weight=vector(checkpoint, f"{name}shared_weight"),
-        router_bias=vector(checkpoint, f"{name}router_bias"),
-        biases=[vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
+        executor.matrix(weights.router),
+        weights.experts(),
+        [executor.matrix(tensor) for tensor in weights.shared],
+        correction=weights.correction,
+        shared_weight=weights.shared_weight,
+        router_bias=weights.router_bias,
+        biases=weights.biases,
         out_norm=out_norm,
     )
 

@@ -148,7 +148,7 @@ def in_ram(
     config = model.config
     scratch = model.scratch_bytes(work.tokens, work.requests)
     if layers:  # buffers between the devices, x in and out, counters of neurons
-        scratch += link_bytes(work.tokens, config.d_model, config.widest_ffn) + 4 * work.tokens * config.d_model
+        scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
         scratch += 2 * 8 * sum(config.ffn_sizes[:layers])
     held = {
         "runtime": RUNTIME_BYTES + (host_bytes if layers else 0),

@@ -1,0 +1,335 @@
+"""Hot experts on the GPU, cold ones on the CPU, at the same time: FFNs of experts that are split between the two.
+
+For each layer of a step:
+
+    GPU   attention ... n, router | n, experts, weights out | the hot experts, the shared one | + the cold ones ...
+    CPU                             wait                    | the cold experts  | back
+
+The router runs on the GPU alone, so both devices agree on each token's experts and their weights. An expert is on one
+device; a token's experts there are added up in their order, on each device by itself. Where experts are placed changes
+only how the sum is rounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import ExpertsConfig
+from powerinfer.devices.cpu import CpuExecutor, ExpertSum
+from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
+from powerinfer.devices.link import EXPERT_BYTES
+from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.torch_device import current, gpu_failures
+from powerinfer.devices.trace import span
+from powerinfer.errors import RequestError
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.hybrid.adjust import trades
+from powerinfer.kernels import gpu, gpu_experts
+from powerinfer.kernels.gpu_types import tensor_bytes
+from powerinfer.models.builder import ExpertWeights
+from powerinfer.neurons import Indices
+from powerinfer.sparsity import Sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.split import SplitExecutor
+
+ENOUGH = 128
+"""Tokens that a layer must have computed recently before its experts are swapped."""
+
+MOST = 2
+"""Experts of a layer swapped at a time: the swap happens between requests, which wait for it."""
+
+
+class HybridExperts:
+    """The experts of one layer of `GpuLayers`. hot, cold: int32, those on the GPU and on the CPU, ascending."""
+
+    def __init__(
+        self,
+        layer: int,
+        cpu: CpuExecutor,
+        layers: GpuLayers,
+        weights: ExpertWeights,
+        hot: Indices,
+        *,
+        movable: bool = False,
+    ) -> None:
+        """movable: `swap` is to be called; the tensors are kept for it. PowerInferError if a device runs out of
+        memory."""
+        assert layers.link is not None
+        about = cpu.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        if about.bias or about.router.bias:
+            raise RequestError(f"{about.title}, with biases, run on the CPU alone: leave out --gpu and --vram")
+        self.layer = layer
+        self.about = about
+        self._layers = layers
+        self._link = layers.link
+        self._top_k = about.router.top_k
+        self._tensors: list[RawTensor] | None = None
+        with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
+            self._upload(weights)
+            self._place(cpu, [tensor.gathered() for tensor in weights.experts()], hot, movable)
+        self.clear()
+
+    def _upload(self, weights: ExpertWeights) -> None:
+        """What every token needs: the router, and the shared expert."""
+        import torch
+
+        device = self._layers.device
+
+        def vector(values: NDArray[np.float32] | None) -> Tensor | None:
+            return None if values is None else torch.from_numpy(np.array(values, np.float32)).to(device)
+
+        self._router = gpu.upload(weights.router, device)
+        self._correction, self._shared_weight = vector(weights.correction), vector(weights.shared_weight)
+        self._shared: tuple[Matrices, Matrices] | None = None
+        if weights.shared:
+            *first, down = (StoredMatrix(tensor, None) for tensor in weights.shared)
+            inputs, output = Matrices(first, [None] * len(first), device), Matrices([down], [None], device)
+            self._shared = inputs, output
+
+    def _place(self, cpu: CpuExecutor, tensors: list[RawTensor], hot: Indices, movable: bool) -> None:
+        """Each expert on its device, and only there."""
+        import torch
+
+        n, device = self.about.n_experts, self._layers.device
+        self.hot = np.sort(hot).astype(np.int32)
+        self.cold = np.setdiff1d(np.arange(n, dtype=np.int32), self.hot)
+        self._gpu_part = gpu_experts.resident(tensors, self.hot, self.about, device) if len(self.hot) else None
+        self._cpu_part: ExpertSum | None = None
+        if len(self.cold):
+            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, self.cold) for tensor in tensors))
+        # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
+        self._slot = np.full(n, -1, np.int32)
+        self._slot[self.hot] = np.arange(len(self.hot))
+        self._cold_place = np.full(n, -1, np.int32)
+        self._cold_place[self.cold] = np.arange(len(self.cold))
+        self._slots = torch.from_numpy(self._slot.copy()).to(device)
+        self._tensors = tensors if movable else None
+
+    def swap(self, leave: Indices, come: Indices) -> None:
+        """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs."""
+        import torch
+
+        assert self._tensors is not None and self._gpu_part is not None and self._cpu_part is not None
+        failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
+        with failures, current(self._layers.device):
+            for old, new in zip(leave, come, strict=True):
+                slot, place = int(self._slot[old]), int(self._cold_place[new])
+                gpu_experts.replace(self._gpu_part, slot, [_one(tensor, new) for tensor in self._tensors])
+                self._cpu_part.replace(place, [_one(tensor, old) for tensor in self._tensors])
+                self._slot[old], self._slot[new] = -1, slot
+                self._cold_place[old], self._cold_place[new] = place, -1
+            self._slots.copy_(torch.from_numpy(self._slot))
+        everything = np.arange(self.about.n_experts, dtype=np.int32)
+        self.hot, self.cold = everything[self._slot >= 0], everything[self._cold_place >= 0]
+
+    def close(self) -> None:
+        """Free both parts, and the buffers that are shared with others."""
+        for name in ("_gpu_part", "_cpu_part", "_router", "_shared", "_link", "_layers", "_tensors", "_slots"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of the cold experts in RAM."""
+        return 0 if self._cpu_part is None else self._cpu_part.nbytes
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the GPU by part: ffn (router, shared expert, hot experts)."""
+        shared = () if self._shared is None else self._shared
+        parts = [self._router.nbytes, *(one.nbytes for one in shared)]
+        parts.append(0 if self._gpu_part is None else self._gpu_part.nbytes)
+        return {"ffn": sum(parts) + tensor_bytes(self._correction, self._shared_weight, self._slots)}
+
+    # ---------------------------------------------------------------- a step
+
+    def begin(self) -> list[Operator]:
+        """Select experts, and send the CPU its input, see `FfnParts`."""
+        operators = [Operator("router", self.layer, self._select)]
+        if len(self.cold):
+            operators.append(Operator("copy out", self.layer, self._send))
+            operators.append(Operator("mark", self.layer, lambda step: self._link.mark(), static=False))
+        return operators
+
+    def finish(self) -> list[Operator]:
+        """Add the sums of both parts, see `FfnParts`."""
+        operators = []
+        if len(self.hot):
+            operators.append(Operator("hot experts", self.layer, self._add_hot))
+        if self._shared is not None:
+            operators.append(Operator("shared expert", self.layer, self._add_shared))
+        if len(self.cold):
+            operators.append(Operator("cold experts", self.layer, self._sum_cold, static=False))
+            operators.append(Operator("add", self.layer, self._add_cold))
+        return operators
+
+    def _select(self, step: Step) -> None:
+        assert step.read is not None
+        experts, weights = self._link.experts(len(step.x), self._top_k)
+        logits = gpu.linear(self._router, step.read)
+        gpu_experts.route(logits, self.about.router, self._correction, experts, weights)
+
+    def _send(self, step: Step) -> None:
+        self._link.send(len(step.x), EXPERT_BYTES * self._top_k)
+
+    def _add_hot(self, step: Step) -> None:
+        assert self._gpu_part is not None and step.read is not None
+        experts, weights = self._link.experts(len(step.x), self._top_k)
+        slots = self._slots[experts.long()]
+        step.add_part(gpu_experts.expert_sum(self._gpu_part, step.read, slots, weights))
+
+    def _add_shared(self, step: Step) -> None:
+        assert self._shared is not None and step.read is not None
+        about, (inputs, output) = self.about, self._shared
+        product = inputs(step.read)
+        if about.gated:
+            halves = product[:, : about.shared_size], product[:, about.shared_size :]
+            hidden = gpu.activate(about.activation, *halves, about.threshold)
+        else:
+            hidden = gpu.activate(about.activation, product, None, about.threshold)
+        out = output(hidden)
+        if self._shared_weight is not None:
+            out = out * gpu_experts.shared_weight(step.read, self._shared_weight)
+        step.add_part(out)
+
+    def _sum_cold(self, step: Step) -> None:
+        """Write the CPU's sum to the link's buffer; zeros if no cold expert is selected."""
+        assert self._cpu_part is not None
+        begin = time.perf_counter()
+        with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
+            self._link.wait()
+        waited = time.perf_counter()
+        with span(self._layers.trace, "cpu", "cold experts", self.layer):
+            x, experts, weights, out = self._link.received_experts(len(step.x), self._top_k)
+            job = self._cpu_part.sum(x, self._cold_place[experts], weights, out)
+        counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
+        self.selected += counts
+        self.recent += counts
+        self.tokens += len(step.x)
+        self.steps += 1
+        self.jobs += job
+        self._seconds += waited - begin, time.perf_counter() - waited
+
+    def _add_cold(self, step: Step) -> None:
+        self._link.add_back(step.target)
+        step.normed = None
+
+    # ---------------------------------------------------------------- counters, of layers with cold experts
+
+    def clear(self) -> None:
+        """Reset the counters. selected: int64 [experts], tokens that each was selected for; jobs: steps in which the
+        CPU had one; recent: as selected, halved now and then (`ExpertSparsity.adjust`)."""
+        self.selected = np.zeros(self.about.n_experts, np.int64)
+        self.recent = np.zeros(self.about.n_experts)
+        self.tokens = self.steps = self.jobs = 0
+        self._seconds = np.zeros(2)
+
+
+def _some(tensor: RawTensor, index: Indices) -> RawTensor:
+    """Some of the matrices of a tensor [n, out, in]."""
+    n, *shape = tensor.shape
+    data = tensor.data.reshape(n, -1)
+    return RawTensor(tensor.type, (len(index), *shape), (data if len(index) == n else data[index]).reshape(-1))
+
+
+def _one(tensor: RawTensor, expert: int) -> RawTensor:
+    n, *shape = tensor.shape
+    return RawTensor(tensor.type, tuple(shape), tensor.data.reshape(n, -1)[expert])
+
+
+@dataclass
+class ExpertSplit:
+    """How the experts of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
+
+    hot: of each layer of the model, the experts on the GPU, int32 (of layers without experts: none); movable: they may
+    be swapped. ffns: those made so far.
+    """
+
+    hot: Sequence[Indices]
+    movable: bool = False
+    ffns: list[HybridExperts] = field(default_factory=list)
+    kind: type = ExpertsConfig
+
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: ExpertWeights) -> HybridExperts:
+        """PowerInferError if a device runs out of memory."""
+        ffn = HybridExperts(layer, cpu, layers, given, self.hot[layer], movable=self.movable)
+        self.ffns.append(ffn)
+        return ffn
+
+    def close(self) -> None:
+        """Free the FFNs made so far. May be called twice."""
+        for ffn in self.ffns:
+            ffn.close()
+        self.ffns.clear()
+
+
+class ExpertSparsity(Sparsity):
+    """Of a model whose experts are split between a GPU and the CPU."""
+
+    selector = "router"
+
+    def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts]) -> None:
+        self.ffns = ffns
+        self.traded = 0  # experts moved to the GPU since the model was loaded
+        self._executor = executor
+        self._turn = 0
+
+    def report(self) -> dict[str, Any]:
+        """Per layer with cold experts and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the
+        tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; traded: experts swapped
+        onto the GPU."""
+        layers: list[dict[str, Any]] = []
+        selected = hot = 0
+        for ffn in self.ffns:
+            own, on_gpu = int(ffn.selected.sum()), int(ffn.selected[ffn.hot].sum())
+            selected, hot = selected + own, hot + on_gpu
+            layers.append(
+                {
+                    "layer": ffn.layer,
+                    "hot": len(ffn.hot),
+                    "cold": len(ffn.cold),
+                    "tokens": ffn.tokens,
+                    "gpu_share": on_gpu / own if own else None,
+                    "jobs": ffn.jobs / ffn.steps if ffn.steps else None,
+                }
+            )
+        steps = sum(ffn.steps for ffn in self.ffns)
+        return {
+            "selector": self.selector,
+            "layers": layers,
+            "tokens": max((ffn.tokens for ffn in self.ffns), default=0),
+            "gpu_share": hot / selected if selected else None,
+            "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
+            "traded": self.traded,
+        }
+
+    def clear(self) -> None:
+        for ffn in self.ffns:
+            ffn.clear()
+
+    def adjust(self) -> bool:
+        """Swap experts of one layer, the next in turn with enough recent tokens, if the difference is clear."""
+        for _ in self.ffns:
+            ffn = self.ffns[self._turn]
+            self._turn = (self._turn + 1) % len(self.ffns)
+            if ffn.recent.sum() < ENOUGH * ffn.about.router.top_k or not len(ffn.hot):
+                continue
+            leave, come = trades(ffn.recent, ffn.hot, ffn.cold, MOST)
+            ffn.recent /= 2
+            if len(come):
+                ffn.swap(leave, come)
+                self.traded += len(come)
+                return True
+        return False
+
+    def bytes_per_token(self, dense: int | None) -> None:
+        """Unknown: it depends on which experts are selected, and where they are."""

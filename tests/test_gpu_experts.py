@@ -1,0 +1,146 @@
+"""Experts on a GPU: the router and the sum against float64, in plain torch and in Triton."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stored_weights import stored_evenly
+from test_gpu_kernels import DEVICE, EPS, floats, kernels, on_device  # noqa: F401
+
+from powerinfer import _native
+from powerinfer.config import ExpertsConfig, RouterConfig
+from powerinfer.formats.quant import Float32
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import gpu, gpu_experts
+
+N, TOP = 12, 3
+ROUTERS = {
+    "softmax": RouterConfig(TOP, normalise=False),
+    "normalised": RouterConfig(TOP, scale=2.5),
+    "all": RouterConfig(N),
+    "sigmoid": RouterConfig(TOP, scoring="sigmoid", normalise=False, scale=1.5),
+    "correction": RouterConfig(TOP, scoring="sigmoid", correction=True),
+    "groups": RouterConfig(2, groups=4, top_groups=2),
+    "groups by two": RouterConfig(4, scoring="sigmoid", correction=True, groups=3, top_groups=2, group_best=2),
+}
+
+
+def routed(about: RouterConfig, logits: Float32, correction: Float32 | None) -> tuple[np.ndarray, np.ndarray]:
+    """As on the GPU."""
+    tokens = len(logits)
+    experts = torch.full((tokens, about.top_k), -7, dtype=torch.int32, device=DEVICE)
+    weights = torch.empty((tokens, about.top_k), device=DEVICE)
+    own = None if correction is None else on_device(correction)
+    gpu_experts.route(on_device(logits), about, own, experts, weights)
+    return experts.cpu().numpy(), weights.cpu().numpy()
+
+
+@pytest.mark.parametrize("about", ROUTERS.values(), ids=ROUTERS)
+def test_the_router_is_that_of_the_cpu(kernels: str, about: RouterConfig) -> None:  # noqa: F811
+    correction = floats(3, N) if about.correction else None
+    logits = 2 * floats(4, 40, N)
+    experts, weights = routed(about, logits, correction)
+    settings: dict[str, Any] = asdict(about) | {"correction": correction}
+    native = _native.RouterSpec(**settings)
+    for row, own, by in zip(logits, experts, weights, strict=True):
+        expected, exact = _native.route(native, row)
+        assert own.tolist() == expected
+        np.testing.assert_allclose(by, exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize("about", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_whatever_the_logits_are_experts_are_valid(kernels: str, about: RouterConfig, number: float) -> None:  # noqa: F811
+    correction = floats(3, N) if about.correction else None
+    logits = floats(5, 3, N)
+    logits[0, 4], logits[1], logits[2, 1:] = number, number, number
+    experts, _ = routed(about, logits, correction)
+    assert ((experts >= 0) & (experts < N)).all()
+    assert (np.diff(experts, axis=1) > 0).all()
+
+
+def some_experts(kind: str, d: int, size: int, gated: bool, activation: str) -> tuple[ExpertsConfig, list[RawTensor]]:
+    about = ExpertsConfig(N, size, RouterConfig(TOP), activation, 0.1 if activation == "fatrelu" else 0.0, gated)
+    rng = np.random.default_rng([d, size])
+    shapes = [(d, size) if name == "down" else (size, d) for name in about.matrices]
+    return about, [
+        RawTensor(kind, (N, *shape), stored_evenly(kind, N * shape[0], shape[1], shape[1] ** -0.5, rng))
+        for shape in shapes
+    ]
+
+
+def exact_sum(
+    about: ExpertsConfig, tensors: list[RawTensor], x: Float32, experts: np.ndarray, weights: Float32
+) -> tuple[np.ndarray, float]:
+    """float64 [T, d_model] of the experts that are not negative, and a bound of a float32 sum's error."""
+    values = [tensor.float32().astype(np.float64) for tensor in tensors]
+    out, most = np.zeros(x.shape), 0.0
+    for i, row in enumerate(x.astype(np.float64)):
+        for expert, weight in zip(experts[i], weights[i], strict=True):
+            if expert < 0:
+                continue
+            *gate, up, down = (one[expert] for one in values)
+            first, second = torch.from_numpy((gate or [up])[0] @ row), torch.from_numpy(up @ row)
+            h = gpu.activate(about.activation, first, second if gate else None, about.threshold).numpy() * weight
+            out[i] += down @ h
+            most = max(most, float((np.abs(down) @ np.abs(h)).max()))
+    return out, most
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9, 90])
+@pytest.mark.parametrize(
+    ("kind", "gated", "activation"),
+    [
+        ("F32", True, "silu"), ("F16", True, "drelu"), ("BF16", False, "relu2"), ("Q8_0", True, "fatrelu"),
+        ("Q4_0", True, "silu"), ("Q4_0", False, "gelu_tanh"),
+    ],
+)  # fmt: skip
+def test_the_sum_of_the_experts_that_are_here(
+    kernels: str,  # noqa: F811
+    kind: str,
+    gated: bool,
+    activation: str,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kernels == "triton" and tokens > 9:
+        from powerinfer.kernels import triton_experts
+
+        monkeypatch.setattr(triton_experts, "TOKENS", 70)
+        monkeypatch.setattr(triton_experts, "PAIRS", 16)
+        monkeypatch.setattr(triton_experts, "COMPARED", 32)
+        monkeypatch.setattr(triton_experts, "MOST_COLUMNS", 16)
+    d, size = 64, 96
+    about, tensors = some_experts(kind, d, size, gated, activation)
+    index = np.array([0, 3, 4, 8, 11], np.int32)
+    experts = gpu_experts.resident(tensors, index, about, DEVICE)
+    assert experts.slots == 5 and experts.nbytes == 5 * gpu_experts.slot_bytes(
+        [(one.type, one.shape[1], one.shape[2]) for one in tensors]
+    )
+    x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
+    selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1)
+    places = np.full(N, -1, np.int32)
+    places[index] = np.arange(len(index))
+    slots = places[selected]
+    assert (slots < 0).any() and (slots >= 0).any()
+    found = gpu_experts.expert_sum(experts, on_device(x), on_device(slots), on_device(weights)).cpu().numpy()
+    exact, most = exact_sum(about, tensors, x, np.where(slots < 0, -1, selected), weights)
+    assert np.abs(found - exact).max() <= 40 * (d + size) * EPS * most
+    other, _ = exact_sum(about, tensors, x, selected, weights)
+    assert np.abs(other - exact).max() > 0.01 * most, "an expert that is not here would be noticed"
+    again = gpu_experts.expert_sum(experts, on_device(x), on_device(slots), on_device(weights)).cpu().numpy()
+    np.testing.assert_array_equal(found, again)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_no_expert_is_here(kernels: str, tokens: int) -> None:  # noqa: F811
+    about, tensors = some_experts("F32", 32, 32, True, "silu")
+    experts = gpu_experts.resident(tensors, np.array([2], np.int32), about, DEVICE)
+    slots = torch.full((tokens, TOP), -1, dtype=torch.int32, device=DEVICE)
+    weights = torch.ones((tokens, TOP), device=DEVICE)
+    assert not gpu_experts.expert_sum(experts, on_device(floats(1, tokens, 32)), slots, weights).any()

@@ -1,0 +1,163 @@
+"""Experts on a GPU and on the CPU: wherever they are placed, the answer is that of the whole model.
+
+The GPU is torch's CPU device; truth and bound are those of test_architectures.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_architectures as families  # noqa: E402
+from test_gpu_kernels import TRITON  # noqa: E402
+from test_gpu_layers import Truth, case_named, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
+
+from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
+from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
+from powerinfer.neurons import Indices  # noqa: E402
+
+NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe")
+TOTAL = families.TOKENS
+
+
+def some(config: ModelConfig, share: float) -> list[Indices]:
+    """Random experts of each layer, about that share of them."""
+    rng = np.random.default_rng(round(100 * share))
+    sizes = [one.ffn.n_experts if isinstance(one.ffn, ExpertsConfig) else 0 for one in config.layers]
+    return [np.sort(rng.permutation(n)[: round(share * n)]).astype(np.int32) for n in sizes]
+
+
+@contextmanager
+def split(
+    path: Path, share: float, layers: int | None = None, movable: bool = False, **options: Any
+) -> Iterator[tuple[Any, list[HybridExperts]]]:
+    config = open_checkpoint(path).config
+    parts = ExpertSplit(some(config, share), movable)
+    every = config.n_layers
+    with opened(path, on_gpu(layers or every, head=(layers or every) == every), parts, **options) as executor:
+        yield executor, parts.ffns
+
+
+@pytest.mark.parametrize(("name", "layout"), [*((name, "folder") for name in NAMES), ("qwen2-moe", "gguf")])
+def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
+    truth = Truth(case_named(name), layout, tmp_path)
+    tokens = truth.texts[0]
+    for share in (0.0, 0.4, 1.0):
+        with split(truth.path, share) as (executor, ffns):
+            pages = families.scattered_pages(executor, 4)
+            truth.check(families.run_chunks(executor, tokens, [TOTAL], pages[0]), what=f"whole, {share}")
+            truth.check(families.run_chunks(executor, tokens, [1, 7, 32, 2, TOTAL - 42], pages[1]), what="in chunks")
+            alone = families.run_chunks(executor, tokens, [1] * TOTAL, pages[2])
+            truth.check(alone, what=f"token by token, {share}")
+            again = families.run_chunks(executor, tokens, [1] * TOTAL, pages[3])
+            np.testing.assert_array_equal(alone, again)  # the same bits
+            for text, ours in enumerate(families.run_two(executor, *truth.texts, pages[2:])):
+                truth.check(ours, text, "in a batch")
+            for ffn in ffns:
+                assert (len(ffn.hot) + len(ffn.cold)) == ffn.about.n_experts
+                assert (ffn.jobs > 0) == (share < 1) and (ffn.cold_bytes > 0) == (share < 1)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(layers: int, tmp_path: Path) -> None:
+    truth = Truth(case_named("qwen2-moe"), "gguf", tmp_path)
+    with split(truth.path, 0.5, layers) as (executor, ffns):
+        assert len(ffns) <= layers
+        pages = families.scattered_pages(executor, 1)[0]
+        truth.check(families.run_chunks(executor, truth.texts[0], [9, 1, TOTAL - 10], pages))
+
+
+@pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
+@pytest.mark.parametrize("name", ["mixtral", "glm4-moe"])
+def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
+    truth = Truth(case_named(name), "folder", tmp_path)
+    gpu.force_triton(True)
+    try:
+        with split(truth.path, 0.5) as (executor, _):
+            pages = families.scattered_pages(executor, 1)[0]
+            ours = families.run_chunks(executor, truth.texts[0][:37], [33, 3, 1], pages)
+    finally:
+        gpu.force_triton(False)
+    assert families.rms(ours - truth.logits[0][:37]) <= truth.allowed
+
+
+def static_sum(experts: Any, x: Any, slots: Any, weights: Any) -> Any:
+    """`gpu_experts.expert_sum` by operators that do not depend on data: every expert for every token."""
+    every = torch.zeros_like(x)
+    for slot in range(experts.slots):
+        own = (weights * (slots == slot)).sum(dim=1)
+        every = every + gpu_experts._expert(experts, slot, x, own)
+    return every
+
+
+def test_recorded_launches_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded is the same for every step of a shape, whatever experts are selected, and after a swap."""
+    truth, made = Truth(case_named("mixtral"), "folder", tmp_path), []
+    monkeypatch.setattr(gpu, "attention", static_attention)
+    monkeypatch.setattr(gpu_experts, "expert_sum", static_sum)
+    with split(truth.path, 0.5, movable=True) as (executor, ffns):
+        executor.gpu.record(stand_in_recorder(made))
+        pages = families.scattered_pages(executor, 2)
+        truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages[0]))
+        assert made and min(made) > 0
+        for ffn in ffns:
+            ffn.swap(ffn.hot[:1], ffn.cold[:1])
+        truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages[1]), what="after a swap")
+
+
+@pytest.mark.parametrize("layout", ["folder", "gguf"])
+def test_swapped_experts_give_the_same_answer(layout: str, tmp_path: Path) -> None:
+    truth = Truth(case_named("qwen3-moe"), layout, tmp_path)
+    with split(truth.path, 0.5, movable=True) as (executor, ffns):
+        pages = families.scattered_pages(executor, 1)[0]
+        before = [(ffn.hot.copy(), ffn.cold.copy(), ffn.cold_bytes, ffn.memory()) for ffn in ffns]
+        for ffn, (hot, cold, nbytes, memory) in zip(ffns, before, strict=True):
+            leave, come = hot[[0, 2]], cold[[1, 2]]
+            ffn.swap(leave, come)
+            assert set(ffn.hot) == (set(hot) - set(leave)) | set(come)
+            assert set(ffn.cold) == (set(cold) - set(come)) | set(leave)
+            assert (ffn.cold_bytes, ffn.memory()) == (nbytes, memory)
+        truth.check(families.run_chunks(executor, truth.texts[0], [40, *[1] * (TOTAL - 40)], pages))
+
+
+def test_what_split_layers_did_and_what_is_adjusted(tmp_path: Path) -> None:
+    truth = Truth(case_named("mixtral"), "folder", tmp_path)
+    with split(truth.path, 0.5, movable=True) as (executor, ffns):
+        sparsity = ExpertSparsity(executor, ffns)
+        assert sparsity.report()["gpu_share"] is None and not sparsity.adjust()
+        pages = families.scattered_pages(executor, 1)[0]
+        families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)
+        report = sparsity.report()
+        assert report["tokens"] == TOTAL and 0 < report["gpu_share"] < 1 and 0 < report["jobs"] <= 1
+        ffn = ffns[0]
+        assert ffn.selected.sum() == TOTAL * ffn.about.router.top_k
+        ffn.recent[:] = 0
+        ffn.recent[ffn.cold[1]] = 600  # clearly hotter than any that is on the GPU
+        wanted = int(ffn.cold[1])
+        assert sparsity.adjust() and wanted in ffn.hot and sparsity.report()["traded"] == 1
+        truth.check(families.run_chunks(executor, truth.texts[0], [TOTAL], pages))
+        sparsity.clear()
+        assert not sparsity.adjust() and sparsity.report()["tokens"] == 0
+
+
+def test_quantised_experts_keep_their_types(tmp_path: Path) -> None:
+    """Answers of splits lie between those of the devices, which round activations in different ways."""
+    truth = Truth(case_named("mixtral"), "folder", tmp_path)
+    answers = []
+    for share in (0.0, 0.5, 1.0):
+        with split(truth.path, share, quantize="q8_0") as (executor, ffns):
+            pages = families.scattered_pages(executor, 1)[0]
+            answers.append(families.run_chunks(executor, truth.texts[0], [TOTAL], pages))
+            assert share == 0 or ffns[0].memory()["ffn"] > 0
+    apart = families.rms(answers[0] - answers[2])
+    assert 0 < apart < 0.1 * families.rms(answers[0])
+    assert all(families.rms(answers[1] - other) < 2 * apart for other in (answers[0], answers[2]))
