@@ -28,8 +28,8 @@ def find_level(name: str) -> str:
 def panel_bytes(type: str, k: int) -> int:
     """Bytes of 16 packed rows of k columns."""
 
-def kv_page_bytes(type: str, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one layer in a page of 32 tokens."""
+def kv_page_bytes(type: str, kv_heads: int, head_dim: int, latents: int = 0) -> int:
+    """Bytes of one layer in a page of 32 tokens; latents: as of Cache."""
 
 class Pool:
     def __init__(self, threads: int) -> None: ...
@@ -173,8 +173,11 @@ class Norm:
         """RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`."""
 
 class Cache:
-    def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int) -> None:
-        """heads: of each layer the number for keys and values, and their dimensions."""
+    def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int, latents: Sequence[int] = []) -> None:
+        """
+        heads: of each layer the number for keys and values, and their dimensions. latents: of each layer the
+        numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.
+        """
 
     @property
     def pages(self) -> int: ...
@@ -443,6 +446,28 @@ class Program:
 
     def project(self, layer: int, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
         """x += norm(w . attended + bias)."""
+
+    def latent_input(
+        self,
+        layer: int,
+        norm: Norm | None,
+        q_latent: Matrix | None,
+        q_norm: Norm | None,
+        q: Matrix,
+        kv: Matrix,
+        kv_norm: Norm,
+        k_b: Matrix,
+        rope: int,
+        scale: float,
+    ) -> None:
+        """
+        q, cache = (rope(q . q_norm(q_latent . n)) . k_b, rope(kv_norm(kv . n))), n = norm(x), of latent attention.
+
+        q: of all heads; without q_latent of n itself. k_b: of all heads, one below the other, each padded to LANES.
+        """
+
+    def latent_project(self, layer: int, v_b: Matrix, o: Matrix, norm: Norm | None = None) -> None:
+        """x += norm(o . each head's v_b . attended), of latent attention."""
 
     def ffn(
         self,

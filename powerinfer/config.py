@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -50,6 +50,16 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
 
+    def problem(self, head_dim: int) -> str | None:
+        """What does not go together, or with heads of that many dimensions; None: everything does."""
+        if self.dim % 2 or not 2 <= self.dim <= head_dim:
+            return f"{self.dim} of a head's {head_dim} dimensions cannot be rotated in pairs"
+        if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            return "RoPE's high_freq_factor is not above its low_freq_factor"
+        if self.scaling == "yarn" and not self.beta_slow < self.beta_fast:
+            return "RoPE's beta_fast is not above its beta_slow"
+        return None
+
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
@@ -66,6 +76,53 @@ Shape = tuple[int, ...]
 
 # A kind of attention and a kind of FFN is a class of configurations that says for itself which tensors its layers have
 # (`tensors`) and what is wrong with its settings (`problem`). How it is wired: `models/blocks.py`.
+
+
+class AttentionKind(Protocol):
+    """What every kind of attention says about itself.
+
+    The cache keeps `n_kv_heads` keys of `head_dim` numbers for each token, and as many values, unless `latents` of each
+    key, its first, are its value.
+    """
+
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def latents(self) -> int: ...
+    @property
+    def rope(self) -> RopeConfig | None: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def width(self) -> int:
+        """Numbers that all heads get from the cache for a token."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        ...
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU can compute it."""
+        ...
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
+        ...
+
+    def problem(self) -> str | None:
+        """Settings that do not go together; None: there are none."""
+        ...
+
+    def row_bytes(self) -> int:
+        """Bytes of its working memory on the CPU for each token, beside queries for the cache and what they get."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +145,21 @@ class AttentionConfig:
         """Elements of all query heads of a token."""
         return self.n_heads * self.head_dim
 
+    @property
+    def latents(self) -> int:
+        return 0
+
+    @property
+    def title(self) -> str:
+        return f"{self.n_heads} heads of {self.head_dim}, {self.n_kv_heads} for keys and values"
+
+    @property
+    def on_gpu(self) -> bool:
+        return True
+
+    def row_bytes(self) -> int:
+        return 0
+
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         """(name within the layer, shape) of every tensor; matrices are [out, in]."""
         kv = self.n_kv_heads * self.head_dim
@@ -109,16 +181,82 @@ class AttentionConfig:
             return f"heads of {self.head_dim} dimensions cannot be cut into pairs"
         if self.qk_norm not in (None, "head", "width"):
             return f"norms of q and k {self.qk_norm!r} are unknown"
-        rope = self.rope
-        if rope is None:
-            return None
-        if rope.dim % 2 or not 2 <= rope.dim <= self.head_dim:
-            return f"{rope.dim} of a head's {self.head_dim} dimensions cannot be rotated in pairs"
-        if rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
-            return "RoPE's high_freq_factor is not above its low_freq_factor"
-        if rope.scaling == "yarn" and not rope.beta_slow < rope.beta_fast:
-            return "RoPE's beta_fast is not above its beta_slow"
+        return None if self.rope is None else self.rope.problem(self.head_dim)
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    A token's keys and values of all heads follow from `latents` numbers, which the cache keeps, normalised, with
+    `rope_dim` rotated ones that the keys of all heads share. Queries follow from `q_latents` numbers, or from the
+    layer's input where there are none. A head has queries and keys of `plain_dim` + `rope_dim` numbers, and values of
+    `value_dim`.
+    """
+
+    n_heads: int
+    latents: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeConfig
+    scale: float  # of the scores
+    q_latents: int | None = None
+    norm_eps: float = 1e-6  # of the norms of latents
+
+    @property
+    def n_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of the key that the cache keeps."""
+        return self.latents + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head, before it becomes one for keys in the cache."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def window(self) -> int | None:
         return None
+
+    @property
+    def width(self) -> int:
+        return self.n_heads * self.latents
+
+    @property
+    def title(self) -> str:
+        return f"{self.n_heads} heads over {self.latents} latents and {self.rope_dim} rotated dimensions"
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    def row_bytes(self) -> int:
+        """Queries or values of all heads, their latents, the key."""
+        return 4 * (self.n_heads * max(self.query_dim, self.value_dim) + (self.q_latents or 0) + self.head_dim)
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """k_b and v_b: of each head what would make its keys from latents, transposed, and its values."""
+        queries = self.n_heads * self.query_dim
+        if self.q_latents is None:
+            yield "q", (queries, d_model)
+        else:
+            yield "q_a", (self.q_latents, d_model)
+            yield "q_a_norm", (self.q_latents,)
+            yield "q_b", (queries, self.q_latents)
+        yield "kv_a", (self.head_dim, d_model)
+        yield "kv_a_norm", (self.latents,)
+        yield "k_b", (self.n_heads, self.latents, self.plain_dim)
+        yield "v_b", (self.n_heads, self.value_dim, self.latents)
+        yield "o", (d_model, self.n_heads * self.value_dim)
+
+    def problem(self) -> str | None:
+        if self.value_dim % 16:
+            return f"heads whose values have {self.value_dim} dimensions, no multiple of 16, are not supported"
+        return self.rope.problem(self.rope_dim)
 
 
 class FfnKind(ABC):
@@ -327,7 +465,7 @@ class LayerConfig:
     norms: "pre": x += f(norm(x)); "post": x = norm(x + f(x)); "output": x += norm(f(x)); "both": x += norm(f(norm(x))).
     """
 
-    attention: AttentionConfig
+    attention: AttentionKind
     ffn: FfnKind
     norms: str = "pre"
     parallel: bool = False  # attention and FFN both read the layer's input
@@ -389,7 +527,7 @@ class ModelConfig:
     @property
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
-        others = [layer.ffn.title for layer in self.layers if not layer.ffn.on_gpu]
+        others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
         return f"layers of {others[0]} run on the CPU alone so far" if others else None
 
     @property

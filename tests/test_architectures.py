@@ -64,6 +64,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
     "nemotron": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE),
 }
+# Sizes of latent attention that fill no lanes.
+LATENT: dict[str, Any] = dict(
+    intermediate_size=88, num_key_value_heads=4, rms_norm_eps=1e-6, rope_parameters=PLAIN_ROPE,
+    kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, first_k_dense_replace=1,
+    routed_scaling_factor=1.7,
+)  # fmt: skip
 GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.3, logits_scaling=5.0)
 FAMILIES |= {
     "gemma3_text": dict(
@@ -91,6 +98,8 @@ FAMILIES |= {
         n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, routed_scaling_factor=1.7,
         rope_parameters=HALF_ROPE,
     ),
+    "deepseek_v2": LATENT | dict(q_lora_rank=None, n_shared_experts=2, topk_method="greedy"),
+    "deepseek_v3": LATENT | dict(q_lora_rank=20, n_group=1, topk_group=1),
     "granite": LLAMA | GRANITE,
     "granitemoe": LLAMA | GRANITE | dict(num_local_experts=6, num_experts_per_tok=3),
     "granitemoeshared": LLAMA | GRANITE | dict(
@@ -111,11 +120,12 @@ MODULES = {"gemma3_text": "transformers.models.gemma3.modeling_gemma3", "openelm
 OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
 
 
-ON_CPU_ALONE = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe", "granitemoeshared", "gpt_oss",
-)  # fmt: skip
+ON_CPU_ALONE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe", "granitemoeshared")
+ON_CPU_ALONE += ("deepseek_v2", "deepseek_v3")
+ON_CPU_ALONE += ("gpt_oss",)
 """The kinds whose layers no GPU runs."""
 FOLDERS = ("folder", "folder-v4")
+WITH_KV_B = (*FOLDERS, "gguf", "gguf-kv-b")  # the last: as files of latent attention were before April 2025
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,7 @@ LONGROPE_KEYS = {
     "rope.scaling.attn_factor": math.sqrt(1 + math.log(2) / math.log(64)),
     "rope.scaling.original_context_length": 64,
 }
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 YARN_KEYS = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
@@ -356,6 +367,49 @@ CASES = [
         {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
         {"topk_group": 4},
     ),
+    Case("deepseek-v2-lite", "deepseek_v2", {}, {"routed_scaling_factor": 1.6}, WITH_KV_B),
+    Case(
+        "deepseek-v2",
+        "deepseek_v2",
+        {
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.7}},
+        WITH_KV_B,
+        YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 0.0707},
+    ),
+    Case("deepseek-v2-groups", "deepseek_v2", GROUPS, {"topk_method": "greedy"}),
+    Case(
+        "deepseek-v2-yarn",
+        "deepseek_v2",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+        {"rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.5}},
+        FOLDERS,
+    ),
+    Case("deepseek-v3", "deepseek_v3", {"n_group": 4, "topk_group": 2}, {"topk_group": 3}, WITH_KV_B),
+    Case("deepseek-v3-halves", "deepseek_v3", {"rope_interleave": False}, {"rope_interleave": True}, FOLDERS),
+    Case(
+        "kimi-k2",
+        "deepseek_v3",
+        {
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "norm_topk_prob": True,
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+        {"norm_topk_prob": False},
+        WITH_KV_B,
+        YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 0.1},
+    ),
     Case("granite", "granite", {"tie_word_embeddings": True}, {"residual_multiplier": 0.61}, metadata=GRANITE_KEYS),
     Case("granite-biases", "granite", {"attention_bias": True, "mlp_bias": True}, {"logits_scaling": 5.1}, FOLDERS),
     Case("granite-relu", "granite", {"hidden_act": "relu"}, {"embedding_multiplier": 3.1}, FOLDERS),
@@ -526,6 +580,12 @@ GGUF_NAMES = {
     "attn.k_norm": "attn_k_norm",
     "ffn_norm": "ffn_norm",
     "ffn.proj_2": "ffn_down",
+    "self_attn.q_a_proj": "attn_q_a",  # latent attention
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate": "ffn_gate_inp",  # experts
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.router": "ffn_gate_inp",  # Granite
@@ -572,7 +632,10 @@ def gpt_oss_experts(prefix: str, kind: str, values: np.ndarray) -> Iterator[tupl
         yield f"{prefix}_{part}_exps.{of}", np.ascontiguousarray(own)
 
 
-def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> Iterator[tuple[str, np.ndarray]]:
+def gguf_tensors(
+    config: Any, model: Any, architecture: str, kv_heads: int, kv_b: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """kv_b: what makes keys and values from latents is in one tensor."""
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -604,6 +667,12 @@ def gguf_tensors(config: Any, model: Any, architecture: str, kv_heads: int) -> I
             continue
         if inner == "mlp.shared_expert_gate":
             values = values[0]
+        if inner == "self_attn.kv_b_proj" and not kv_b:
+            heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
+            k, v = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            yield f"blk.{layer}.attn_k_b.weight", np.ascontiguousarray(k.swapaxes(1, 2))
+            yield f"blk.{layer}.attn_v_b.weight", np.ascontiguousarray(v)
+            continue
         if inner in ("ffn.proj_1", "shared_mlp.input_linear"):  # which converters split
             of = "_shexp" * inner.startswith("shared")
             for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
@@ -657,11 +726,42 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type in ("deepseek_v2", "deepseek_v3"):
+        sigmoid = config.model_type == "deepseek_v3"
+        types = gguf.ExpertGatingFuncType
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_gating_func(types.SIGMOID if sigmoid else types.SOFTMAX)
+        if sigmoid:
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+        if sigmoid or config.topk_method != "greedy":
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
 
 
-def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
+def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
+    """The keys of latent attention, as llama.cpp's converter writes them, or wrote them; returns the number of heads in
+    the cache."""
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    own = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    in_cache = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
+    for add, size in zip((writer.add_key_length, writer.add_value_length), own if kv_b else in_cache, strict=True):
+        add(size)
+    if kv_b:
+        return config.num_attention_heads
+    writer.add_key_length_mla(own[0])
+    writer.add_value_length_mla(own[1])
+    return 1
+
+
+def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
+    others |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2")
     others |= {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
@@ -686,6 +786,10 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     elif opt:
         kv_heads = config.num_attention_heads
+    elif architecture == "deepseek2":
+        kv_heads = add_latents(writer, config, kv_b)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     elif falcon:
         kv_heads = model.transformer.h[0].self_attention.num_kv_heads
         writer.add_tensor_data_layout("jploski")
@@ -720,7 +824,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
         for length in ("short", "long"):
             factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
-    for name, values in gguf_tensors(config, model, architecture, kv_heads):
+    for name, values in gguf_tensors(config, model, architecture, kv_heads, kv_b):
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -730,8 +834,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path) -> Path:
 
 
 def save(case: Case, config: Any, model: Any, layout: str, folder: Path) -> Path:
-    if layout == "gguf":
-        return save_gguf(case, config, model, folder / "model.gguf")
+    if layout.startswith("gguf"):
+        return save_gguf(case, config, model, folder / "model.gguf", kv_b=layout == "gguf-kv-b")
     return save_folder(case, model, folder / "model", version4=layout == "folder-v4")
 
 
@@ -814,6 +918,16 @@ def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> Non
     ],
 )
 def test_logits_on_every_instruction_set(name: str, isa: str, tmp_path: Path) -> None:
+    check_level(name, isa, tmp_path)
+
+
+@pytest.mark.parametrize("isa", _native.levels()[1:])
+@pytest.mark.parametrize("name", ["deepseek-v2", "kimi-k2"])
+def test_latents_on_every_instruction_set(name: str, isa: str, tmp_path: Path) -> None:
+    check_level(name, isa, tmp_path)
+
+
+def check_level(name: str, isa: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     check_logits(case, "folder", tmp_path, isa=isa)
 
@@ -846,6 +960,18 @@ def test_same_bits_with_narrow_types(weights: str, kv_type: str, tmp_path: Path)
         model = model.to(getattr(torch, weights))
     path = save(case, model.config, model, "folder", tmp_path)
     check_same_bits(case, path, quantize=quantize, kv_type=kv_type)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv_type"), [("float16", "f16"), ("bfloat16", "q8_0"), ("q8_0", "f16"), ("q4_0", "q8_0")]
+)
+def test_latents_give_the_same_bits_with_narrow_types(weights: str, kv_type: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "kimi-k2")
+    model = random_model(case, case.config(), seed=11)
+    quantize = weights if weights.startswith("q") else None
+    if quantize is None:
+        model = model.to(getattr(torch, weights))
+    check_same_bits(case, save(case, model.config, model, "folder", tmp_path), quantize=quantize, kv_type=kv_type)
 
 
 def check_same_bits(case: Case, path: Path, **options: Any) -> None:

@@ -28,11 +28,12 @@ from powerinfer.placement.power_law import FAMILIES
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
 from powerinfer.prepare.packing import pack
 
-PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded down)
+PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded down; Kimi K2: 1 T)
     "opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 175, "falcon-7b": 7, "falcon-40b": 41,
     "llama-7b": 6.74, "llama-13b": 13.0, "llama-70b": 69.0, "llama-70b-swiglu": 69.0, "bamboo-7b": 7.24,
     "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "olmoe-1b-7b": 6.92, "qwen3-30b-a3b": 30.5, "glm-4.5-air": 106.9,
     "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+    "deepseek-v2-lite": 15.7, "deepseek-v2": 236, "deepseek-v3": 671, "kimi-k2": 1026,
 }  # fmt: skip
 
 
@@ -41,6 +42,16 @@ def test_parameters_of_published_models(name: str) -> None:
     model = described_model(SHAPES[name].config, "f16")
     digits = len(str(PUBLISHED[name]).partition(".")[2])
     assert round(model.parameters / 1e9, digits) == PUBLISHED[name]
+
+
+def test_latents_are_kept_once() -> None:
+    """27 layers of 512 latents and 64 rotated numbers in f16, and 16 heads whose matrices make 128 numbers of them."""
+    config = SHAPES["deepseek-v2-lite"].config
+    model = described_model(config, "f16")
+    assert model.kv_bytes("f16", 64, 1) == 27 * 64 * 576 * 2
+    assert model.kv_bytes("q8_0", 32, 1) == 27 * 32 * (576 + 576 // 32 * 2)
+    latent = sum(one.stored for one in model.attention[0])
+    assert latent == 2 * (16 * 192 * 2048 + 576 * 2048 + 16 * (128 + 128) * 512 + 2048 * 16 * 128)
 
 
 def test_opt_175b_to_the_byte() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
-from powerinfer.config import EngineConfig
+from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress
 
@@ -273,12 +273,13 @@ def _layer_lines(kinds: dict[LayerConfig, list[int]]) -> dict[str, str]:
 
 def _layer(layer: LayerConfig) -> str:
     attention, ffn = layer.attention, layer.ffn.neurons
-    parts = [layer.ffn.title]
+    plain = attention if isinstance(attention, AttentionConfig) else None
+    parts = [layer.ffn.title] if plain else [layer.ffn.title, attention.title]
     parts += [_rope(attention.rope)] if attention.rope else []
     parts += [f"window of {attention.window}"] if attention.window else []
-    has_bias = {"q, k, v": attention.qkv_bias, "o": attention.o_bias, "FFN": ffn is not None and ffn.bias}
+    has_bias = {"q, k, v": plain and plain.qkv_bias, "o": plain and plain.o_bias, "FFN": ffn and ffn.bias}
     parts += [f"biases of {', '.join(name for name, has in has_bias.items() if has)}"] if any(has_bias.values()) else []
-    parts += [f"q and k normalised by {attention.qk_norm}"] if attention.qk_norm else []
+    parts += [f"q and k normalised by {plain.qk_norm}"] if plain and plain.qk_norm else []
     parts += [NORMS[layer.norms]] if layer.norms in NORMS else []
     parts += ["attention and FFN in parallel"] if layer.parallel else []
     return "; ".join(parts)

@@ -17,6 +17,7 @@
 #include "bundles.h"
 #include "experts.h"
 #include "ffn.h"
+#include "latent_attention.h"
 #include "levels.h"
 #include "neuron_sum.h"
 #include "panels.h"
@@ -425,11 +426,12 @@ void bind_levels(nb::module_& m) {
       "k"_a, "Bytes of 16 packed rows of k columns.");
   m.def(
       "kv_page_bytes",
-      [](const std::string& type, int64_t kv_heads, int64_t head_dim) {
-        return kv_heads *
-               pi_kv_head_bytes(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), pi_round_up(head_dim, PI_LANES));
+      [](const std::string& type, int64_t kv_heads, int64_t head_dim, int64_t latents) {
+        return kv_heads * pi_kv_head_bytes(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"),
+                                           pi_round_up(head_dim, PI_LANES), latents > 0);
       },
-      "type"_a, "kv_heads"_a, "head_dim"_a, "Bytes of one layer in a page of 32 tokens.");
+      "type"_a, "kv_heads"_a, "head_dim"_a, "latents"_a = 0,
+      "Bytes of one layer in a page of 32 tokens; latents: as of Cache.");
 }
 
 void bind_pool(nb::module_& m) {
@@ -560,13 +562,15 @@ void bind_cache(nb::module_& m) {
       .def(
           "__init__",
           [](Cache* cache, const std::string& type, const std::vector<std::pair<int64_t, int64_t>>& heads,
-             int64_t pages) {
+             int64_t pages, const std::vector<int64_t>& latents) {
             const bool right = std::all_of(heads.begin(), heads.end(),
                                            [](const auto& one) { return one.first > 0 && one.second > 0; });
             require(!heads.empty() && right && pages > 0, "a cache needs layers, heads and pages");
-            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), heads, pages);
+            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), heads, pages, latents);
           },
-          "type"_a, "heads"_a, "pages"_a, "heads: of each layer the number for keys and values, and their dimensions.")
+          "type"_a, "heads"_a, "pages"_a, "latents"_a = std::vector<int64_t>(),
+          "heads: of each layer the number for keys and values, and their dimensions. latents: of each layer the\n"
+          "numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.")
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
 }
@@ -835,6 +839,27 @@ void bind_operators(nb::class_<Program>& program) {
             p.project(layer, std::move(w), vector_of(bias), norm_of(norm));
           },
           "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
+      .def(
+          "latent_input",
+          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q_latent, const Norm* q_norm,
+             std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> kv, const Norm* kv_norm, std::shared_ptr<Matrix> k_b,
+             int rope, float scale) {
+            p.latent_input({layer, norm_of(norm), std::move(q_latent), norm_of(q_norm), std::move(q), std::move(kv),
+                            norm_of(kv_norm), std::move(k_b), rope, scale});
+          },
+          "layer"_a, "norm"_a.none(), "q_latent"_a.none(), "q_norm"_a.none(), "q"_a, "kv"_a, "kv_norm"_a, "k_b"_a,
+          "rope"_a, "scale"_a,
+          "q, cache = (rope(q . q_norm(q_latent . n)) . k_b, rope(kv_norm(kv . n))), n = norm(x), of latent "
+          "attention.\n\n"
+          "q: of all heads; without q_latent of n itself. k_b: of all heads, one below the other, each padded to "
+          "LANES.")
+      .def(
+          "latent_project",
+          [](Program& p, int layer, std::shared_ptr<Matrix> v_b, std::shared_ptr<Matrix> o, const Norm* norm) {
+            p.latent_project({layer, std::move(v_b), std::move(o), norm_of(norm)});
+          },
+          "layer"_a, "v_b"_a, "o"_a, "norm"_a = nb::none(),
+          "x += norm(o . each head's v_b . attended), of latent attention.")
       .def(
           "ffn",
           [](Program& p, const FfnSpec& spec, std::shared_ptr<DenseNeurons> dense, std::shared_ptr<NeuronSum> bundled,

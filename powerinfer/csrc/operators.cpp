@@ -221,12 +221,13 @@ class Attention : public Op {
     a.page_bytes = p.cache->page_bytes;
     a.head_bytes = kv_.head_bytes;
     a.position = run.position;
-    a.head_dim = (int)kv_.head_dim;
+    a.head_dim = (int)kv_.value_dim();
     a.head_pad = (int)kv_.head_pad;
     a.group = (int)(heads_ / kv_.kv_heads);
     a.window = window_;
     a.sinks = sinks_.empty() ? nullptr : sinks_.data();
-    here.kernels->attention[p.cache->type](&a, g, r0, r1, here.t.attention.data());
+    const auto& kernels = kv_.latents ? here.kernels->latent_attention : here.kernels->attention;
+    kernels[p.cache->type](&a, g, r0, r1, here.t.attention.data());
   }
 
   const int64_t heads_;
@@ -260,6 +261,7 @@ void Program::attention_input(AttentionInput in) {
   check_layer(in.layer);
   const Cache::Layer& own = cache->layers[(size_t)in.layer];
   const int64_t heads = sizes.heads[(size_t)in.layer], q = heads * own.head_pad, kv = own.kv_heads * own.head_pad;
+  check(!own.latents, "the layer's cache has latents");
   check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv,
         "q, k or v has another number of rows than its heads need");
   check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model,
@@ -273,9 +275,7 @@ void Program::attention_input(AttentionInput in) {
   };
   check_heads(in.q_norm, heads, "the norm of q");
   check_heads(in.k_norm, own.kv_heads, "the norm of k");
-  check(in.rope >= -1 && in.rope < (int)ropes_.size(), "no such table of rotary frequencies");
-  check(in.rope < 0 || 2 * (int64_t)ropes_[(size_t)in.rope].frequencies.size() <= own.head_dim,
-        "more rotary frequencies than a head has pairs");
+  check_rope(in.rope, own.head_dim);
   if (!in.scale) in.scale = 1.0f / sqrtf((float)own.head_dim);
   add(std::make_shared<AttentionIn>(std::move(in), heads, own));
 }
@@ -290,6 +290,7 @@ void Program::attention(int layer, int window, Vector sinks) {
 
 void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
   check_layer(layer);
+  check(!cache->layers[(size_t)layer].latents, "the layer's cache has latents");
   check(w->rows == sizes.d_model && w->k == sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim,
         "the output projection has a wrong shape");
   check_bias(bias, sizes.d_model, "the output projection");

@@ -7,12 +7,17 @@
 
 namespace {
 
-std::vector<Cache::Layer> lay_out(int type, const std::vector<std::pair<int64_t, int64_t>>& heads) {
+std::vector<Cache::Layer> lay_out(int type, const std::vector<std::pair<int64_t, int64_t>>& heads,
+                                  const std::vector<int64_t>& latents) {
+  check(latents.empty() || latents.size() == heads.size(), "not a number of latents for each layer of the cache");
   std::vector<Cache::Layer> layers;
   int64_t at = 0;
-  for (const auto& [kv_heads, head_dim] : heads) {
-    const int64_t pad = pi_round_up(head_dim, PI_LANES), bytes = pi_kv_head_bytes(type, pad);
-    layers.push_back({kv_heads, head_dim, pad, bytes, at});
+  for (size_t i = 0; i < heads.size(); i++) {
+    const auto& [kv_heads, head_dim] = heads[i];
+    const int64_t of_key = latents.empty() ? 0 : latents[i], pad = pi_round_up(head_dim, PI_LANES);
+    check(of_key >= 0 && of_key <= head_dim, "a key has fewer numbers than latents");
+    const int64_t bytes = pi_kv_head_bytes(type, pad, of_key > 0);
+    layers.push_back({kv_heads, head_dim, pad, bytes, at, of_key});
     at += kv_heads * bytes;
   }
   return layers;
@@ -29,9 +34,10 @@ int64_t largest_of(const Cache& cache, const std::vector<int64_t>& heads, F f) {
 
 }  // namespace
 
-Cache::Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads, int64_t pages)
+Cache::Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads, int64_t pages,
+             const std::vector<int64_t>& latents)
     : type(type),
-      layers(lay_out(type, heads)),
+      layers(lay_out(type, heads, latents)),
       pages(pages),
       page_bytes(layers.back().at + layers.back().kv_heads * layers.back().head_bytes),
       memory_(pages * page_bytes) {}
@@ -42,7 +48,8 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
       cache(std::move(cache_)),
       ldx(pi_round_up(sizes.d_model, PI_LANES)),
       ldqkv(largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; })),
-      lda(largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return pi_round_up(q * kv.head_dim, PI_LANES); })),
+      lda(largest_of(*cache, sizes.heads,
+                     [](auto& kv, int64_t q) { return pi_round_up(q * kv.value_dim(), PI_LANES); })),
       ldh(pi_round_up(std::max({sizes.d_ff, sizes.d_model, sizes.embed_dim}), 2 * PI_LANES)),
       hidden(sizes.max_tokens * pi_round_up(sizes.d_ff, 32)) {
   check(sizes.heads.size() == cache->layers.size(), "the cache has another number of layers than there are heads for");
@@ -50,7 +57,7 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
     const Cache::Layer& kv = cache->layers[i];
     check(sizes.heads[i] > 0 && sizes.heads[i] % kv.kv_heads == 0,
           "the number of heads is not a multiple of the number of key/value heads");
-    workspace->reserve(sizes.max_tokens, sizes.heads[i] * kv.head_dim);
+    if (!kv.latents) workspace->reserve(sizes.max_tokens, sizes.heads[i] * kv.head_dim);
   }
   const auto floats = [&](int64_t n) { return (float*)memory_.allocate(n * 4); };
   x = floats(sizes.max_tokens * ldx);
@@ -77,6 +84,12 @@ int Program::add_rope(Vector frequencies, float factor) {
 
 void Program::check_layer(int layer) const {
   check(layer >= 0 && layer < (int)cache->layers.size(), "no such layer in the cache");
+}
+
+void Program::check_rope(int table, int64_t dims) const {
+  check(table >= -1 && table < (int)ropes_.size(), "no such table of rotary frequencies");
+  check(table < 0 || 2 * (int64_t)ropes_[(size_t)table].frequencies.size() <= dims,
+        "more rotary frequencies than a head has pairs");
 }
 
 void Program::rotate(int thread, const Step& step) {

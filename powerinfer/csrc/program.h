@@ -10,16 +10,20 @@
 #include "watch.h"
 #include "workspace.h"
 
-// Keys and values in pages of 32 tokens: [page][layer][kv head], layers of any heads. All layers of a page lie together,
+// Keys and values in pages of 32 tokens: [page][layer][kv head], layers of any heads. A layer with latents has keys
+// alone, whose first numbers are the values. All layers of a page lie together,
 // so that the memory touched grows with the tokens held, in whole huge pages.
 class Cache {
  public:
   struct Layer {
     int64_t kv_heads, head_dim, head_pad;  // head_pad: head_dim in whole lanes
     int64_t head_bytes, at;                // of a head in a page; where the layer begins in a page
+    int64_t latents;                       // of a key, that are its value; 0: values are stored beside keys
+    int64_t value_dim() const { return latents ? latents : head_dim; }
   };
-  Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads,
-        int64_t pages);  // (kv_heads, head_dim) of each
+  // heads: (kv_heads, head_dim) of each layer; latents: theirs, empty: none have any.
+  Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads, int64_t pages,
+        const std::vector<int64_t>& latents = {});
   const int type;
   const std::vector<Layer> layers;
   const int64_t pages, page_bytes;
@@ -80,6 +84,11 @@ struct AttentionInput {
   std::optional<float> scale;  // of the scores; none: 1 / sqrt(head_dim)
 };
 
+// Latent attention (latent_attention.h).
+struct LatentInput;
+struct LatentOutput;
+struct LatentRows;
+
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
@@ -110,7 +119,10 @@ class Program {
   // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
   void attention(int layer, int window, Vector sinks = {});
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
-  void normalise(Norm norm);                                                   // x = norm(x)
+  // The same around `attention` of a layer with latents.
+  void latent_input(LatentInput in);
+  void latent_project(LatentOutput out);
+  void normalise(Norm norm);  // x = norm(x)
   // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
@@ -148,6 +160,7 @@ class Program {
   float *x, *qkv, *attended, *gate, *up;
   ActMemory hidden;                         // forms of an FFN's activations, whose floats are in `gate`
   std::shared_ptr<ExpertRows> expert_rows;  // null: there are no experts
+  std::shared_ptr<LatentRows> latent_rows;  // null: there is no latent attention
 
   Rows residual(int64_t first, int64_t tokens) const { return {x + first * ldx, ldx, sizes.d_model, tokens}; }
   // Where what is added to x from row `first` on goes: to x, or, if there is a norm, to rows that are `ldh` apart, for
@@ -175,6 +188,8 @@ class Program {
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k);
   void check_layer(int layer) const;
+  void check_rope(int table, int64_t dims) const;
+  void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);
 
   std::shared_ptr<const Norm> final_norm_;  // null: there is no head
   std::vector<Rope> ropes_;

@@ -159,7 +159,7 @@ struct PiAttention {
   const uint8_t* kv;     // this layer: page p, kv head g at p * page_bytes + g * head_bytes
   const int32_t* pages;  // the sequence's page table
   int64_t q_stride, out_stride, page_bytes, head_bytes, position;  // position of token 0
-  int head_dim, head_pad, group, window;                           // window 0: none
+  int head_dim, head_pad, group, window;                           // head_dim: of a value; window 0: none
   const float* sinks = nullptr;  // of each head, a score in its softmax that belongs to no value; null: none
 };
 
@@ -273,18 +273,23 @@ struct PiKernels {
   void (*scale)(float* x, float by, int64_t n);
   // Writes the key and the value of one slot of a page; either may be null.
   void (*store_kv)(int kv_type, uint8_t* head, int slot, const float* k, const float* v, int head_pad);
+  // Writes the key of one slot of a page whose values are parts of its keys.
+  void (*store_latent)(int kv_type, uint8_t* head, int slot, const float* k, int head_pad);
   // Rows r of kv head g: token r / group, head g * group + r % group. At most pi_attention_scratch floats of scratch.
   void (*attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
+  // The same where a value is the first head_dim numbers of its key.
+  void (*latent_attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
   const PiNeuronKernels* neurons;
 };
 
 // Bytes of one page of one kv head: keys [head_pad][32], values [32][head_pad], for Q8_0 followed by f16 scales
-// [head_pad / 32][32] and [32][head_pad / 32] (rounded up).
-static inline int64_t pi_kv_head_bytes(int kv_type, int64_t head_pad) {
-  int64_t n = head_pad * PI_PAGE * 2;
+// [head_pad / 32][32] and [32][head_pad / 32] (rounded up). latent: values are parts of keys, which alone are stored, as
+// values are.
+static inline int64_t pi_kv_head_bytes(int kv_type, int64_t head_pad, bool latent = false) {
+  const int64_t rows = latent ? 1 : 2, n = head_pad * PI_PAGE * rows;
   if (kv_type == PI_KV_F32) return n * 4;
   if (kv_type == PI_KV_F16) return n * 2;
-  return pi_round_up(n + 2 * pi_round_up(head_pad, 32) / 32 * PI_PAGE * 2, 64);
+  return pi_round_up(n + rows * (pi_round_up(head_pad, 32) / 32) * PI_PAGE * 2, 64);
 }
 
 enum { PI_ATTENTION_ROWS = 12 };

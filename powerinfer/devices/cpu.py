@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig, RopeConfig, RouterConfig
+from powerinfer.config import (
+    AttentionConfig,
+    EngineConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+)
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.errors import ModelError, RequestError
@@ -170,7 +178,9 @@ class CpuExecutor:
         self.n_pages = pages
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
         own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
-        cache = _native.Cache(engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages)
+        cache = _native.Cache(
+            engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
+        )
         mib = cache.nbytes * bool(layers) >> 20
         self.choices["kv_cache"] = f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {mib} MiB ({reason})"
         return _native.Program(
@@ -249,12 +259,43 @@ class CpuExecutor:
         [heads], scores in the softmax that belong to no value.
         """
         about = self.config.layers[layer].attention
+        assert isinstance(about, AttentionConfig)
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         own = layer - self.first_layer
         rope = -1 if about.rope is None else self._ropes[about.rope]
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, about.scale)
         self._program.attention(own, about.window or 0, sinks)
+
+    def latent_attention(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        q_latent: _native.Matrix | None,
+        q_norm: Float32 | None,
+        q: _native.Matrix,
+        kv: _native.Matrix,
+        kv_norm: Float32,
+        k_b: RawTensor,
+    ) -> None:
+        """The same, of `LatentAttentionConfig`: attended = each head's sum of latents.
+
+        q_latent: makes the latents of queries, None: q, of all heads, reads norm(x) itself; kv: makes latents and the
+        rotated part of keys; rotated rows in the order of `head_rows`. q_norm, kv_norm: of latents. k_b: as the tensor.
+        """
+        about = self.config.layers[layer].attention
+        assert isinstance(about, LatentAttentionConfig)
+        own, rope = layer - self.first_layer, self._ropes[about.rope]
+        of_q = _native.Norm(q_norm, about.norm_eps) if q_norm is not None else None
+        of_kv, heads = _native.Norm(kv_norm, about.norm_eps), self._stack(k_b)
+        self._program.latent_input(own, norm, q_latent, of_q, q, kv, of_kv, heads, rope, about.scale)
+        self._program.attention(own, 0)
+
+    def latent_project(
+        self, layer: int, v_b: RawTensor, matrix: _native.Matrix, norm: _native.Norm | None = None
+    ) -> None:
+        """x += norm(matrix . each head's v_b . attended)."""
+        self._program.latent_project(layer - self.first_layer, self._stack(v_b), matrix, norm)
 
     def project(
         self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
@@ -348,14 +389,15 @@ class CpuExecutor:
         stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
         return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
 
-    def _stack(self, tensor: RawTensor, read: int) -> _native.Matrix:
-        """Matrices [n, out, in] one below the other, each in whole panels; `read` of them are read for a token."""
+    def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
+        """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
+        token."""
         n, rows, cols = tensor.shape
         padded = cpu.round_up(rows, cpu.LANES)
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
         row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
         packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
-        self.bytes_per_token += packed.nbytes * min(read, n) // n
+        self.bytes_per_token += packed.nbytes if read is None else packed.nbytes * min(read, n) // n
         return packed
 
     def normalise(self, layer: int, norm: _native.Norm) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
@@ -151,6 +151,7 @@ class GpuLayers:
         [heads], scores in the softmax that belong to no value.
         """
         about = self._config.layers[layer].attention
+        assert isinstance(about, AttentionConfig)
         heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
         matrices = self._upload("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"

@@ -6,12 +6,13 @@
 
 Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
 and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_norm gate up down ffn_out_norm`, with
-`_bias` behind the name of a matrix or a LayerNorm; layers of experts have `router experts_gate experts_up experts_down`
-(of all experts, [experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up
-down`; which of them a model has follows from its configuration
-(`layout.py`). A file may also have `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] for every layer,
-and may store `down` as `down_rows` [neurons, d_model]; then there are both. All matrices are [out_features,
-in_features]. Opening reads headers only; tensors are views of mapped files.
+`_bias` behind the name of a matrix or a LayerNorm. Latent attention has `q` or `q_a q_a_norm q_b`, and `kv_a kv_a_norm
+k_b v_b o` (`LatentAttentionConfig`). Layers of experts have `router experts_gate experts_up experts_down` (of all
+experts, [experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up down`.
+Which of them a model has follows from its configuration (`layout.py`). A file may also have `predictor_in` [rank,
+d_model] and `predictor_out` [neurons, rank] for every layer, and may store `down` as `down_rows` [neurons, d_model], or
+`k_b` as `k_b_rows`; then there are both. All matrices are [out_features, in_features]. Opening reads headers only;
+tensors are views of mapped files.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class Checkpoint:
         targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
         for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
             self.notes.append(f"converting {count} tensor{'s' * (count > 1)} of type {old} to {new}")
-        turned = {
-            name.removesuffix("_rows"): tensor for name, tensor in self._tensors.items() if name.endswith(".down_rows")
-        }
+        turned = {name.removesuffix("_rows"): one for name, one in self._tensors.items() if name.endswith("_rows")}
         turned_types = {name: _turned(tensor) for name, tensor in turned.items()}
-        for (old, new), count in sorted(Counter((turned[n].type, t) for n, t in turned_types.items()).items()):
-            self.notes.append(f"transposing {count} down matrices of type {old}{f' to {new}' if new != old else ''}")
+        counts = Counter((name.rpartition(".")[2], turned[name].type, new) for name, new in turned_types.items())
+        for (part, old, new), count in sorted(counts.items()):
+            to = f" to {new}" if new != old else ""
+            self.notes.append(f"transposing {count} {part} matrices of type {old}{to}")
         targets |= turned_types
         if quantize is not None:
             targets |= self._plan_quantize(quantize)
@@ -98,7 +99,7 @@ class Checkpoint:
     def _columns(self, name: str) -> int:
         """Row length of what `take(name)` gives."""
         own = self._own_name(name)
-        return self._tensors[own].shape[-1 if own == name else 0]
+        return self._tensors[own].shape[-1 if own == name else -2]
 
     def _plan_quantize(self, quantize: str) -> dict[str, str]:
         if quantize not in _QUANTIZE:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import ExpertsConfig, ModelConfig
+from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.folder_config import read_config
@@ -104,6 +104,14 @@ _MIXTRAL = {"router": "block_sparse_moe.gate"} | {
 _GLM_MOE = {"router_correction": "mlp.gate.e_score_correction"} | {
     f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
+_LATENT = {
+    "q_a": "self_attn.q_a_proj",
+    "q_a_norm": "self_attn.q_a_layernorm",
+    "q_b": "self_attn.q_b_proj",
+    "kv_a": "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "self_attn.kv_a_layernorm",
+    **dict.fromkeys(("k_b_rows", "v_b"), "self_attn.kv_b_proj"),
+}
 _GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
     f"{experts}_{part}": f"{where}.{matrix}_linear"
     for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
@@ -120,6 +128,10 @@ _NAMES = {
         | {f"experts_{part}": f"mlp.experts.{part}" for part in ("gate", "up", "down")},
     ),
     "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE | _LATENT),
+    ),
     "opt": _OPT,
     "falcon": _FALCON,
     "openelm": _OPENELM,
@@ -143,6 +155,8 @@ def _fused(config: ModelConfig) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
+    if isinstance(config.layers[0].attention, LatentAttentionConfig):
+        return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads, flat=True)]
     if config.architecture in ("granitemoe", "granitemoeshared"):
         experts = config.layers[0].ffn
         assert isinstance(experts, ExpertsConfig)
@@ -186,7 +200,8 @@ def _of_experts(
 ) -> Iterator[tuple[str, RawTensor]]:
     """The tensors with the names and shapes of other layers; without those of layers that only predict further tokens,
     which follow the model's own (GLM-4.5)."""
-    beyond = re.compile(r"model\.layers\.(\d{1,9})\.") if metadata.get("num_nextn_predict_layers") else None
+    further = metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers")
+    beyond = re.compile(r"model\.layers\.(\d{1,9})\.") if further else None
     for name, tensor in stored.items():
         if beyond and (found := beyond.match(name)) and int(found[1]) >= config.n_layers:
             continue

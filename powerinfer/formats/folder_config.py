@@ -6,6 +6,7 @@ unsupported settings are refused by name. No code of the folder is run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from powerinfer.config import (
     ExpertsConfig,
     FfnConfig,
     FfnKind,
+    LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -49,14 +51,22 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "olmoe",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
+_OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
+"""`model_type` of folders that have the class of another family, whose layers they share."""
+
 # Folders of these classes refer to custom code whose function this engine has natively. It is not run.
-_WITH_OWN_CODE = ("SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM")
+_WITH_OWN_CODE = (
+    "SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)  # fmt: skip
 
 
 def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
@@ -88,7 +98,8 @@ def _architecture(fields: Fields) -> str:
     if fields.has("quantization_config") and not _is_mxfp4(fields):
         raise fields.bad("quantization_config", "is set: quantised Hugging Face folders are not supported, GGUF is")
     classes = fields.get("architectures", None)
-    kind = fields.get("model_type", None)
+    kind: Any = fields.get("model_type", None)
+    kind = _OTHER_TYPES.get(kind, kind) if type(kind) is str else kind
     name = classes[0] if type(classes) is list and len(classes) == 1 and type(classes[0]) is str else None
     auto_map: Any = fields.get("auto_map", {})
     if type(auto_map) is not dict or not _replaced(auto_map.get("AutoModelForCausalLM"), name):
@@ -177,6 +188,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
         "attention_bias": True,
     },
+    "deepseek_v2": _LLAMA | {
+        "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "q_lora_rank": 1536,
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": _LLAMA | {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    },
     "granite": _LLAMA,
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
@@ -184,7 +207,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
     "sliding_window", "num_key_value_heads", "alibi", "new_decoder_architecture", "parallel_attn", "multi_query",
-    "bias",
+    "bias", "q_lora_rank",
 )  # fmt: skip
 _KV_HEADS_STATED = ("mistral", "qwen2", "qwen3", "nemotron")  # whose number of key-value heads has no usable default
 # Keys that a family calls otherwise.
@@ -437,24 +460,67 @@ def _glm4_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
     )
+    kinds = _deepseek_ffns(fields, n_layers, sigmoid=True)
+    return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
+
+
+def _deepseek_ffns(fields: Fields, n_layers: int, *, sigmoid: bool) -> list[FfnKind]:
+    """Experts as of DeepSeek, behind the first layers; sigmoid: V3's router, whose scores are corrected, else V2's."""
     groups = fields.integer("n_group", 1, layout.MAX_EXPERTS, 1)
+    top_groups = fields.integer("topk_group", 1, groups, 1)
+    if not sigmoid:
+        method = fields.text("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise fields.bad("topk_method", f"is {shown(method)}, which this engine does not support")
+        groups, top_groups = (groups, top_groups) if method != "greedy" else (1, 1)
+        fields.only("norm_topk_prob", False)  # which the class does not look at
     experts = _experts_of(
         fields,
         "n_routed_experts",
         "moe_intermediate_size",
-        scoring="sigmoid",
+        scoring="sigmoid" if sigmoid else "softmax",
         normalise=fields.flag("norm_topk_prob"),
         scale=fields.number("routed_scaling_factor", 1e-6, layout.MAX_SCALE, 1.0),
-        correction=True,
+        correction=sigmoid,
         groups=groups,
-        top_groups=fields.integer("topk_group", 1, groups, 1),
-        group_best=2 if groups > 1 else 1,
+        top_groups=top_groups,
+        group_best=2 if sigmoid and groups > 1 else 1,
     )
     shared = fields.integer("n_shared_experts", 0, layout.MAX_EXPERTS)
     experts = replace(experts, shared_size=shared * experts.size)
-    first = fields.integer("first_k_dense_replace", 0, n_layers)
+    first = fields.integer("first_k_dense_replace", 0, layout.MAX_LAYERS)
     dense = FfnConfig(_ffn_size(fields), experts.activation)
-    kinds = [dense if layer < first else experts for layer in range(n_layers)]
+    return [dense if layer < first else experts for layer in range(n_layers)]
+
+
+def _deepseek(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Latent attention. The norms of latents have the default of their class, whatever `rms_norm_eps` is."""
+    third = config.architecture == "deepseek_v3"
+    fields.only("attention_bias", False)
+    fields.only("mlp_bias", False)
+    fields.only("moe_layer_freq", 1)
+
+    def dims(key: str, default: int) -> int:
+        return int(fields.integer(key, 1, layout.MAX_HEAD_DIM, default))
+
+    heads, latents, rotated = (
+        fields.integer("num_attention_heads", 1, layout.MAX_HEADS),
+        dims("kv_lora_rank", 512),
+        dims("qk_rope_head_dim", 64),
+    )
+    plain = dims("qk_nope_head_dim", 128)
+    rope, gain = _latent_rope(fields, config, rotated)
+    attention = LatentAttentionConfig(
+        heads,
+        latents,
+        plain,
+        rotated,
+        dims("v_head_dim", 128),
+        replace(rope, interleaved=fields.flag("rope_interleave", True) if third else True),
+        gain * (plain + rotated) ** -0.5,
+        fields.integer("q_lora_rank", 1, layout.MAX_WIDTH, None),
+    )
+    kinds = _deepseek_ffns(fields, n_layers, sigmoid=third)
     return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
 
 
@@ -474,6 +540,23 @@ def _gpt_oss(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     windows = [window if kind == _LOCAL else None for kind in _layer_types(fields, n_layers, 2)]
     return replace(config, layers=tuple(LayerConfig(replace(attention, window=one), experts) for one in windows))
+
+
+def _latent_rope(fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
+    """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about."""
+    key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    stated = fields.get(key, None)
+    if type(stated) is not dict or stated.get("rope_type", stated.get("type")) != "yarn":
+        return _rope(fields, config, AttentionConfig(1, 1, dim)), 1.0
+    own = Fields(stated, f"{fields.where}: {key}")
+    scales = [own.number(name, 0, layout.MAX_SCALE, 0.0) for name in ("mscale", "mscale_all_dim")]
+    rest = {name: value for name, value in stated.items() if name not in ("mscale", "mscale_all_dim")}
+    others = {name: fields.get(name, None) for name in ("rope_theta", "partial_rotary_factor")}
+    rope = _rope(Fields(others | {key: rest}, fields.where), config, AttentionConfig(1, 1, dim))
+    of_rotated, of_all = (1 + 0.1 * scale * math.log(max(rope.factor, 1)) for scale in scales)
+    if all(scales) and rope.attention_factor is None:
+        rope = replace(rope, attention_factor=of_rotated / of_all)
+    return rope, of_all**2
 
 
 def _granite(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -514,6 +597,8 @@ _READERS = {
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _granite),
 }
 

@@ -19,6 +19,7 @@ from powerinfer.config import (
     ExpertsConfig,
     FfnConfig,
     FfnKind,
+    LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -44,7 +45,8 @@ class _Family:
     full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices in
     one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
-    experts: how they are selected where the file does not say (it does say how many), None: the family has none.
+    experts: how they are selected where the file does not say (it does say how many), None: the family has none;
+    latent: attention is `LatentAttentionConfig`.
     """
 
     activation: str
@@ -62,6 +64,7 @@ class _Family:
     scales: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
+    latent: bool = False
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -72,7 +75,7 @@ class _Family:
 
 
 _NORMALISED, _AS_THEY_ARE = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
-_DEEPSEEK = RouterConfig(1, scoring="sigmoid", group_best=2)
+_SIGMOIDS = RouterConfig(1, scoring="sigmoid")
 
 ARCHITECTURES = {
     "llama": _Family("silu", interleaved=True, experts=_NORMALISED),  # with experts: Mixtral
@@ -85,7 +88,8 @@ ARCHITECTURES = {
     "qwen2moe": _Family("silu", qkv_bias=True, experts=_AS_THEY_ARE),
     "qwen3moe": _Family("silu", qk_norm="head", experts=_NORMALISED),
     "olmoe": _Family("silu", qk_norm="width", experts=_AS_THEY_ARE),
-    "glm4moe": _Family("silu", partial=True, experts=_DEEPSEEK),
+    "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
+    "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # DeepSeek-V2, V3, Kimi K2
     "granite": _Family("silu", interleaved=True, scales=True),
     "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
     "gpt-oss": _Family("swiglu_oai", full_every=2, one_rope=True, experts=_NORMALISED),
@@ -115,6 +119,8 @@ NAMES = Names(
         "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm",
         "sinks": "attn_sinks",
+        **{name: f"attn_{name}" for name in ("q_a", "q_a_norm", "q_b", "kv_a_norm", "k_b", "v_b")},
+        "kv_a": "attn_kv_a_mqa",
         "gate": "ffn_gate",
         "up": "ffn_up",
         "down": "ffn_down",
@@ -126,6 +132,7 @@ NAMES = Names(
     },
 )
 _QKV = Fused(("q", "k", "v"))
+_KV_B = ("k_b_rows", "v_b")  # head by head, in files of before April 2025
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 _BOOKKEEPING = ("tensor_data_layout",)  # records how the converter read the weights; has no effect
@@ -146,14 +153,20 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     fields = Fields(file.metadata, str(file.path), prefix=f"{config.architecture}.")
     blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
-    return {name: tensor for name, tensor in file.tensors.items() if name not in read and not name.startswith(beyond)}
+    if "blk.0.attn_k_b.weight" in file.tensors:  # some files have both, and say the same twice
+        read += [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)]
+    left_out = set(read)
+    return {
+        name: tensor for name, tensor in file.tensors.items() if name not in left_out and not name.startswith(beyond)
+    }
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
     inner = dict(NAMES.inner)
     for one in fused(file, config):
-        inner |= dict.fromkeys(one.parts, "attn_qkv" if one == _QKV else inner[one.parts[-1]])
+        own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b"}
+        inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
     if config.architecture in ("glm4moe", "gpt-oss"):
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
@@ -163,8 +176,11 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     """The matrices that the file stores in one tensor."""
+    family = ARCHITECTURES[config.architecture]
+    if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
+        return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True)]
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
-    return [*qkv, *ARCHITECTURES[config.architecture].fused]
+    return [*qkv, *family.fused]
 
 
 def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
@@ -209,7 +225,9 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         vocab_size=_vocabulary(file, fields),
         context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
         norm_eps=_epsilon(fields, family, architecture),
-        layers=_layers(file, fields, architecture, family, _heads(fields, d_model, n_layers)),
+        layers=_latent_layers(file, fields, family, n_layers)
+        if family.latent
+        else _layers(file, fields, architecture, family, _heads(fields, d_model, n_layers)),
         norm=family.norm,
         positions="learned" if learned else "rope",
         position_offset=_OPT_OFFSET if learned else 0,
@@ -278,6 +296,54 @@ def _layers(
     )
 
 
+def _latent_layers(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> tuple[LayerConfig, ...]:
+    """The layers of a model with latent attention. The keys of newer files state what the cache holds, those of older
+    ones the heads' own dimensions."""
+
+    def dims(key: str) -> int:
+        return int(fields.integer(key, 1, layout.MAX_HEAD_DIM))
+
+    heads, latents, rotated = (
+        fields.integer("attention.head_count", 1, layout.MAX_HEADS),
+        dims("attention.kv_lora_rank"),
+        dims("rope.dimension_count"),
+    )
+    newer = fields.has("attention.key_length_mla")
+    if newer:
+        fields.only("attention.key_length", latents + rotated)
+        fields.only("attention.value_length", latents)
+    query, value = (dims(f"attention.{name}_length{'_mla' if newer else ''}") for name in ("key", "value"))
+    if query <= rotated:
+        raise fields.bad("rope.dimension_count", f"is {rotated}, and leaves nothing of the {query} of a head")
+    fields.only("attention.head_count_kv", 1, heads)
+    rope, gain = _latent_rope(file, fields, family, rotated)
+    attention = LatentAttentionConfig(
+        heads,
+        latents,
+        query - rotated,
+        rotated,
+        value,
+        rope,
+        gain * query**-0.5,
+        fields.integer("attention.q_lora_rank", 1, layout.MAX_WIDTH, None),
+        _epsilon(fields, family, ""),
+    )
+    return tuple(LayerConfig(attention, ffn) for ffn in _ffns(file, fields, family, n_layers))
+
+
+def _latent_rope(file: GGUFFile, fields: Fields, family: _Family, dim: int) -> tuple[RopeConfig, float]:
+    """(rotary embedding, factor of attention's scores): with YaRN the scores are larger in place of what is rotated."""
+    multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0, layout.MAX_SCALE, 0.0)
+    rope = _rope(file, fields, family, dim)
+    if rope.scaling != "yarn":
+        return rope, 1.0
+    if not multiplier:
+        raise fields.bad("rope.scaling.yarn_log_multiplier", "is missing: convert the model again")
+    if rope.attention_factor is not None:
+        raise fields.bad("rope.scaling.attn_factor", "is not 1, which this engine does not support here")
+    return replace(rope, attention_factor=1.0), (1 + multiplier * math.log(max(rope.factor, 1))) ** 2
+
+
 def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
     activation, threshold = _activation(fields, family)
@@ -316,7 +382,7 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
         fields.only("expert_shared_count", 0)
         fields.get("expert_shared_feed_forward_length", None)  # of a shared expert that the file does not have
     gating = {0: router.scoring, 1: "softmax", 2: "sigmoid"}
-    scoring = fields.integer("expert_gating_func", 0, max(gating), 0)
+    scoring = gating[fields.integer("expert_gating_func", 0, max(gating), 0)]
     groups = fields.integer("expert_group_count", 1, n_experts, 1)
     return ExpertsConfig(
         n_experts,
@@ -324,14 +390,14 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
         replace(
             router,
             top_k=fields.integer("expert_used_count", 1, n_experts),
-            scoring=gating[scoring],
+            scoring=scoring,
             normalise=fields.flag("expert_weights_norm", router.normalise),
             scale=fields.number("expert_weights_scale", 0, layout.MAX_SCALE, 1.0) or 1.0,
             correction=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
             bias=any(name.endswith(".ffn_gate_inp.bias") for name in file.tensors),
             groups=groups,
             top_groups=fields.integer("expert_group_used_count", 1, groups, groups),
-            group_best=router.group_best if groups > 1 else 1,
+            group_best=2 if groups > 1 and scoring == "sigmoid" else 1,
         ),
         activation,
         bias=any(name.endswith(".ffn_down_exps.bias") for name in file.tensors),
@@ -448,7 +514,8 @@ def _rope_scaling(fields: Fields) -> tuple[str, float, int, float, dict[str, Any
     fields.only("rope.scaling.alpha", 0.0)
     fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     fields.only("rope.scaling.yarn_attn_factor", 1.0, -1.0)
-    fields.only("rope.scaling.yarn_log_multiplier", 0.0)
+    if not fields.was_read("rope.scaling.yarn_log_multiplier"):
+        fields.only("rope.scaling.yarn_log_multiplier", 0.0)
     return kind, factor, original, gain, yarn
 
 

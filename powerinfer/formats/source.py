@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,13 @@ class Fused:
     """Matrices of a layer that a file has in one tensor, whose name is then that of each; and their biases.
 
     parts: canonical names, in the order of the rows; groups: number of repetitions of that order (Falcon: for each
-    key-value head its query heads, its key, its value; experts: for each its gate, its up).
+    key-value head its query heads, its key, its value; experts: for each its gate, its up);
+    flat: stacked matrices are one in the file, one below the other.
     """
 
     parts: tuple[str, ...]
     groups: int = 1
+    flat: bool = False
 
     def cut(self, part: str, tensor: RawTensor, rows: Sequence[int]) -> RawTensor:
         """The rows of a part, a matrix, matrices or a bias: a view, with one run of bytes for each group.
@@ -105,17 +107,16 @@ def collect(
 ) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
-    stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has `down_rows`, the file
-    stores `down` neuron by neuron, as `down_rows` [neurons, d_model]. made: tensors by canonical name that are not
-    stored as they are, in their right shapes.
+    stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has a matrix with `_rows`
+    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]). made: tensors
+    by canonical name that are not stored as they are, in their right shapes.
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
     found: dict[str, StoredTensor] = {}
-    rest, known = set(stored), dict(layout.shapes(config))
-    for canonical, shape in (*known.items(), *extra):
-        if "down_rows" in names.inner and canonical.endswith(".down"):
-            canonical, shape = f"{canonical}_rows", shape[::-1]
+    rest = set(stored)
+    known = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
+    for canonical, shape in known.items():
         if made is not None and canonical in made:
             found[canonical] = made[canonical]
             continue
@@ -129,16 +130,25 @@ def collect(
         part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
         cut = next((one for one in fused if part in one.parts), None)
         rows = [_row_count(known[f"{layer}.{one}{bias}"]) for one in cut.parts] if cut is not None else []
-        tensor = _checked(stored, name, shape if cut is None else _rows_as(shape, sum(rows)), where)
+        wanted = shape if cut is None else _rows_as(shape[-2:] if cut.flat else shape, sum(rows))
+        tensor = _checked(stored, name, wanted, where)
         if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
             raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
-        found[canonical] = tensor if cut is None else cut.cut(part, tensor, rows)
+        found[canonical] = tensor if cut is None else replace(cut.cut(part, tensor, rows), shape=shape)
         rest.discard(name)
     if rest:
         some = ", ".join(shown(name) for name in sorted(rest)[:3])
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
     return found
+
+
+def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[str, tuple[int, ...]]:
+    """(name, shape) of the tensor that a file has for a canonical one, itself or transposed."""
+    rows = f"{canonical}_rows"
+    if rows.rpartition(".")[2] not in names.inner:
+        return canonical, shape
+    return rows, (*shape[:-2], shape[-1], shape[-2])
 
 
 def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], where: str) -> RawTensor:

@@ -159,11 +159,16 @@ def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> R
 
 
 def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:
-    """A matrix [n, m] as [m, n] in another type, a new array; F32, F16 and BF16 keep their bits where the type stays.
+    """A matrix [n, m], or each of [heads, n, m], as [m, n] in another type, a new array; F32, F16 and BF16 keep their
+    bits where the type stays.
 
     `tick` and errors as `convert`.
     """
-    n, m = tensor.shape
+    *outer, n, m = tensor.shape
+    if outer:
+        every = np.split(tensor.rows(), math.prod(outer))
+        parts = [transpose(RawTensor(tensor.type, (n, m), one.reshape(-1)), type_name, tick).data for one in every]
+        return RawTensor(type_name, (*outer, m, n), np.concatenate(parts))
     rows = tensor.rows()
     kind = block_type(type_name)
     same = type_name == tensor.type and kind.block == 1

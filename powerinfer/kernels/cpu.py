@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import AttentionConfig, EngineConfig
+from powerinfer.config import AttentionKind, EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.system import MOST_THREADS, usable_cores
 
@@ -66,9 +66,9 @@ def matrix_bytes(type_name: str, rows: int, k: int) -> int:
     return round_up(rows, LANES) // LANES * _native.panel_bytes(type_name, k)
 
 
-def kv_page_bytes(kv_type: str, attention: AttentionConfig) -> int:
+def kv_page_bytes(kv_type: str, attention: AttentionKind) -> int:
     """Bytes of one layer in a page of the KV cache, `PAGE` tokens; kv_type: "f16", "q8_0" or "f32"."""
-    return _native.kv_page_bytes(kv_type, attention.n_kv_heads, attention.head_dim)
+    return _native.kv_page_bytes(kv_type, attention.n_kv_heads, attention.head_dim, attention.latents)
 
 
 def bundle_row_bytes(type_name: str, k: int) -> tuple[int, int]:

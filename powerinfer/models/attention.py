@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.config import AttentionConfig
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.builder import Builder, Matrix, Norm, Vector, vector
 
@@ -12,6 +13,7 @@ from powerinfer.models.builder import Builder, Matrix, Norm, Vector, vector
 def attend(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     """What attention gives for norm(x)."""
     about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
+    assert isinstance(about, AttentionConfig)
     heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
     # Values are not rotated: their rows may be padded, but are never reordered.
     interleaved = about.rope is not None and about.rope.interleaved

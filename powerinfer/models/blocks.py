@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig
+from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, LatentAttentionConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
@@ -15,6 +15,7 @@ from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Vector, vector
 from powerinfer.models.experts import sum_experts
 from powerinfer.models.ffn import sum_neurons
+from powerinfer.models.latent_attention import attend_latents, project_latents
 from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ class AttentionWiring(NamedTuple):
     project: Callable[..., None]
 
 
-ATTENTIONS: dict[type, AttentionWiring] = {AttentionConfig: AttentionWiring(attend, project)}
+ATTENTIONS: dict[type, AttentionWiring] = {
+    AttentionConfig: AttentionWiring(attend, project),
+    LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
+}
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""
 
 FFNS: dict[type, Callable[..., None]] = {FfnConfig: sum_neurons, ExpertsConfig: sum_experts}

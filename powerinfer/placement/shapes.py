@@ -7,6 +7,7 @@ types of its kernels, without padding; the neurons of an FFN as bundles, on a GP
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from powerinfer.config import (
     AttentionConfig,
     ExpertsConfig,
     FfnConfig,
+    LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -213,6 +215,7 @@ class Model:
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         per_token = 4 * floats + forms + max(layer.ffn.row_bytes(config.d_model) for layer in config.layers)
+        per_token += max(one.row_bytes() for one in every)
         return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
 
 
@@ -326,6 +329,10 @@ def _model(
 
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
+        if not isinstance(about, AttentionConfig):
+            return tuple(
+                matrix(f"layers.{layer}.{part}") for part, shape in about.tensors(config.d_model) if len(shape) > 1
+            )
         lanes = cpu.round_up(about.head_dim, cpu.LANES)
         packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
         return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
@@ -415,6 +422,24 @@ def _gpt_oss(layers: int, n_experts: int) -> ModelConfig:
     return ModelConfig("gpt_oss", 2880, 201088, 131072, 1e-5, kinds)
 
 
+def _latent(
+    family: str, layers: int, width: int, heads: int, q_latents: int | None, experts: ExpertsConfig,
+    dense: tuple[int, int], vocab: int, context: int, theta: float, factor: float, mscale: float,
+) -> ModelConfig:  # fmt: skip
+    """DeepSeek's latent attention, whose sizes these models share; dense: as of `_experts`. The context is `factor`
+    times the one trained with first (YaRN)."""
+    rope = RopeConfig(theta, 64, True, "yarn", factor, int(context / factor), attention_factor=1.0)
+    scale = (1 + 0.1 * mscale * math.log(factor)) ** 2 / math.sqrt(192)
+    about = LatentAttentionConfig(heads, 512, 128, 64, 128, rope, scale, q_latents)
+    first, size = dense
+    kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
+    return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
+
+
+def _sigmoid_router(scale: float, **groups: Any) -> RouterConfig:
+    return RouterConfig(8, scoring="sigmoid", scale=scale, correction=True, **groups)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -465,6 +490,40 @@ SHAPES: dict[str, ModelShape] = {
     ),
     "gpt-oss-20b": ModelShape(_gpt_oss(24, 32), FAMILIES["swiglu"]),
     "gpt-oss-120b": ModelShape(_gpt_oss(36, 128), FAMILIES["swiglu"]),
+    "deepseek-v2-lite": ModelShape(
+        _latent(
+            "deepseek_v2", 27, 2048, 16, None,
+            ExpertsConfig(64, 1408, RouterConfig(6, normalise=False), shared_size=2816),
+            (1, 10944), 102400, 163840, 1e4, 40, 0.707,
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "deepseek-v2": ModelShape(
+        _latent(
+            "deepseek_v2", 60, 5120, 128, 1536,
+            ExpertsConfig(
+                160, 1536, RouterConfig(6, normalise=False, scale=16, groups=8, top_groups=3), shared_size=3072
+            ),
+            (1, 12288), 102400, 163840, 1e4, 40, 0.707,
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "deepseek-v3": ModelShape(
+        _latent(
+            "deepseek_v3", 61, 7168, 128, 1536,
+            ExpertsConfig(256, 2048, _sigmoid_router(2.5, groups=8, top_groups=4, group_best=2), shared_size=2048),
+            (3, 18432), 129280, 163840, 1e4, 40, 1.0,
+        ),
+        FAMILIES["swiglu"],
+    ),
+    "kimi-k2": ModelShape(
+        _latent(
+            "deepseek_v3", 61, 7168, 64, 1536,
+            ExpertsConfig(384, 2048, _sigmoid_router(2.827), shared_size=2048),
+            (1, 18432), 163840, 131072, 5e4, 32, 1.0,
+        ),
+        FAMILIES["swiglu"],
+    ),
 }  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
 How neurons fire is not asked of models whose layers are experts."""

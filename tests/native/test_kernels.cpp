@@ -213,6 +213,7 @@ void test_hostile(const PiKernels* kernels) {
       Exact<float> scratch((size_t)pi_attention_scratch(n)), got((size_t)(2 * n), 12345.0f), q((size_t)(2 * n), bad);
       const PiAttention a{q.data(), got.data(), cache.data(), &page, n, n, 0, 0, 0, (int)n, (int)n, 1, 0};
       kernels->attention[type](&a, 0, 0, 2, scratch.data());
+      kernels->latent_attention[type](&a, 0, 0, 2, scratch.data());  // of the same bytes, whatever they mean then
       for (size_t i = 0; i < got.size(); i++) check.yes(got[i] != 12345.0f, (int64_t)i);
     }
   }
@@ -404,15 +405,19 @@ std::vector<double> kept(int type, const float* x, int64_t n) {
   return out;
 }
 
-void attention_case(const PiKernels* kernels, int type, int dim, int group, int window, int64_t position,
-                    int64_t count) {
+// latents: the values are that many numbers of each key, its first; 0: they are stored beside keys.
+void attention_case(const PiKernels* kernels, int type, int dim, int group, int window, int64_t position, int64_t count,
+                    int latents = 0) {
+  const int wide = latents ? latents : dim;  // of a value
+  const auto& attention = latents ? kernels->latent_attention : kernels->attention;
   const int pad = (int)pi_round_up(dim, 16), kv_heads = 2, heads = kv_heads * group;
   const int64_t all = position + count, pages = (all + PI_PAGE - 1) / PI_PAGE, total = 7;
   const std::string name = std::string(kernels->name) + " attention " + KV_TYPES[type] + " dim=" + std::to_string(dim) +
                            " group=" + std::to_string(group) + " window=" + std::to_string(window) +
-                           " position=" + std::to_string(position) + " count=" + std::to_string(count);
+                           " position=" + std::to_string(position) + " count=" + std::to_string(count) +
+                           " latents=" + std::to_string(latents);
   Random r((uint64_t)(type + 10 * dim + 1000 * group + 10000 * window + position));
-  const int64_t head_bytes = pi_kv_head_bytes(type, pad), page_bytes = head_bytes * kv_heads;
+  const int64_t head_bytes = pi_kv_head_bytes(type, pad, latents > 0), page_bytes = head_bytes * kv_heads;
   Exact<uint8_t> cache((size_t)(total * page_bytes), 0xff);  // NaN everywhere: what a page held before must not matter
   std::vector<int32_t> table((size_t)pages);
   for (int64_t p = 0; p < pages; p++) table[(size_t)p] = (int32_t)((p * 3 + 2) % total);
@@ -425,25 +430,27 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
       if (p == 0) v[0] = 1e6f;  // beyond a half
       if (p == 1) std::fill(k.begin(), k.end(), 0.0f);
       uint8_t* head = cache.data() + table[(size_t)(p / PI_PAGE)] * page_bytes + g * head_bytes;
-      if (p % 2) {
+      if (latents) {
+        kernels->store_latent(type, head, (int)(p % PI_PAGE), k.data(), pad);
+      } else if (p % 2) {
         kernels->store_kv(type, head, (int)(p % PI_PAGE), k.data(), v.data(), pad);
       } else {
         kernels->store_kv(type, head, (int)(p % PI_PAGE), k.data(), nullptr, pad);
         kernels->store_kv(type, head, (int)(p % PI_PAGE), nullptr, v.data(), pad);
       }
       keys.push_back(kept(type, k.data(), pad));
-      values.push_back(kept(type, v.data(), pad));
+      values.push_back(latents ? keys.back() : kept(type, v.data(), pad));
     }
   }
-  const int64_t q_stride = (int64_t)heads * pad + 3, out_stride = (int64_t)heads * dim;
+  const int64_t q_stride = (int64_t)heads * pad + 3, out_stride = (int64_t)heads * wide;
   std::vector<float> q = r.normals(count * q_stride, 1 / sqrtf((float)dim)), out((size_t)(count * out_stride), NOT);
   Exact<float> scratch((size_t)pi_attention_scratch(pad), NOT);
   const PiAttention a{q.data(),   out.data(), cache.data(), table.data(), q_stride, out_stride, page_bytes,
-                      head_bytes, position,   dim,          pad,          group,    window};
+                      head_bytes, position,   wide,         pad,          group,    window};
   const int64_t rows = count * group;
   for (int g = 0; g < kv_heads; g++) {
     for (int64_t r0 = 0; r0 < rows; r0 += PI_ATTENTION_ROWS)
-      kernels->attention[type](&a, g, r0, std::min<int64_t>(r0 + PI_ATTENTION_ROWS, rows), scratch.data());
+      attention[type](&a, g, r0, std::min<int64_t>(r0 + PI_ATTENTION_ROWS, rows), scratch.data());
   }
   {
     Check check(name);
@@ -470,18 +477,18 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
         const double n = (double)s.size(), relative = 2 * size * gamma_of(pad + 2) + gamma_of(most - least) +
                                                       gamma_of(8 + 12 * (double)pages + 2 * n + 2);
         double weights = 0;
-        std::vector<double> sum((size_t)dim), absolute((size_t)dim);
+        std::vector<double> sum((size_t)wide), absolute((size_t)wide);
         for (int64_t p = first; p <= last; p++) {
           const double w = exp(s[(size_t)(p - first)] - most);
           weights += w;
-          for (int i = 0; i < dim; i++) {
+          for (int i = 0; i < wide; i++) {
             const double v = w * values[(size_t)(p * kv_heads + h / group)][(size_t)i];
             sum[(size_t)i] += v;
             absolute[(size_t)i] += fabs(v);
           }
         }
-        for (int i = 0; i < dim; i++) {
-          const int64_t at = t * out_stride + (int64_t)h * dim + i;
+        for (int i = 0; i < wide; i++) {
+          const int64_t at = t * out_stride + (int64_t)h * wide + i;
           check.near(out[(size_t)at], sum[(size_t)i] / weights, 2 * relative * absolute[(size_t)i] / weights, at);
         }
       }
@@ -492,7 +499,7 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
   PiAttention b = a;
   b.out = alone.data();
   for (int g = 0; g < kv_heads; g++)
-    for (int64_t row = 0; row < rows; row++) kernels->attention[type](&b, g, row, row + 1, scratch.data());
+    for (int64_t row = 0; row < rows; row++) attention[type](&b, g, row, row + 1, scratch.data());
   for (size_t i = 0; i < out.size(); i++) bits.same(alone[i], out[i], (int64_t)i);
 }
 
@@ -505,6 +512,12 @@ void test_attention(const PiKernels* kernels) {
         attention_case(kernels, type, dim, group, 0, 93, 9);
         attention_case(kernels, type, dim, group, 20, 93, 9);
       }
+    }
+    for (int dim : {20, 48, 80, 576}) {
+      const int latents = dim == 576 ? 512 : dim - 12;
+      attention_case(kernels, type, dim, 5, 0, 0, 1, latents);
+      attention_case(kernels, type, dim, 3, 0, 93, 9, latents);
+      attention_case(kernels, type, dim, 16, 20, 31, 3, latents);
     }
     attention_case(kernels, type, 64, 4, 1, 62, 5);
     attention_case(kernels, type, 64, 8, 32, 95, 3);
