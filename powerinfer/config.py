@@ -525,6 +525,11 @@ class ModelConfig:
         return f"{which}, whose neurons are not told apart"
 
     @property
+    def experts(self) -> dict[int, ExpertsConfig]:
+        """The FFNs of the layers that have experts, by layer."""
+        return {at: layer.ffn for at, layer in enumerate(self.layers) if isinstance(layer.ffn, ExpertsConfig)}
+
+    @property
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
         others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
