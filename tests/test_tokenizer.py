@@ -83,6 +83,7 @@ OFFICIAL = {  # as in the tokenizer.json of the models
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+OFFICIAL["qwen35"] = OFFICIAL["qwen2"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 OFFICIAL["dbrx"] = OFFICIAL["llama-bpe"]
 
 
@@ -102,7 +103,7 @@ def byte_level_json(pre: str) -> str:
         punctuation = pre_tokenizers.Punctuation("contiguous")
         triples = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
         native.pre_tokenizer = pre_tokenizers.Sequence([punctuation, level, triples])
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         native.normalizer = normalizers.NFC()
     native.decoder = ByteLevelDecoder()
     trainer = trainers.BpeTrainer(

@@ -34,8 +34,9 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
 
 
 def is_matrix(name: str, shape: Shape) -> bool:
-    """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too."""
-    return len(shape) > 1 and not name.endswith("_bias")
+    """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have
+    the taps of a convolution."""
+    return len(shape) > 1 and not name.endswith(("_bias", "delta_conv"))
 
 
 def is_router(name: str) -> bool:
