@@ -494,6 +494,10 @@ class ExpertsConfig(FfnKind):
     shared_weight: bool = False
 
     @property
+    def on_gpu(self) -> bool:
+        return not (self.bias or self.router.bias)
+
+    @property
     def width(self) -> int:
         return max(self.size, self.shared_size)
 
@@ -502,10 +506,6 @@ class ExpertsConfig(FfnKind):
         shared = f", a shared one of {self.shared_size}" if self.shared_size else ""
         routed = f"{self.n_experts} experts of {self.size} neurons, {self.router.top_k} a token"
         return f"{routed}{shared}, {self.activation}"
-
-    @property
-    def on_gpu(self) -> bool:
-        return False
 
     @property
     def shared(self) -> FfnConfig | None:
