@@ -13,20 +13,37 @@ from benchmarks.lib import machine
 from benchmarks.models import expert_models
 from benchmarks.serving import endurance, overhead, table
 from powerinfer import LLM, SamplingParams
-from powerinfer.config import ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.config import (
+    AttentionConfig,
+    AttentionKind,
+    DeltaNetConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+)
 from powerinfer.formats.checkpoint import open_checkpoint
 
 
 def small(config: ModelConfig) -> ModelConfig:
     def layer(own: LayerConfig) -> LayerConfig:
-        rope = own.attention.rope and replace(own.attention.rope, dim=32)
-        attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
+        attention: AttentionKind
+        if isinstance(own.attention, DeltaNetConfig):
+            attention = DeltaNetConfig(1, 16, 2, 16, own.attention.taps)
+        else:
+            assert isinstance(own.attention, AttentionConfig)
+            rope = own.attention.rope and replace(
+                own.attention.rope, dim=own.attention.rope.dim * 32 // own.attention.head_dim
+            )
+            attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
         if isinstance(own.ffn, ExpertsConfig):
-            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0)
+            router = replace(own.ffn.router, top_k=min(8, own.ffn.router.top_k))
+            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0, router=router)
             return replace(own, attention=attention, ffn=ffn)
         return replace(own, attention=attention, ffn=FfnConfig(32))
 
-    layers = tuple(layer(own) for own in config.layers[:3])
+    first = 2 if config.states else 0  # of three layers one has attention
+    layers = tuple(layer(own) for own in config.layers[first : first + 3])
     return replace(config, d_model=64, vocab_size=1200, layers=layers)
 
 
