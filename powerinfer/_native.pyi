@@ -315,9 +315,10 @@ class RouterSpec:
         groups: int = 1,
         top_groups: int = 1,
         group_best: int = 1,
+        bias: NDArray[np.float32] | None = None,
     ) -> None:
         """
-        correction: added to scores for the selection alone. Experts are selected in the
+        correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the
         top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
         """
 
@@ -335,11 +336,15 @@ class ExpertMatrices:
         gate: Matrix | None,
         up: Matrix | None,
         down: Matrix | None,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+        down_bias: NDArray[np.float32] | None = None,
         bundled: NeuronSum | None = None,
     ) -> None:
         """
-        neurons: of each; rows of each are padded to LANES. spec: without biases. bundled: all neurons, one expert
-        after another, in place of up and down; their gates, which are not read, stand for the matrix.
+        neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled:
+        all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
+        matrix.
         """
 
 class Experts(Operator):
@@ -454,8 +459,8 @@ class Program:
         -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.
         """
 
-    def attention(self, layer: int, window: int) -> None:
-        """attended = softmax(q k) v; window 0: none."""
+    def attention(self, layer: int, window: int, sinks: NDArray[np.float32] | None = None) -> None:
+        """attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value."""
 
     def delta_net(
         self,

@@ -10,6 +10,7 @@ struct RouterSpec {
   bool normalise = false;  // the weights of a token's experts add up to `scale`
   float scale = 1;         // of the weights
   Vector correction;       // added to scores for the selection alone
+  Vector bias;             // of the logits
   // Experts are selected in the `top_groups` best of `groups` equal groups; a group's score is the sum of its
   // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
   int64_t groups = 1, top_groups = 1, group_best = 1;
@@ -41,6 +42,7 @@ struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
   Activation activation;
   std::shared_ptr<Matrix> gate, up, down;
+  std::vector<Vector> gate_bias, up_bias, down_bias;  // of each expert, padded to whole panels; or none at all
   std::shared_ptr<NeuronSum> bundled = nullptr;
 };
 
@@ -113,8 +115,8 @@ class Experts : public Op {
   void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
   // A product of one expert's up or down, from matrices or from bundles.
   template <class R>
-  void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const PiActs& acts, float* out,
-               int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const;
+  void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias, const PiActs& acts,
+               float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const;
   void sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x) const;
   void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void add_down(Thread& t, const ExpertRows& rows) const;
@@ -128,6 +130,7 @@ class Experts : public Op {
   bool whole_ = false;
   const std::shared_ptr<NeuronSum> bundled_;  // null: there are matrices
   std::vector<Matrix> gate_, up_, down_;      // of each expert; no gates: empty; bundled: up and down without data
+  const std::vector<Vector> gate_bias_, up_bias_, down_bias_;
   const std::shared_ptr<Workspace> workspace_;
   bool records_ = false;
   Selected recorded_;
