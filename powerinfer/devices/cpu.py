@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -436,7 +436,7 @@ class CpuExecutor:
         """Select the experts of a layer from x as it is; router: [experts, d_model]."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        self._program.early_router(_router(about.router, correction), router)
+        self._program.early_router(_router(about.router, correction, None), router)
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`, without biases."""
@@ -675,7 +675,7 @@ def choose_pages(
     return limit, "a quarter of the free memory" if limit > one else "one context"
 
 
-def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Float32 | None]:
+def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Any]:
     return {f"{part}_bias": bias for part, bias in zip(about.matrices, biases, strict=False)}
 
 

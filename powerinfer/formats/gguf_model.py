@@ -46,8 +46,8 @@ class _Family:
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it; full_first:
     these are the first of so many, not the last, and positions are not rotated in them;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
-    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices in one
-    tensor.
+    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices
+    in one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none;
     early_router: as in `ExpertsConfig`;
