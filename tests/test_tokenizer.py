@@ -83,6 +83,7 @@ OFFICIAL = {  # as in the tokenizer.json of the models
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+OFFICIAL["qwen35"] = OFFICIAL["qwen2"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 OFFICIAL["dbrx"] = OFFICIAL["llama-bpe"]
 # Of DeepSeek several patterns, one after the other; digits are then alone in the older ones.
 HAN_AND_HANGUL = "[一-龥ࠀ-一가-퟿]+"
@@ -131,7 +132,7 @@ def byte_level_json(pre: str) -> str:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SEQUENCES[pre]]
         digits = [] if pre in ("deepseek-v3", "kimi-k2") else [pre_tokenizers.Digits(individual_digits=True)]
         native.pre_tokenizer = pre_tokenizers.Sequence([*splits, *digits, level])
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         native.normalizer = normalizers.NFC()
     native.decoder = ByteLevelDecoder()
     trainer = trainers.BpeTrainer(

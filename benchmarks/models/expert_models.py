@@ -34,7 +34,14 @@ PIECE = 1 << 24  # weights made at a time
 
 
 # Of a name of `placement.shapes.SHAPES` the architecture in GGUF.
-ARCHITECTURES = {"mixtral-8x7b": "llama", "olmoe-1b-7b": "olmoe", "qwen3-30b-a3b": "qwen3moe", "glm-4.5-air": "glm4moe"}
+ARCHITECTURES = {
+    "mixtral-8x7b": "llama",
+    "olmoe-1b-7b": "olmoe",
+    "qwen3-30b-a3b": "qwen3moe",
+    "glm-4.5-air": "glm4moe",
+    "qwen3-next-80b-a3b": "qwen3next",
+    "qwen3.6-35b-a3b": "qwen35moe",
+}
 ARCHITECTURES |= dict.fromkeys(("deepseek-v2-lite", "deepseek-v3", "kimi-k2"), "deepseek2")
 CONTEXT = 4096
 CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
@@ -42,16 +49,21 @@ CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """(name in the file, shape) of every tensor, in file order. Norms, biases and routers are F32."""
+    found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
         name = NAMES(canonical)
-        if config.architecture == "glm4moe":
+        if config.architecture == "glm4moe" or config.states:
             name = name.replace("ffn_norm", "post_attention_norm")
-        yield name, shape
+        if config.architecture == "qwen3next":
+            name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
+        name = name.replace("ssm_a.weight", "ssm_a")
+        found[name] = (found.get(name, (0,))[0] + shape[0], *shape[1:])  # some are one below the other in a tensor
+    yield from found.items()
 
 
 def kind_of(name: str, dims: Shape, kind: str) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
-    if len(dims) == 1 or name.endswith("ffn_gate_inp.weight"):
+    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight")):
         return "F32"
     return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
 
@@ -80,11 +92,13 @@ def write(path: Path, config: ModelConfig, kind: str, seed: int = SEED) -> None:
 
 def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, layers: int) -> np.ndarray:
     """Norms are all ones; products of a matrix are about as large as what it reads, and small where they add up."""
+    if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
+        return -np.geomspace(0.001, 1, *dims, dtype=np.float32)
     if len(dims) == 1:
         return np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
-    if ("output" in name and "blk" in name) or "down" in name:
+    if ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name:
         deviation /= (2 * layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
     step = max(1, PIECE // cols)
@@ -96,7 +110,8 @@ def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, layers: 
 
 
 def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    attention, experts = config.layers[-1].attention, config.layers[-1].ffn
+    attention = next(layer.attention for layer in reversed(config.layers) if layer.attention.rope is not None)
+    experts = config.layers[-1].ffn
     assert isinstance(experts, ExpertsConfig) and attention.rope is not None
     first = config.layers[0].ffn.neurons
     dense = sum(layer.ffn.neurons is not None for layer in config.layers)
@@ -127,6 +142,16 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_expert_weights_scale(router.scale)
         writer.add_expert_group_count(router.groups)
         writer.add_expert_group_used_count(router.top_groups)
+    for delta in list(config.states.values())[:1]:
+        writer.add_expert_shared_feed_forward_length(experts.shared_size)
+        writer.add_ssm_conv_kernel(delta.taps)
+        writer.add_ssm_state_size(delta.key_dim)
+        writer.add_ssm_group_count(delta.n_key_heads)
+        writer.add_ssm_time_step_rank(delta.n_value_heads)
+        writer.add_ssm_inner_size(delta.width)
+        writer.add_uint32(f"{config.architecture}.full_attention_interval", 4)
+        if config.architecture != "qwen3next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     write_tokenizer(writer, config.vocab_size)
 
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _METADATA = "powerinfer"
 _PADDING = "padding."
-_ELEMENT = {"I64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ELEMENT = {"I64": 8, "F32": 4, "U32": 4, "F16": 2, "BF16": 2, "U16": 2, "U8": 1}
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """(name, dtype of safetensors, shape) of a tensor that will be written."""
@@ -55,19 +55,23 @@ Write = Callable[[str, Bytes], None]
 class Kind:
     """A kind of prepared file: its name, what people call its contents, and the verb that makes it.
 
-    format: incremented with every change of the content, including the order of bytes in a bundle's part.
+    format: incremented with every change of the content, including the order of bytes in a bundle's part. of_neurons:
+    of use only to models whose neurons are told apart.
     """
 
     name: str
     noun: str
     verb: str
     format: int = 1
+    of_neurons: bool = True
 
 
 BUNDLES = Kind("neurons", "bundles", "pack", format=4)
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")
+EXPERTS = Kind("experts", "expert profile", "profile", of_neurons=False)
+EXPERT_TRACE = Kind("experts-trace", "trace of experts", "profile", of_neurons=False)
 PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 
 
@@ -81,19 +85,23 @@ def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
 class PreparedFile:
     """One kind of file of one model: its path, the command that makes it, reading and writing.
 
-    prepared: the option of that name, None for the folder beside the model.
+    prepared: the option of that name, None for the folder beside the model; path: a file that is named (--trace).
     """
 
-    def __init__(self, kind: Kind, checkpoint: Checkpoint, prepared: str | None = None) -> None:
+    def __init__(
+        self, kind: Kind, checkpoint: Checkpoint, prepared: str | None = None, path: Path | None = None
+    ) -> None:
         self.kind = kind
-        self.path = prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
+        self.path = path or prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
         self._fingerprint = checkpoint.fingerprint
         self._quantize = checkpoint.quantize
-        self._why_none = checkpoint.config.why_whole
+        self._why_none = checkpoint.config.why_whole if kind.of_neurons else None
         command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
         command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
         command += ["--prepared", prepared] if prepared is not None else []
+        command += ["--trace", str(path)] if path is not None else []
         self.command = shlex.join(command)
+        self._elsewhere = "--prepared PATH chooses another folder" if path is None else "--trace FILE names another"
 
     def exists(self) -> bool:
         """Whether there is a file, valid or not."""
@@ -200,7 +208,8 @@ class PreparedFile:
             "made_with": __version__,
             **description,
         }
-        part = PartFile(self.path, *_header(json.dumps(whole, allow_nan=False), tensors))
+        header, sizes = _header(json.dumps(whole, allow_nan=False), tensors)
+        part = PartFile(self.path, header, sizes, self._elsewhere)
         try:
             part.open(resume, keep)
             yield part
@@ -296,13 +305,15 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 class PartFile:
     """A file that is written under NAME.part and renamed when it is complete. `close` may be called at any time.
 
-    sizes: bytes of each tensor; resumed: it continues the file of an earlier process.
+    sizes: bytes of each tensor; elsewhere: how to choose another place; resumed: it continues the file of an earlier
+    process.
     """
 
-    def __init__(self, path: Path, header: bytes, sizes: dict[str, int]) -> None:
+    def __init__(self, path: Path, header: bytes, sizes: dict[str, int], elsewhere: str) -> None:
         self.sizes = sizes
         self.resumed = False
         self._path = path
+        self._elsewhere = elsewhere
         self._part = path.with_name(path.name + ".part")
         self._header = header
         *starts, self._bytes = accumulate(sizes.values(), initial=len(header))
@@ -329,6 +340,12 @@ class PartFile:
         assert at + data.nbytes <= self.sizes[name], f"{name} is longer than announced"
         with self._file_errors():
             self._put(data.reshape(-1).data, self._starts[name] + at)
+
+    def get(self, name: str) -> bytes:
+        """The bytes of a tensor."""
+        with self._file_errors(), open(self._part, "rb") as file:
+            file.seek(self._starts[name])
+            return file.read(self.sizes[name])
 
     def sync(self) -> None:
         """Sync to disk."""
@@ -360,7 +377,7 @@ class PartFile:
         except OSError as error:
             self._failed = True
             raise PowerInferError(
-                f"cannot write {self._path} ({error.strerror or error}); --prepared PATH chooses another folder"
+                f"cannot write {self._path} ({error.strerror or error}); {self._elsewhere}"
             ) from error
 
     def _is_ours(self) -> bool:

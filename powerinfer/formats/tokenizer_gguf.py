@@ -46,6 +46,13 @@ _LLAMA3 = PreTokenizer(
     add_bos=True,
 )
 _QWEN2 = PreTokenizer((_LLAMA3.patterns[0].replace("{1,3}", ""),), nfc=True)
+_QWEN35 = PreTokenizer(
+    (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|[\p{{N}}]| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+        r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
+    ),
+    nfc=True,
+)
 _TEKKEN = PreTokenizer(
     (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -110,6 +117,7 @@ PRE_TOKENIZERS = {
     "falcon": _FALCON,
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "dbrx": PreTokenizer(_LLAMA3.patterns),  # OLMo 2 and 3, Phi-4
     "gpt-4o": _GPT4O,  # Phi-4-mini

@@ -38,7 +38,8 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
-attention, predictor, head, kv, panels (dense matrices of FFNs in RAM), ffn (neurons, or dense FFNs on a GPU)."""
+attention, predictor, head, kv (with the states of sequences),
+panels (dense matrices of FFNs in RAM), ffn (neurons, or dense FFNs on a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def in_ram(
         "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
-        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None)),
+        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None))
+        + model.state_bytes(work.requests),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
     }
     every = range(layers, config.n_layers)

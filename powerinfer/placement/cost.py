@@ -176,6 +176,7 @@ def attention_seconds(
     window = config.attention.window
     seen = past if window is None else min(past, window)
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
+    kv += 2 * batch * model.layer_state(layer)  # read and written
     norms = 2 if config.norms == "post" else 0  # separate operators
     fixed = 1e-6 * (3 + norms) * device.op_us
     ffn = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels)

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
+    GatedAttentionConfig,
     LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
@@ -27,6 +29,7 @@ from powerinfer.config import (
     uniform,
 )
 from powerinfer.devices.recording import RECORDED_BYTES
+from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
 from powerinfer.formats.layout import check, shapes
@@ -126,6 +129,14 @@ class Model:
         heads = (layer.attention for layer in self.config.layers[layers])
         token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
+
+    def state_bytes(self, requests: int) -> int:
+        """The states of sequences, if layers have any, for that many requests and their prefixes."""
+        return state_slots(requests, True) * state_bytes(self.config)
+
+    def layer_state(self, layer: int) -> int:
+        """Bytes of a sequence's state in a layer, 0 where it has none."""
+        return state_bytes(self.config) // len(self.config.states) if layer in self.config.states else 0
 
     @property
     def rotation_bytes(self) -> int:
@@ -325,13 +336,12 @@ def _model(
 
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
-        if not isinstance(about, AttentionConfig):
-            return tuple(
-                matrix(f"layers.{layer}.{part}") for part, shape in about.tensors(config.d_model) if len(shape) > 1
-            )
-        lanes = cpu.round_up(about.head_dim, cpu.LANES)
-        packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
-        return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
+        padded = {}
+        if isinstance(about, AttentionConfig):
+            lanes = cpu.round_up(about.head_dim, cpu.LANES)
+            padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
+        names = [name for name, shape in about.tensors(config.d_model) if len(shape) > 1]
+        return tuple(matrix(f"layers.{layer}.{name}", padded.get(name)) for name in names)
 
     layers = [f"layers.{layer}." for layer in range(config.n_layers)]
     tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
@@ -409,6 +419,15 @@ def _experts(
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
 
 
+def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> ModelConfig:
+    """Three layers of Gated DeltaNet for each of gated attention, and small experts."""
+    ffn = ExpertsConfig(experts, 512, RouterConfig(top_k), shared_size=512, shared_weight=True)
+    attention = GatedAttentionConfig(16, 2, 256, RopeConfig(1e7, 64), qk_norm="head")
+    delta = DeltaNetConfig(16, 128, 32, 128, 4)
+    kinds = [LayerConfig(delta if (layer + 1) % 4 else attention, ffn) for layer in range(layers)]
+    return ModelConfig(family, 2048, vocab, 262144, 1e-6, tuple(kinds))
+
+
 def _latent(
     family: str, layers: int, width: int, heads: int, q_latents: int | None, experts: ExpertsConfig,
     dense: tuple[int, int], vocab: int, context: int, theta: float, factor: float, mscale: float,
@@ -475,6 +494,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "qwen3-next-80b-a3b": ModelShape(_delta("qwen3_next", 48, 512, 10, 151936), FAMILIES["swiglu"]),
+    "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
     "deepseek-v2-lite": ModelShape(
         _latent(
             "deepseek_v2", 27, 2048, 16, None,

@@ -273,11 +273,15 @@ def contexts(size: int) -> int:
 
 
 def run_windows(
-    executor: CpuExecutor, ids: NDArray[np.int32], expect: Callable[[NDArray[np.int32], int], None] | None = None
+    executor: CpuExecutor,
+    ids: NDArray[np.int32],
+    expect: Callable[[NDArray[np.int32], int], None] | None = None,
+    after: Callable[[], None] | None = None,
 ) -> None:
     """Compute windows [n, size], n up to `contexts(size)`, as prompts; without logits.
 
-    expect: called before each call with the positions of its tokens and the position of the first among all of them.
+    expect: called before each call with the positions of its tokens and the position of the first among all of them;
+    after: called after it.
     """
     number, size = ids.shape
     pages = -(-size // executor.page_size)
@@ -291,6 +295,8 @@ def run_windows(
         if expect is not None:
             expect(positions[part], at)
         executor.forward(Batch(tokens[part], positions[part], rows[part], table, np.empty(0, np.int32)))
+        if after is not None:
+            after()
 
 
 def groups(windows: Windows, begin: int) -> Iterator[tuple[int, int]]:

@@ -54,11 +54,15 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
 
     RequestError for a corpus that cannot be read, or options that the model cannot meet.
     """
+    from powerinfer.formats.expert_files import MAX_TOKENS
     from powerinfer.formats.samples_file import row_bytes
     from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora, read_windows
 
     config = checkpoint.config
-    check_neurons(config, "profile")
+    if not config.experts:
+        check_neurons(config, "profile")
+    elif options.tokens > MAX_TOKENS:
+        raise RequestError(f"--tokens must be at most {MAX_TOKENS} for models of experts, not {options.tokens}")
     if options.window > config.context_length:
         raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
     corpora = open_corpora(options.corpus)
@@ -66,6 +70,8 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
     windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
+    if config.experts:
+        return Task(windows, 0, None)
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
     return Task(windows, rows, None if config.partly_rectified else options.perplexity_cost)
 
@@ -96,7 +102,7 @@ def profile(
     elif saved.exists() and not force:
         say("an unfinished profile was made from another text, other options or another model: starting over")
     state = state or State(config, len(windows.corpora))
-    executor = _load(checkpoint, engine, windows, progress)
+    executor = load_executor(checkpoint, engine, windows, progress)
     try:
         thresholds, calibration = None, None
         if task.cost is not None:
@@ -108,7 +114,8 @@ def profile(
         executor.close()
 
 
-def _load(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress) -> CpuExecutor:
+def load_executor(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress) -> CpuExecutor:
+    """The model, on the CPU and dense, with room for the windows that are computed together."""
     from powerinfer.models import load
     from powerinfer.prepare.counting import contexts
 

@@ -1,0 +1,152 @@
+"""The data types of experts' use: what tokens selected, one after another, and a profile, which counts it.
+
+Nothing here reads files or computes an FFN; the asserts state invariants. Data from files is checked by their readers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+
+Selected = dict[int, NDArray[np.unsignedinteger]]
+"""By layer of experts: those that each token selected, ascending, uint8 or uint16 [tokens, experts of a token]; the
+tokens in the order in which decode computes them."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerUse:
+    """How the experts of one layer are used.
+
+    layer: its number in the model; top_k: experts of a token. counts: int64 [corpora, experts], tokens that selected an
+    expert. pairs: int64 [experts, experts], tokens that selected both, symmetric, zeros for an expert with itself.
+    follows: int64 [experts, experts of the next layer of experts], tokens that selected one here and then the other
+    there; None in the last. distances: int64 [experts + 1], selections by how many other experts of the layer were
+    selected since a token before last selected the same one; those of the first time at the end. Experts of one token
+    count in their order, and none of them before all are looked up.
+    """
+
+    layer: int
+    top_k: int
+    counts: Counts
+    pairs: Counts
+    follows: Counts | None
+    distances: Counts
+
+    def __post_init__(self) -> None:
+        n = self.n_experts
+        assert self.pairs.shape == (n, n) and self.distances.shape == (n + 1,)
+        assert self.follows is None or len(self.follows) == n
+        assert self.distances.sum() == self.total.sum() > 0
+
+    @property
+    def n_experts(self) -> int:
+        """Experts of the layer."""
+        return len(self.counts[0])
+
+    @cached_property
+    def total(self) -> Counts:
+        """Tokens that selected each expert, of all corpora: int64 [experts]."""
+        return np.asarray(self.counts.sum(axis=0))
+
+    @property
+    def frequency(self) -> NDArray[np.float64]:
+        """Share of the tokens that select each expert: float64 [experts]; they add up to top_k."""
+        return np.asarray(self.total * (self.top_k / float(self.total.sum())), np.float64)
+
+    @property
+    def static_hits(self) -> NDArray[np.float64]:
+        """Share of the selections that the most frequent n experts answer, n = 0 ... experts."""
+        return _shares(np.sort(self.total)[::-1])
+
+    @property
+    def lru_hits(self) -> NDArray[np.float64]:
+        """Share of the selections that the n experts selected last answer, n = 0 ... experts."""
+        return np.concatenate([[0.0], np.cumsum(self.distances[:-1]) / self.distances.sum()])
+
+    @property
+    def reuse(self) -> float:
+        """Of the experts that a token selects, the share that the token before it selected too."""
+        return float(self.lru_hits[self.top_k])
+
+    @property
+    def gini(self) -> float:
+        """Gini coefficient of the counts: 0, all experts are used alike, up to 1 - 1 / experts, one is used alone."""
+        n = self.n_experts
+        return float(1 + 1 / n - 2 * _shares(np.sort(self.total)).sum() / n)
+
+    def share_of_top(self, share: float) -> float:
+        """Share of the selections of the most frequent `share` of the experts, at least one."""
+        return float(self.static_hits[max(1, round(share * self.n_experts))])
+
+    @property
+    def foretold(self) -> float | None:
+        """Of the next layer's selections, the share that this layer's would foretell.
+
+        Foretold are, for one expert selected here, as many experts there as a token has, those most often selected
+        after it; mean over the selections here. None in the last layer.
+        """
+        if self.follows is None:
+            return None
+        k = self.top_k_next
+        return float(np.sort(self.follows, axis=1)[:, -k:].sum() / self.follows.sum())
+
+    @property
+    def top_k_next(self) -> int:
+        """Experts of a token in the next layer of experts."""
+        assert self.follows is not None
+        return int(self.follows.sum() // self.total.sum())
+
+
+def _shares(counts: Counts) -> NDArray[np.float64]:
+    return np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertProfile:
+    """How often the experts of a model are selected over texts.
+
+    tokens: of all corpora together; corpora, corpus_tokens: their names and tokens; layers: those that have experts.
+    """
+
+    tokens: int
+    corpora: tuple[str, ...]
+    corpus_tokens: tuple[int, ...]
+    layers: tuple[LayerUse, ...]
+
+    def __post_init__(self) -> None:
+        assert self.tokens == sum(self.corpus_tokens) > 0 and len(self.corpora) == len(self.corpus_tokens)
+        for one in self.layers:
+            assert one.counts.shape[0] == len(self.corpora) and one.total.sum() == self.tokens * one.top_k
+
+    @property
+    def frequencies(self) -> dict[int, NDArray[np.float64]]:
+        """By layer of experts the share of the tokens that select each: float64 [experts]."""
+        return {one.layer: one.frequency for one in self.layers}
+
+    def mean(self, name: str) -> float:
+        """The mean of a figure of the layers, by their selections."""
+        weights = [one.top_k for one in self.layers]
+        return float(np.average([getattr(one, name) for one in self.layers], weights=weights))
+
+    def share_of_top(self, share: float) -> float:
+        """The same of `LayerUse.share_of_top`."""
+        return float(
+            np.average([one.share_of_top(share) for one in self.layers], weights=[one.top_k for one in self.layers])
+        )
+
+    def overlap(self, first: int, second: int, share: float = 0.2) -> float:
+        """Of the most frequent `share` of the experts, the share that two corpora have in common; mean of the layers.
+
+        Ties go to the lower number.
+        """
+        found = []
+        for one in self.layers:
+            top = max(1, round(share * one.n_experts))
+            each = (set(np.argsort(-counts, kind="stable")[:top]) for counts in one.counts[[first, second]])
+            found.append(len(set.intersection(*each)) / top)
+        return sum(found) / len(found)

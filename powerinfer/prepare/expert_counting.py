@@ -1,0 +1,103 @@
+"""Counting a trace: what tokens selected, one after another, becomes a profile of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.experts import ExpertProfile, LayerUse, Selected
+from powerinfer.neurons import Counts
+from powerinfer.progress import Progress, silent
+
+PIECE = 2048
+"""Tokens counted at once."""
+
+
+def count_experts(
+    selected: Selected,
+    experts: Mapping[int, int],
+    corpora: Sequence[str],
+    corpus_tokens: Sequence[int],
+    progress: Progress = silent,
+) -> ExpertProfile:
+    """The profile of a trace.
+
+    experts: of each layer; corpus_tokens: of each corpus, whose tokens follow one another in `selected`. Memory: what
+    the profile takes, and a piece of the trace. progress: ("counting", tokens done, tokens).
+    """
+    tokens = sum(corpus_tokens)
+    counts = {layer: np.zeros((len(corpora), n), np.int64) for layer, n in experts.items()}
+    pairs = {layer: np.zeros((n, n), np.int64) for layer, n in experts.items()}
+    after = dict(zip(experts, list(experts)[1:], strict=False))  # the next layer of experts
+    follows = {layer: np.zeros((experts[layer], experts[next_one]), np.int64) for layer, next_one in after.items()}
+    distances = Distances(experts, {layer: rows.shape[1] for layer, rows in selected.items()}, tokens)
+    done = 0
+    for corpus, part in _pieces(corpus_tokens):
+        piece = {layer: np.asarray(rows[part], np.int64) for layer, rows in selected.items()}
+        for layer, rows in piece.items():
+            counts[layer][corpus] += np.bincount(rows.reshape(-1), minlength=experts[layer])
+            _add_pairs(pairs[layer], rows, rows)
+            if layer in after:
+                _add_pairs(follows[layer], rows, piece[after[layer]])
+        distances.count(piece)
+        done += part.stop - part.start
+        progress("counting", done, tokens)
+    for both in pairs.values():
+        np.fill_diagonal(both, 0)
+    layers = tuple(
+        LayerUse(layer, rows.shape[1], counts[layer], pairs[layer], follows.get(layer), distances.found[layer])
+        for layer, rows in selected.items()
+    )
+    return ExpertProfile(tokens, tuple(corpora), tuple(corpus_tokens), layers)
+
+
+def _pieces(corpus_tokens: Iterable[int]) -> Iterator[tuple[int, slice]]:
+    """(corpus, tokens): pieces of one corpus."""
+    begin = 0
+    for corpus, tokens in enumerate(corpus_tokens):
+        for at in range(begin, begin + tokens, PIECE):
+            yield corpus, slice(at, min(begin + tokens, at + PIECE))
+        begin += tokens
+
+
+def _add_pairs(to: Counts, first: NDArray[np.int64], second: NDArray[np.int64]) -> None:
+    """Add 1 for each token to the pairs of an expert of `first` and one of `second`: [tokens, experts of a token]."""
+    both = first[:, :, None] * to.shape[1] + second[:, None, :]
+    to += np.bincount(both.reshape(-1), minlength=to.size).reshape(to.shape)
+
+
+class Distances:
+    """Counts selections by their distance of reuse (`LayerUse.distances`), of layers that are alike together.
+
+    found: of each layer int64 [experts + 1].
+    """
+
+    def __init__(self, experts: Mapping[int, int], top_k: Mapping[int, int], tokens: int) -> None:
+        self.found: dict[int, Counts] = {layer: np.zeros(n + 1, np.int64) for layer, n in experts.items()}
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for layer, n in experts.items():
+            kinds.setdefault((n, top_k[layer]), []).append(layer)
+        # When each expert was selected last, -1: never; no two at the same time.
+        dtype = np.int32 if tokens * max(top_k.values()) < 1 << 31 else np.int64
+        self._last = [(layers, np.full((len(layers), n), -1, dtype)) for (n, _), layers in kinds.items()]
+        self._tokens = 0
+
+    def count(self, piece: Mapping[int, NDArray[np.int64]]) -> None:
+        """The next tokens of every layer: [tokens, experts of a token]."""
+        tokens = len(next(iter(piece.values())))
+        for layers, last in self._last:
+            rows = np.stack([piece[layer] for layer in layers], axis=1)  # [tokens, layers, top_k]
+            n, k = last.shape[1], rows.shape[2]
+            found = np.empty(rows.shape, np.int64)
+            order = np.arange(k)
+            flat, begin = last.reshape(-1), n * np.arange(len(layers))[:, None]
+            for token, own in enumerate(rows + begin):
+                before = flat[own]
+                later = np.packbits(last[:, None, :] > before[:, :, None], axis=2)
+                found[token] = np.where(before < 0, n, np.bitwise_count(later).sum(axis=2, dtype=np.int64))
+                flat[own] = (self._tokens + token) * k + order
+            for at, layer in enumerate(layers):
+                self.found[layer] += np.bincount(found[:, at].reshape(-1), minlength=n + 1)
+        self._tokens += tokens
