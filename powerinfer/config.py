@@ -495,10 +495,6 @@ class ExpertsConfig(FfnKind):
         return f"{routed}{shared}, {self.activation}"
 
     @property
-    def on_gpu(self) -> bool:
-        return False
-
-    @property
     def shared(self) -> FfnConfig | None:
         """The shared expert."""
         return FfnConfig(self.shared_size, self.activation, self.threshold, self.gated) if self.shared_size else None

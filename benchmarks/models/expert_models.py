@@ -149,7 +149,8 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_ssm_group_count(delta.n_key_heads)
         writer.add_ssm_time_step_rank(delta.n_value_heads)
         writer.add_ssm_inner_size(delta.width)
-        writer.add_uint32(f"{config.architecture}.full_attention_interval", 4)
+        kept = [layer in config.states for layer in range(config.n_layers)]
+        writer.add_array(f"{config.architecture}.attention.recurrent_layers", kept)
         if config.architecture != "qwen3next":
             writer.add_rope_dimension_sections([11, 11, 10, 0])
     write_tokenizer(writer, config.vocab_size)
@@ -181,6 +182,8 @@ def main() -> None:
         if not 2 <= arguments.layers <= config.n_layers:
             parser.error(f"--layers must be from 2 to {config.n_layers}")
         config = replace(config, layers=config.layers[: arguments.layers])
+    if all(layer.attention.rope is None for layer in config.layers):
+        parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return
