@@ -1,7 +1,7 @@
 """The IQ types of GGUF files whose blocks refer to grids: numpy code that reads them, as quant.py reads the others.
 
-Each function takes blocks, uint8 [n, nbytes], and gives their values, float32 [n, 256], in runs of 8: an entry of a grid
-(IQ3: two), its signs, and a scale for 8, 16 or 32 elements. Results are bit-identical to ggml's.
+Each function takes blocks, uint8 [n, nbytes], and gives their values, float32 [n, 256], in runs of 8: an entry of a
+grid (IQ3: two), its signs, and a scale for 8, 16 or 32 elements. Results are bit-identical to ggml's.
 """
 
 from __future__ import annotations
