@@ -39,9 +39,9 @@ def _signs(bits: Bytes) -> Float32:
 def _even(seven: NDArray[Any]) -> Bytes:
     """Seven bits, and an eighth that makes the number of set ones even."""
     low = seven.astype(np.uint8) & np.uint8(127)
-    parity = low ^ low >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
+    parity = low ^ low >> np.uint8(4)
+    parity ^= parity >> np.uint8(2)
+    parity ^= parity >> np.uint8(1)
     return low | (parity & np.uint8(1)) << np.uint8(7)
 
 

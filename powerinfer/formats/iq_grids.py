@@ -31,7 +31,7 @@ def _codes() -> dict[str, NDArray[np.uint8]]:
         bits = 2 if len(values) < 4 else 4
         own, data = np.split(data, [vectors * elements * bits // 8])
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes[name] = (own[:, None] >> shifts & ((1 << bits) - 1)).reshape(elements, vectors)
+        codes[name] = (own[:, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(elements, vectors)
     return codes
 
 
