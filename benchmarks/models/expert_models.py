@@ -4,8 +4,9 @@
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other.
---layers cuts the model, so that it fits small machines. Embedding and head are Q8_0, norms and routers F32. A file
-that exists is kept; for other types give the Q8_0 file to llama-quantize. Needs the `bench` extra (gguf).
+--layers cuts the model, so that it fits small machines. Embedding and head are Q8_0, norms and routers F32; with mxfp4
+all but the experts is Q8_0, as in published files. A file that exists is kept; for other types give the Q8_0 file to
+llama-quantize. Needs the `bench` extra (gguf).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from powerinfer.formats.quant import block_type, quantize
 from powerinfer.placement.shapes import SHAPES
 
 SEED = 20241216
-TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4")}
 PIECE = 1 << 24  # weights made at a time
 
 
@@ -40,6 +41,7 @@ ARCHITECTURES = {
     "glm-4.5-air": "glm4moe",
     "qwen3-next-80b-a3b": "qwen3next",
     "qwen3.6-35b-a3b": "qwen35moe",
+    "gpt-oss-20b": "gpt-oss",
 }
 CONTEXT = 4096
 CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
@@ -50,7 +52,7 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
         name = NAMES(canonical)
-        if config.architecture == "glm4moe" or config.states:
+        if config.architecture in ("glm4moe", "gpt-oss") or config.states:
             name = name.replace("ffn_norm", "post_attention_norm")
         if config.architecture == "qwen3next":
             name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
@@ -61,8 +63,10 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def kind_of(name: str, dims: Shape, kind: str) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
-    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight")):
+    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight", ".bias")):
         return "F32"
+    if kind == "mxfp4" and "_exps" not in name:
+        return "Q8_0"
     return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
 
 
@@ -134,6 +138,11 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_leading_dense_block_count(dense)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(True)
+    if attention.sinks:
+        writer.add_sliding_window(max(layer.attention.window or 0 for layer in config.layers))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(attention.rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(attention.rope.original_context_length)
     for delta in list(config.states.values())[:1]:
         writer.add_expert_shared_feed_forward_length(experts.shared_size)
         writer.add_ssm_conv_kernel(delta.taps)

@@ -72,6 +72,8 @@ class HybridExperts:
         assert layers.link is not None
         about = cpu.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
+        if about.bias or about.router.bias:
+            raise RequestError(f"{about.title}, with biases, run on the CPU alone: leave out --gpu and --vram")
         self.layer = layer
         self.about = about
         self._layers = layers

@@ -412,15 +412,17 @@ def attention(
     positions: Tensor,
     window: int | None,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads, head_dim].
 
     q: float32 [T, heads, head_dim]; caches as in `store_kv`, with this step's keys and values in them; page_table:
     int32 [S, P]; rows: int32 [T], the row of page_table of a token; positions: int32 [T]. The token at position p sees
-    0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores.
+    0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores; sinks:
+    float32 [heads], a score more in the softmax of each head, which belongs to no value.
     """
     if _triton(q):
-        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale)
+        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale, sinks)
     import torch
 
     out = torch.zeros_like(q)
@@ -438,7 +440,11 @@ def attention(
         hidden = place > seen
         if window:
             hidden |= place <= seen - window
-        weights = scores.masked_fill_(hidden[:, None, None, :], -torch.inf).softmax(dim=-1)
+        scores.masked_fill_(hidden[:, None, None, :], -torch.inf)
+        if sinks is not None:
+            beside = sinks.view(kv_heads, -1).expand(len(tokens), -1, -1)
+            scores = torch.cat([scores, beside[..., None]], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :last]
         out[tokens] = torch.einsum("tghs,sgd->tghd", weights, held).flatten(1, 2)
     return out
 
