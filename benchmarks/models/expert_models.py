@@ -12,6 +12,7 @@ llama-quantize. Needs the `bench` extra (gguf).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import gguf
 import numpy as np
 
 from benchmarks.models.speed_models import write_tokenizer
-from powerinfer.config import ExpertsConfig, ModelConfig, Shape
+from powerinfer.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
@@ -43,6 +44,7 @@ ARCHITECTURES = {
     "qwen3.6-35b-a3b": "qwen35moe",
     "gpt-oss-20b": "gpt-oss",
 }
+ARCHITECTURES |= dict.fromkeys(("deepseek-v2-lite", "deepseek-v3", "kimi-k2"), "deepseek2")
 CONTEXT = 4096
 CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
 
@@ -125,7 +127,9 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_head_count(attention.n_heads)
     writer.add_head_count_kv(attention.n_kv_heads)
     writer.add_key_length(attention.head_dim)
-    writer.add_value_length(attention.head_dim)
+    writer.add_value_length(attention.latents or attention.head_dim)
+    if isinstance(attention, LatentAttentionConfig):
+        _latents(writer, attention)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(attention.rope.theta)
     writer.add_rope_dimension_count(attention.rope.dim)
@@ -133,12 +137,16 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_expert_used_count(experts.router.top_k)
     if config.architecture != "llama":
         writer.add_expert_feed_forward_length(experts.size)
-    if config.architecture == "glm4moe":
+    if config.architecture in ("glm4moe", "deepseek2"):
+        router = experts.router
         writer.add_expert_shared_count(experts.shared_size // experts.size)
         writer.add_leading_dense_block_count(dense)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_weights_norm(True)
-    if attention.sinks:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[router.scoring.upper()])
+        writer.add_expert_weights_norm(router.normalise)
+        writer.add_expert_weights_scale(router.scale)
+        writer.add_expert_group_count(router.groups)
+        writer.add_expert_group_used_count(router.top_groups)
+    if isinstance(attention, AttentionConfig) and attention.sinks:
         writer.add_sliding_window(max(layer.attention.window or 0 for layer in config.layers))
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(attention.rope.factor)
@@ -150,10 +158,25 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_ssm_group_count(delta.n_key_heads)
         writer.add_ssm_time_step_rank(delta.n_value_heads)
         writer.add_ssm_inner_size(delta.width)
-        writer.add_uint32(f"{config.architecture}.full_attention_interval", 4)
+        kept = [layer in config.states for layer in range(config.n_layers)]
+        writer.add_array(f"{config.architecture}.attention.recurrent_layers", kept)
         if config.architecture != "qwen3next":
             writer.add_rope_dimension_sections([11, 11, 10, 0])
     write_tokenizer(writer, config.vocab_size)
+
+
+def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
+    """0 latents of queries: llama.cpp asks for the key unless it knows the model by its number of layers."""
+    rope = attention.rope
+    writer.add_q_lora_rank(attention.q_latents or 0)
+    writer.add_kv_lora_rank(attention.latents)
+    writer.add_key_length_mla(attention.query_dim)
+    writer.add_value_length_mla(attention.value_dim)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope.factor)
+    writer.add_rope_scaling_orig_ctx_len(rope.original_context_length)
+    gain = (attention.scale * attention.query_dim**0.5) ** 0.5
+    writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
 
 
 def main() -> None:
@@ -168,6 +191,8 @@ def main() -> None:
         if not 2 <= arguments.layers <= config.n_layers:
             parser.error(f"--layers must be from 2 to {config.n_layers}")
         config = replace(config, layers=config.layers[: arguments.layers])
+    if all(layer.attention.rope is None for layer in config.layers):
+        parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return

@@ -628,11 +628,13 @@ def choose_pages(
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
-    memory = available_memory() or 1 << 62
+    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config)
+    memory = max(0, (available_memory() or 1 << 62) - states)
     if one * page > memory:
+        beside = f" beside {states >> 20} MiB of states" if states else ""
         raise RequestError(
             f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are "
-            "free: lower --context or choose --kv-type q8_0"
+            f"free{beside}: lower --context{' or --max-batch' if states else ''} or choose --kv-type q8_0"
         )
     wanted = one * max(1, engine.max_batch)
     limit = max(one, memory // 4 // page) if page else wanted

@@ -396,7 +396,7 @@ def _latent_layers(file: GGUFFile, fields: Fields, family: _Family, n_layers: in
         value,
         rope,
         gain * query**-0.5,
-        fields.integer("attention.q_lora_rank", 1, layout.MAX_WIDTH, None),
+        fields.integer("attention.q_lora_rank", 0, layout.MAX_WIDTH, 0) or None,
         _epsilon(fields, family, ""),
     )
     return tuple(LayerConfig(attention, ffn) for ffn in _ffns(file, fields, family, n_layers))
