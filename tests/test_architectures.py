@@ -156,7 +156,7 @@ ON_CPU_ALONE = (
     "gpt_oss",
     *WITH_STATES,
 )
-"""The kinds whose layers no GPU runs."""
+"""The kinds that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")
 WITH_KV_B = (*FOLDERS, "gguf", "gguf-kv-b")  # the last: as files of latent attention were before April 2025
 
