@@ -496,10 +496,6 @@ class ExpertsConfig(FfnKind):
     early_router: bool = False
 
     @property
-    def on_gpu(self) -> bool:
-        return not (self.bias or self.router.bias)
-
-    @property
     def width(self) -> int:
         return max(self.size, self.shared_size)
 

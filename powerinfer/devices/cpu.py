@@ -96,11 +96,13 @@ class ExpertSum:
         about: ExpertsConfig,
         matrices: Sequence[_native.Matrix],
         n: int,
+        biases: Sequence[Float32 | None],
     ) -> None:
-        """matrices: of n experts, in the order of the layer's `matrices`."""
+        """matrices: of n experts, in the order of the layer's `matrices`; biases: of these, float32 [n, out]."""
         *gate, up, down = matrices
         spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down)
+        own = _biases(about, biases)
+        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down, **own)
         self.nbytes = sum(one.nbytes for one in matrices)
         self._pool = pool
         self._program = program
@@ -438,12 +440,13 @@ class CpuExecutor:
         assert isinstance(about, ExpertsConfig)
         self._program.early_router(_router(about.router, correction, None), router)
 
-    def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
-        """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`, without biases."""
+    def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
+        """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
         about = self.config.layers[layer].ffn
-        assert isinstance(about, ExpertsConfig) and not about.bias
+        assert isinstance(about, ExpertsConfig)
         stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
-        return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
+        matrices = [matrix for _, matrix in stacks]
+        return ExpertSum(self._pool, self._program, about, matrices, stacks[0][0], biases)
 
     def _bundled(
         self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
