@@ -18,6 +18,7 @@ import importlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -1191,6 +1192,17 @@ def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np
         results[0].append(answer[: len(spans[0])])
         results[1].append(answer[len(spans[0]) :])
     return [np.concatenate(parts) for parts in results]
+
+
+def test_the_first_files_of_qwen3_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have q, k, v and z in one tensor, in the order of the folder."""
+    case, own = next(case for case in CASES if case.name == "qwen3-next"), delta_tensors
+
+    def together(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        return iter([("ssm_in.weight", values)]) if name == "in_proj_qkvz" else own(config, name, values)
+
+    monkeypatch.setattr(sys.modules[__name__], "delta_tensors", together)
+    check_logits(case, "gguf", tmp_path)
 
 
 def with_pictures(plain: Path, folder: Path) -> Path:
