@@ -517,9 +517,7 @@ class ModelConfig:
     @property
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
-        others = [
-            part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu
-        ]
+        others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
         return f"layers of {others[0]} run on the CPU alone so far" if others else None
 
     @property
