@@ -251,7 +251,8 @@ def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
 def _profile_line(found: dict[str, Any]) -> str:
     return (
         f"{found['tokens']:,} tokens of {_texts(found)}, {_size(found)}, up to date; "
-        f"{100 * found['active_fraction']:.1f} % active, {100 * found['hot_share']:.1f} % of the neurons carry 80 % of activations"
+        f"{100 * found['active_fraction']:.1f} % active, {100 * found['hot_share']:.1f} % of the neurons carry 80 % of "
+        "activations"
     )
 
 
