@@ -175,7 +175,7 @@ class Norm:
 class Cache:
     def __init__(self, type: str, heads: Sequence[tuple[int, int]], pages: int, latents: Sequence[int] = []) -> None:
         """
-        heads: of each layer the number for keys and values, and their dimensions. latents: of each layer the
+        heads: of each layer the number for keys and values, 0: none, and their dimensions. latents: of each layer the
         numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.
         """
 
@@ -183,6 +183,15 @@ class Cache:
     def pages(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+
+class States:
+    def __init__(self, layers: Sequence[tuple[int, int, int, int, int]], slots: int) -> None:
+        """layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each."""
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
 
 class Workspace:
     """Kernels of a level, and the scratch memory of everything that runs on a pool with them."""
@@ -393,6 +402,7 @@ class Program:
         d_ff: int,
         heads: Sequence[int],
         embed_dim: int | None = None,
+        states: States | None = None,
     ) -> None:
         """heads: query heads of each layer of the cache."""
 
@@ -433,6 +443,30 @@ class Program:
 
     def attention(self, layer: int, window: int) -> None:
         """attended = softmax(q k) v; window 0: none."""
+
+    def delta_net(
+        self,
+        layer: int,
+        state: int,
+        norm: Norm | None,
+        matrices: Sequence[Matrix],
+        taps: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        out_norm: Norm,
+        key_heads: int,
+        tiled: bool,
+    ) -> None:
+        """
+        attended = Gated DeltaNet of norm(x).
+
+        layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha; taps: of the
+        convolution, [taps, channels]; decay: the logarithm of a head's decay is decay * softplus(alpha + dt_bias);
+        tiled: value head i has key head i % key_heads, else i // (value heads / key_heads).
+        """
+
+    def gate_attended(self, layer: int, norm: Norm | None, w: Matrix) -> None:
+        """attended *= sigmoid(w . norm(x))."""
 
     def project(self, layer: int, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
         """x += norm(w . attended + bias)."""
@@ -525,8 +559,11 @@ class Program:
         first: int,
         last: int,
         vocab: int,
+        read_states: NDArray[np.int32] | None = None,
+        states: NDArray[np.int32] | None = None,
     ) -> None:
         """
         Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of
-        logit_rows go to logits [rows, vocab rounded up to LANES].
+        logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page
+        table the slots of its state before the step, not read at position 0, and after it.
         """

@@ -252,6 +252,105 @@ class LatentAttentionConfig:
         return self.rope.problem(self.rope_dim)
 
 
+@dataclass(frozen=True)
+class GatedAttentionConfig(AttentionConfig):
+    """Attention whose result is multiplied with the sigmoid of another product with the input."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return f"{super().title} with a gate"
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        yield from super().tensors(d_model)
+        yield "q_gate", (self.width, d_model)
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state for each sequence, nothing for each token.
+
+    A causal convolution over the last `taps` tokens precedes it. Value heads share the query and key heads: in turn
+    (`tiled`: head i has those of head i % n_key_heads), or neighbouring ones those of one.
+    """
+
+    n_key_heads: int
+    key_dim: int
+    n_value_heads: int
+    value_dim: int
+    taps: int
+    tiled: bool = False
+
+    @property
+    def n_heads(self) -> int:
+        return self.n_value_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.value_dim
+
+    @property
+    def latents(self) -> int:
+        return 0
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        return None
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+    @property
+    def width(self) -> int:
+        """Elements of all value heads of a token."""
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: elements of queries, keys and values together."""
+        return 2 * self.n_key_heads * self.key_dim + self.width
+
+    def row_bytes(self) -> int:
+        """Queries, keys and values, the numbers of the gates of each head in whole vectors."""
+        return 4 * (self.channels + 2 * ((self.n_value_heads + 15) // 16 * 16))
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return f"Gated DeltaNet of {self.n_value_heads} heads"
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        keys = self.n_key_heads * self.key_dim
+        rows = {"q": keys, "k": keys, "v": self.width, "z": self.width}
+        rows |= dict.fromkeys(("b", "a"), self.n_value_heads)
+        yield from ((f"delta_{name}", (n, d_model)) for name, n in rows.items())
+        yield "delta_conv", (self.channels, self.taps)
+        yield "delta_decay", (self.n_value_heads,)
+        yield "delta_dt_bias", (self.n_value_heads,)
+        yield "delta_norm", (self.value_dim,)
+        yield "delta_o", (d_model, self.width)
+
+    def problem(self) -> str | None:
+        if self.n_value_heads % self.n_key_heads:
+            return f"{self.n_value_heads} value heads cannot share {self.n_key_heads} key heads evenly"
+        if self.key_dim % 16 or self.value_dim % 16:
+            return f"DeltaNet heads of {self.key_dim} and {self.value_dim} dimensions are no multiples of 16"
+        if not 2 <= self.taps <= 8:
+            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
+        return None
+
+
 class FfnKind(ABC):
     """What every kind of FFN says about itself, whatever it consists of.
 
@@ -396,10 +495,6 @@ class ExpertsConfig(FfnKind):
         return f"{routed}{shared}, {self.activation}"
 
     @property
-    def on_gpu(self) -> bool:
-        return False
-
-    @property
     def shared(self) -> FfnConfig | None:
         """The shared expert."""
         return FfnConfig(self.shared_size, self.activation, self.threshold, self.gated) if self.shared_size else None
@@ -519,6 +614,17 @@ class ModelConfig:
         """Why no layer can run on a GPU; None: they can."""
         others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
         return f"layers of {others[0]} run on the CPU alone so far" if others else None
+
+    @property
+    def attentions(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention of the layers, each once."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @property
+    def states(self) -> dict[int, DeltaNetConfig]:
+        """The layers that keep a state for each sequence."""
+        kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
+        return {number: kind for number, kind in kinds if isinstance(kind, DeltaNetConfig)}
 
     @property
     def n_neurons(self) -> int:

@@ -371,3 +371,52 @@ def experts_gguf(experts: int = 4, top: int = 2, leave: str = "", router: int = 
                 values = rng.standard_normal(shape).astype(np.float32) / np.float32(shape[-1] ** 0.5)
                 builder.tensor(f"blk.{layer}.ffn_{name}.weight", values)
     return builder
+
+
+DELTA_KEYS, DELTA_VALUES, DELTA_DIM, TAPS = 2, 4, 16, 4  # key heads, value heads, their dimensions, of the convolution
+
+
+def delta_gguf(leave: str = "") -> Builder:
+    """A tiny model of Qwen3.5's kind, without the tensor `leave`: a layer of Gated DeltaNet, one of gated attention."""
+    builder = tiny_gguf("qwen35")
+    builder.tensors = []
+    keys, values = DELTA_KEYS * DELTA_DIM, DELTA_VALUES * DELTA_DIM
+    for key, value in [
+        ("attention.key_length", HEAD_DIM),
+        ("attention.value_length", HEAD_DIM),
+        ("full_attention_interval", 2),
+        ("ssm.conv_kernel", TAPS),
+        ("ssm.state_size", DELTA_DIM),
+        ("ssm.group_count", DELTA_KEYS),
+        ("ssm.time_step_rank", DELTA_VALUES),
+        ("ssm.inner_size", values),
+    ]:
+        builder.add(f"qwen35.{key}", U32, value)
+    builder.add("qwen35.rope.dimension_sections", ARRAY, Array(I32, [4, 2, 2, 0]))
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "output_norm.weight": (D,)}
+    own: list[dict[str, tuple[int, ...]]] = [
+        {
+            "attn_qkv.weight": (2 * keys + values, D), "attn_gate.weight": (values, D),
+            "ssm_beta.weight": (DELTA_VALUES, D), "ssm_alpha.weight": (DELTA_VALUES, D), "ssm_a": (DELTA_VALUES,),
+            "ssm_dt.bias": (DELTA_VALUES,), "ssm_conv1d.weight": (2 * keys + values, TAPS),
+            "ssm_norm.weight": (DELTA_DIM,), "ssm_out.weight": (D, values),
+        },
+        {
+            "attn_q.weight": (2 * HEADS * HEAD_DIM, D), "attn_k.weight": (KV_HEADS * HEAD_DIM, D),
+            "attn_v.weight": (KV_HEADS * HEAD_DIM, D), "attn_output.weight": (D, HEADS * HEAD_DIM),
+            "attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,),
+        },
+    ]  # fmt: skip
+    ffn = {"ffn_gate.weight": (FF, D), "ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)}
+    for layer, tensors in enumerate(own):
+        norms = {"attn_norm.weight": (D,), "post_attention_norm.weight": (D,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in (norms | tensors | ffn).items()}
+    rng = np.random.default_rng(5)
+    for name, shape in shapes.items():
+        drawn = rng.standard_normal(shape).astype(np.float32)
+        made = drawn / np.float32(shape[-1] ** 0.5) if len(shape) > 1 else 1 + drawn / 10
+        if name.endswith("ssm_a"):
+            made = -np.exp(drawn - 4)  # the states remember hundreds of tokens
+        if name != leave:
+            builder.tensor(name, made.astype(np.float32))
+    return builder

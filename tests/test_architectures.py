@@ -59,6 +59,11 @@ HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
 LLAMA: dict[str, Any] = dict(
     intermediate_size=88, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_parameters=PLAIN_ROPE
 )
+QUARTER_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.25}
+DELTA = LLAMA | dict(
+    num_hidden_layers=4, head_dim=32, rope_parameters=QUARTER_ROPE, linear_num_key_heads=2, linear_key_head_dim=16,
+    linear_num_value_heads=4, linear_value_head_dim=32, shared_expert_intermediate_size=72,
+)  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": dict(ffn_dim=88, word_embed_proj_dim=64),
     "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
@@ -98,6 +103,9 @@ FAMILIES |= {
         n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, routed_scaling_factor=1.7,
         rope_parameters=HALF_ROPE,
     ),
+    "qwen3_5_text": DELTA | dict(num_key_value_heads=1),
+    "qwen3_5_moe_text": DELTA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40),
+    "qwen3_next": DELTA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40),
     "deepseek_v2": LATENT | dict(q_lora_rank=None, n_shared_experts=2, topk_method="greedy"),
     "deepseek_v3": LATENT | dict(q_lora_rank=20, n_group=1, topk_group=1),
     "granite": LLAMA | GRANITE,
@@ -112,12 +120,25 @@ FAMILIES |= {
 }  # fmt: skip
 # The module in `transformers`, where it is not called like the kind.
 MODULES = {"gemma3_text": "transformers.models.gemma3.modeling_gemma3", "openelm": "openelm"}
+MODULES |= {f"{name}_text": f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe")}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
 OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
 
 
-ON_CPU_ALONE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe", "granitemoeshared")
-ON_CPU_ALONE += ("deepseek_v2", "deepseek_v3")
+WITH_STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The kinds with layers of Gated DeltaNet."""
+ON_CPU_ALONE = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "granitemoe",
+    "granitemoeshared",
+    "deepseek_v2",
+    "deepseek_v3",
+    *WITH_STATES,
+)
 """The kinds whose layers no GPU runs."""
 FOLDERS = ("folder", "folder-v4")
 WITH_KV_B = (*FOLDERS, "gguf", "gguf-kv-b")  # the last: as files of latent attention were before April 2025
@@ -362,6 +383,22 @@ CASES = [
         {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
         {"topk_group": 4},
     ),
+    Case("qwen3-next", "qwen3_next", {}, {"norm_topk_prob": False}),
+    Case(
+        "qwen3-next-some",
+        "qwen3_next",
+        {"decoder_sparse_step": 2, "layer_types": ["full_attention", *["linear_attention"] * 3]},
+        {"rope_parameters": HALF_ROPE},
+        ("folder", "gguf"),
+    ),
+    Case("qwen35", "qwen3_5_text", {}, {"rope_parameters": HALF_ROPE}),
+    Case(
+        "qwen35-heads",
+        "qwen3_5_text",
+        {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+        {"rms_norm_eps": 1e-3},
+    ),
+    Case("qwen35-moe", "qwen3_5_moe_text", {}, {"num_experts_per_tok": 2}),
     Case("deepseek-v2-lite", "deepseek_v2", {}, {"routed_scaling_factor": 1.6}, WITH_KV_B),
     Case(
         "deepseek-v2",
@@ -450,6 +487,8 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
                 parameter.copy_(noise if "embed" in name else 1.5 * noise / math.sqrt(parameter.shape[-1]))
+            elif name.endswith("A_log"):
+                parameter.copy_(noise - 3)  # so that what a state has learned stays for some tokens
             else:
                 parameter.copy_(0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise)
         for name, buffer in model.named_buffers():
@@ -602,6 +641,52 @@ def one_after_another(values: np.ndarray, heads: int, kv_heads: int) -> np.ndarr
     )
 
 
+def by_key_head(values: np.ndarray, config: Any, sizes: list[int]) -> list[np.ndarray]:
+    """What Qwen3-Next's folders have together for each key head, apart; sizes: rows of each part."""
+    groups = values.reshape(config.linear_num_key_heads, sum(sizes), -1)
+    parts = np.split(groups, np.cumsum(sizes)[:-1], axis=1)
+    return [np.ascontiguousarray(part.reshape(-1, values.shape[1])) for part in parts]
+
+
+def in_turn(values: np.ndarray, config: Any, dim: int) -> np.ndarray:
+    """Rows of value heads, those of one key head together, in the order of llama.cpp: one of each key head in turn."""
+    keys = config.linear_num_key_heads
+    heads = values.reshape(keys, config.linear_num_value_heads // keys, dim, *values.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(0, 1).reshape(values.shape))
+
+
+def delta_tensors(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """(name within the layer, values) of a tensor of Gated DeltaNet, as llama.cpp's converter writes it."""
+    next_ = config.model_type == "qwen3_next"
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    some = config.linear_num_value_heads // config.linear_num_key_heads
+    ordered = (lambda values, dim: values) if next_ else partial(in_turn, config=config)
+    keys = 2 * key * config.linear_num_key_heads
+
+    def last(values: np.ndarray) -> np.ndarray:  # the values behind the queries and keys
+        return np.concatenate([values[:keys], ordered(values[keys:], dim=value)])
+
+    if name == "in_proj_qkvz":
+        q, k, v, z = by_key_head(values, config, [key, key, some * value, some * value])
+        yield "attn_qkv.weight", np.concatenate([q, k, v])
+        yield "attn_gate.weight", z
+    elif name == "in_proj_qkv":
+        yield "attn_qkv.weight", last(values)
+    elif name == "conv1d":
+        yield "ssm_conv1d.weight", last(values[:, 0])
+    elif name == "out_proj":
+        yield "ssm_out.weight", np.ascontiguousarray(ordered(values.T, dim=value).T)
+    elif name == "A_log":
+        yield "ssm_a", -np.exp(ordered(values, dim=1))
+    elif name == "dt_bias":
+        yield "ssm_dt.bias", ordered(values, dim=1)
+    else:
+        short = {"in_proj_z": "attn_gate", "in_proj_b": "ssm_beta", "in_proj_a": "ssm_alpha", "in_proj_ba": "ssm_ba"}
+        if name not in ("norm", "in_proj_ba"):
+            values = ordered(values, dim=value if name == "in_proj_z" else 1)
+        yield f"{short.get(name, 'ssm_norm')}.weight", values
+
+
 def gguf_tensors(
     config: Any, model: Any, architecture: str, kv_heads: int, kv_b: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -611,12 +696,18 @@ def gguf_tensors(
             continue
         values = parameter.numpy()
         module, _, kind = name.rpartition(".")
-        if architecture in ("nemotron", "gemma3") and "norm" in module and kind == "weight":
+        delta = ".linear_attn" in module
+        less_one = architecture in ("nemotron", "gemma3") or config.model_type in WITH_STATES
+        if less_one and "norm" in module and kind == "weight" and not delta:
             values = values + np.float32(1)  # what the class adds when it runs
         if module in GGUF_OUTER:
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
         layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
+        if delta:
+            own = inner.partition("linear_attn.")[2] or kind
+            yield from ((f"blk.{layer}.{short}", part) for short, part in delta_tensors(config, own, values))
+            continue
         if inner in ("mlp.experts", "block_sparse_moe.experts"):
             split = kind == "gate_up_proj"
             for part, half in zip(
@@ -641,7 +732,8 @@ def gguf_tensors(
                 yield f"blk.{layer}.ffn_{part}{of}.weight", half
             continue
         short = GGUF_NAMES[inner]
-        if architecture in ("gemma3", "olmo2", "glm4moe") and inner == "post_attention_layernorm":
+        second = architecture in ("gemma3", "olmo2", "glm4moe", *DELTA_NAMES.values())
+        if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
         if architecture in ("llama", "bamboo", "granite", "granitemoe") and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
@@ -665,6 +757,24 @@ def rope_type(config: Any) -> str:
     return str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
 
 
+DELTA_NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+
+
+def add_states(writer: Any, config: Any) -> None:
+    """The keys of Gated DeltaNet, as llama.cpp's converter writes them."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    types = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{DELTA_NAMES[config.model_type]}.attention.recurrent_layers", types)
+    writer.add_uint32(f"{DELTA_NAMES[config.model_type]}.full_attention_interval", 4)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if config.model_type != "qwen3_next":
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+
+
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -676,7 +786,7 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-    if config.model_type == "qwen2_moe":
+    if config.model_type in ("qwen2_moe", *WITH_STATES):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type == "glm4_moe":
         writer.add_expert_shared_count(config.n_shared_experts)
@@ -722,7 +832,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
     others |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2")
-    others |= {"granitemoeshared": "granitemoe"}
+    others |= DELTA_NAMES | {"granitemoeshared": "granitemoe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -766,6 +876,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
         else:
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if case.kind in WITH_STATES:
+            add_states(writer, config)
         if architecture == "glm4moe":
             writer.add_rope_dimension_count(head_dim // 2)
         if architecture == "llama":
@@ -807,9 +919,12 @@ def open_executor(path: Path, quantize: str | None = None, **options: Any) -> Ex
     return load(open_checkpoint(path, quantize), EngineConfig(**(settings | options)))
 
 
-def run_chunks(executor: Executor, tokens: np.ndarray, chunks: list[int], pages: np.ndarray) -> np.ndarray:
-    """Logits [T, vocab] of one sequence fed in pieces of the given lengths."""
+def run_chunks(
+    executor: Executor, tokens: np.ndarray, chunks: list[int], pages: np.ndarray, state: int = 0
+) -> np.ndarray:
+    """Logits [T, vocab] of one sequence fed in pieces of the given lengths. state: its slot."""
     results, start = [], 0
+    slot = np.array([state], np.int32)
     for length in chunks:
         span = np.arange(start, start + length, dtype=np.int32)
         batch = Batch(
@@ -818,6 +933,8 @@ def run_chunks(executor: Executor, tokens: np.ndarray, chunks: list[int], pages:
             rows=np.zeros(length, np.int32),
             page_table=pages[None],
             logit_rows=np.arange(length, dtype=np.int32),
+            read_states=slot,
+            states=slot,
         )
         results.append(executor.forward(batch).copy())
         start += length
@@ -946,8 +1063,9 @@ def check_same_bits(case: Case, path: Path, **options: Any) -> None:
 
 def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np.ndarray) -> list[np.ndarray]:
     """Two sequences whose beginnings are in the cache already go on together: 55 tokens of one, 25 of the other."""
-    run_chunks(executor, first[:20], [20], pages[0])
-    run_chunks(executor, second[:50], [50], pages[1])
+    run_chunks(executor, first[:20], [20], pages[0], state=3)
+    run_chunks(executor, second[:50], [50], pages[1], state=1)
+    slots = np.array([[3, 1], [0, 1], [0, 2], [3, 1], [3, 1], [3, 0]], np.int32)  # some go on elsewhere
     lengths = [TOKENS - 20, TOKENS - 50]
     results: list[list[np.ndarray]] = [[], []]
     for part in range(5):  # each call takes a fifth of either
@@ -958,8 +1076,50 @@ def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np
             rows=np.repeat(np.arange(2, dtype=np.int32), [len(span) for span in spans]),
             page_table=np.ascontiguousarray(pages),
             logit_rows=np.arange(sum(len(span) for span in spans), dtype=np.int32),
+            read_states=slots[part],
+            states=slots[part + 1],
         )
         answer = executor.forward(batch).copy()
         results[0].append(answer[: len(spans[0])])
         results[1].append(answer[len(spans[0]) :])
     return [np.concatenate(parts) for parts in results]
+
+
+def with_pictures(plain: Path, folder: Path) -> Path:
+    """A folder of Qwen3.5 with experts as it is published: text within a model for pictures, experts in one tensor."""
+    from safetensors.numpy import load_file, save_file
+
+    found: dict[str, np.ndarray] = {}
+    for shard in sorted(plain.glob("*.safetensors")):
+        found |= load_file(shard)
+    every = {name: found.pop(name) for name in list(found) if ".mlp.experts." in name}
+    for layer in range(sum(name.endswith(".input_layernorm.weight") for name in found)):
+        parts = {}
+        for part in ("gate", "up", "down"):
+            names = [f"model.layers.{layer}.mlp.experts.{i}.{part}_proj.weight" for i in range(6)]
+            parts[part] = np.stack([every[name] for name in names])
+        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+        found[f"model.layers.{layer}.mlp.experts.down_proj"] = parts["down"]
+    found = {name.replace("model.", "model.language_model.", 1): values for name, values in found.items()}
+    found |= {"model.visual.merger.norm.weight": np.ones(8, np.float32), "mtp.fc.weight": np.ones((8, 8), np.float32)}
+    folder.mkdir()
+    save_file({name: np.ascontiguousarray(values) for name, values in found.items()}, folder / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(outer | {"vision_config": {"depth": 1}}))
+    return folder
+
+
+def test_of_a_model_for_pictures_the_text_is_read(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "qwen35-moe")
+    config, tokens = case.config(), prompt(case)
+    plain = save_folder(case, random_model(case, config, seed=11), tmp_path / "plain", version4=False)
+    whole = with_pictures(plain, tmp_path / "whole")
+    assert open_checkpoint(whole).notes == ["only text is read: the part for pictures is left out"]
+    found = []
+    for path in (plain, whole):
+        executor = open_executor(path)
+        found.append(run_chunks(executor, tokens, [TOKENS], scattered_pages(executor, 1)[0]))
+        executor.close()
+    assert np.array_equal(*found)

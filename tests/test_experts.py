@@ -19,12 +19,11 @@ from model_files import FF, LAYERS, D, experts_gguf, tiny_gguf
 from safetensors.numpy import save_file
 from stored_weights import stored_evenly
 
-from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
+from powerinfer import LLM, ModelError, SamplingParams, _native
 from powerinfer.cli.main import main
-from powerinfer.config import EngineConfig, ExpertsConfig, RouterConfig
+from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import dequantize
-from powerinfer.hybrid.resolve import resolve
 
 EXPERTS, TOP = 6, 3
 LEVELS = _native.levels()
@@ -405,12 +404,6 @@ def test_odd_tensors_of_folders(name: str, shape: tuple[int, ...], tmp_path: Pat
     save_file({name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"is missing|tensors that a"):
         open_checkpoint(tmp_path)
-
-
-def test_a_gpu_that_is_named_is_refused(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(model(tmp_path))
-    with pytest.raises(RequestError, match="run on the CPU alone so far"):
-        resolve(checkpoint, EngineConfig(gpu="cpu", context=64))
 
 
 def test_what_is_said_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import pytest
 from gguf_bytes import ARRAY, BOOL, CODES, F32, F64, STRING, U32, U64, Array, Builder, Raw, Tensor, text
 from model_files import (
     as_stored,
+    delta_gguf,
     experts_gguf,
     family_gguf,
     plain_config,
@@ -249,7 +250,7 @@ def in_q4_0(builder: Builder) -> Builder:
 GGUF_BASES = [in_q4_0(tiny_gguf("llama", True)), in_q4_0(tiny_gguf("llama", False, "qkv o ffn"))]
 GGUF_BASES += [in_q4_0(tiny_gguf("qwen3", True)), in_q4_0(family_gguf("nemotron"))]
 GGUF_BASES += [in_q4_0(family_gguf(name, published=True)) for name in ("llama", "falcon", "opt")]
-GGUF_BASES += [in_q4_0(experts_gguf())]
+GGUF_BASES += [in_q4_0(experts_gguf()), delta_gguf()]
 GGUF_KEYS = ["general.alignment", "general.type", "split.no", "split.count", "split.tensors.count", "powerinfer.x"]
 GGUF_KEYS += ["powerinfer.sparse_threshold", "llama.hidden_act", "llama.hidden_act_param", "falcon.hidden_act"]
 GGUF_KEYS += [f"llama.{key}" for key in ("attention.key_length", "rope.scaling.type", "rope.scaling.factor", "new")]
@@ -258,6 +259,8 @@ GGUF_KEYS += [
 ]
 GGUF_KEYS += [f"llama.expert_{key}" for key in ("used_count", "feed_forward_length", "gating_func", "weights_scale")]
 GGUF_KEYS += [f"llama.expert_{key}" for key in ("group_count", "group_used_count", "weights_norm", "shared_count")]
+GGUF_KEYS += [f"qwen35.ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank")]
+GGUF_KEYS += [f"qwen35.{key}" for key in ("ssm.inner_size", "full_attention_interval", "attention.recurrent_layers")]
 GGUF_KEYS += [f"tokenizer.ggml.{key}" for key in ("scores", "bos_token_id", "eot_token_id", "add_bos_token", "tokens")]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
 from test_gpu_kernels import TRITON  # noqa: E402
-from test_gpu_layers import Truth, case_named, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
+from test_gpu_layers import Truth, case_named, engine_of, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
 
 from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
+from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
+from powerinfer.errors import RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
+from powerinfer.hybrid.load import load_resolved  # noqa: E402
+from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
+from powerinfer.placement import budget  # noqa: E402
 
 NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe")
 TOTAL = families.TOKENS
@@ -38,10 +44,15 @@ def some(config: ModelConfig, share: float) -> list[Indices]:
 
 @contextmanager
 def split(
-    path: Path, share: float, layers: int | None = None, movable: bool = False, **options: Any
+    path: Path,
+    share: float,
+    layers: int | None = None,
+    movable: bool = False,
+    stage: Stage | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Any, list[HybridExperts]]]:
     config = open_checkpoint(path).config
-    parts = ExpertSplit(some(config, share), movable)
+    parts = ExpertSplit(some(config, share), movable, stage)
     every = config.n_layers
     with opened(path, on_gpu(layers or every, head=(layers or every) == every), parts, **options) as executor:
         yield executor, parts.ffns
@@ -101,7 +112,7 @@ def static_sum(experts: Any, x: Any, slots: Any, weights: Any) -> Any:
 
 def test_recorded_launches_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded is the same for every step of a shape, whatever experts are selected, and after a swap."""
-    truth, made = Truth(case_named("mixtral"), "folder", tmp_path), []
+    truth, made = Truth(case_named("mixtral"), "gguf", tmp_path), []
     monkeypatch.setattr(gpu, "attention", static_attention)
     monkeypatch.setattr(gpu_experts, "expert_sum", static_sum)
     with split(truth.path, 0.5, movable=True) as (executor, ffns):
@@ -114,9 +125,8 @@ def test_recorded_launches_are_replayed(tmp_path: Path, monkeypatch: pytest.Monk
         truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages[1]), what="after a swap")
 
 
-@pytest.mark.parametrize("layout", ["folder", "gguf"])
-def test_swapped_experts_give_the_same_answer(layout: str, tmp_path: Path) -> None:
-    truth = Truth(case_named("qwen3-moe"), layout, tmp_path)
+def test_swapped_experts_give_the_same_answer(tmp_path: Path) -> None:
+    truth = Truth(case_named("qwen3-moe"), "gguf", tmp_path)
     with split(truth.path, 0.5, movable=True) as (executor, ffns):
         pages = families.scattered_pages(executor, 1)[0]
         before = [(ffn.hot.copy(), ffn.cold.copy(), ffn.cold_bytes, ffn.memory()) for ffn in ffns]
@@ -130,7 +140,7 @@ def test_swapped_experts_give_the_same_answer(layout: str, tmp_path: Path) -> No
 
 
 def test_what_split_layers_did_and_what_is_adjusted(tmp_path: Path) -> None:
-    truth = Truth(case_named("mixtral"), "folder", tmp_path)
+    truth = Truth(case_named("mixtral"), "gguf", tmp_path)
     with split(truth.path, 0.5, movable=True) as (executor, ffns):
         sparsity = ExpertSparsity(executor, ffns)
         assert sparsity.report()["gpu_share"] is None and not sparsity.adjust()
@@ -161,3 +171,56 @@ def test_quantised_experts_keep_their_types(tmp_path: Path) -> None:
     apart = families.rms(answers[0] - answers[2])
     assert 0 < apart < 0.1 * families.rms(answers[0])
     assert all(families.rms(answers[1] - other) < 2 * apart for other in (answers[0], answers[2]))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) -> None:
+    """Through buffers of one expert, and of two; the answer is the same, and the CPU has nothing to do."""
+    truth = Truth(case_named(name), "gguf", tmp_path)
+    about = next(one.ffn for one in open_checkpoint(truth.path).config.layers if isinstance(one.ffn, ExpertsConfig))
+    each = len(about.matrices) * 4 * about.size * truth.config.hidden_size
+    stage = Stage(torch.device("cpu"), expert_buffer(each, 2 * count))
+    assert stage.piece_bytes // each == count
+    with split(truth.path, 0.25, stage=stage) as (executor, ffns):
+        pages = families.scattered_pages(executor, 2)
+        assert ffns and all(ffn.stage is stage for ffn in ffns)
+        jobs = 0
+        for least in (None, 33):
+            stage.least = least
+            truth.check(families.run_chunks(executor, truth.texts[0], [TOTAL - 3, 1, 2], pages[0]), what=f"{least}")
+            jobs, before = sum(ffn.jobs for ffn in ffns), jobs
+            assert jobs - before == (3 if least is None else 2) * len(ffns)
+        again = [families.run_chunks(executor, truth.texts[0], [TOTAL], page) for page in pages]
+        np.testing.assert_array_equal(*again)
+
+
+def test_what_is_no_view_of_the_file_is_neither_streamed_nor_swapped(tmp_path: Path) -> None:
+    truth = Truth(case_named("mixtral"), "folder", tmp_path)
+    stage = Stage(torch.device("cpu"), 1 << 20)
+    with split(truth.path, 0.5, stage=stage) as (_, ffns):
+        assert all(ffn.stage is None for ffn in ffns)
+    with (
+        pytest.raises(RequestError, match="--adjust needs experts as a GGUF file has them"),
+        split(truth.path, 0.5, movable=True),
+    ):
+        pass
+
+
+def test_the_crossing_of_experts_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the second load finds it."""
+    monkeypatch.setattr(budget, "EXPERT_STAGED", 1)  # half a layer is much of so small a model
+    truth = Truth(case_named("qwen3-moe"), "gguf", tmp_path)
+    engine = engine_of(gpu="cpu", kv_type="f16")
+    every = needs(resolve(open_checkpoint(truth.path), engine)).vram
+    room = replace(engine, vram=every - 2000)  # a few experts do not fit
+    for how in ("measured in", "measured earlier"):
+        resolved = resolve(open_checkpoint(truth.path), room)
+        assert resolved.staging > 0 and resolved.experts is not None
+        executor, _ = load_resolved(resolved, lambda: list(range(40)))
+        try:
+            assert how in executor.choices["prefill"] and "by tokens" in executor.choices["prefill"]
+            logits = families.run_chunks(executor, truth.texts[0], [TOTAL], families.scattered_pages(executor, 1)[0])
+            assert families.rms(logits - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
+        finally:
+            executor.close()

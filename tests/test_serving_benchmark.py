@@ -13,20 +13,42 @@ from benchmarks.lib import machine
 from benchmarks.models import expert_models
 from benchmarks.serving import endurance, overhead, table
 from powerinfer import LLM, SamplingParams
-from powerinfer.config import ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.config import (
+    AttentionConfig,
+    AttentionKind,
+    DeltaNetConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    ModelConfig,
+)
 from powerinfer.formats.checkpoint import open_checkpoint
 
 
 def small(config: ModelConfig) -> ModelConfig:
     def layer(own: LayerConfig) -> LayerConfig:
+        attention: AttentionKind
         rope = own.attention.rope and replace(own.attention.rope, dim=own.attention.rope.dim // 4)
-        attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
+        if isinstance(own.attention, DeltaNetConfig):
+            attention = DeltaNetConfig(1, 16, 2, 16, own.attention.taps)
+        elif isinstance(own.attention, LatentAttentionConfig):
+            sizes = {"n_heads": 2, "latents": 64, "plain_dim": 32, "rope_dim": 16, "value_dim": 32}
+            q_latents = own.attention.q_latents and 32
+            scale = 2 * own.attention.scale  # a quarter of the dimensions
+            attention = replace(own.attention, rope=rope, q_latents=q_latents, scale=scale, **sizes)  # type: ignore[arg-type]
+        else:
+            assert isinstance(own.attention, AttentionConfig)
+            attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
         if isinstance(own.ffn, ExpertsConfig):
-            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0)
+            router = replace(own.ffn.router, top_k=min(8, own.ffn.router.top_k), groups=1, top_groups=1, group_best=1)
+            ffn = replace(own.ffn, n_experts=8, size=32, shared_size=32 if own.ffn.shared_size else 0, router=router)
             return replace(own, attention=attention, ffn=ffn)
         return replace(own, attention=attention, ffn=FfnConfig(32))
 
-    layers = tuple(layer(own) for own in config.layers[:3])
+    # of three layers with states one has attention; of DeepSeek-V3 the first ones have no experts
+    some = config.layers[2:5] if config.states else (*config.layers[:1], *config.layers[-2:])
+    layers = tuple(map(layer, some))
     return replace(config, d_model=64, vocab_size=1200, layers=layers)
 
 
@@ -77,10 +99,13 @@ def test_random_models_of_experts_run(name: str, tmp_path: Path, monkeypatch: py
     expert_models.main()
     config = open_checkpoint(path).config
     experts = config.layers[1].ffn
-    assert isinstance(experts, ExpertsConfig) and (experts.n_experts, experts.router.top_k) == (
-        8,
-        2 if name.startswith("mixtral") else 8,
-    )
+    of_whole = whole.layers[-1].ffn
+    assert isinstance(experts, ExpertsConfig) and isinstance(of_whole, ExpertsConfig)
+    assert (experts.n_experts, experts.router.top_k) == (8, min(8, of_whole.router.top_k))
+    ours, wanted = config.layers[1].attention, small(whole).layers[1].attention
+    if isinstance(ours, LatentAttentionConfig):
+        assert isinstance(wanted, LatentAttentionConfig) and ours.scale == pytest.approx(wanted.scale)
+        assert replace(ours, scale=wanted.scale, norm_eps=wanted.norm_eps) == wanted
     with LLM(path, gpu="none", threads=1, context=64) as llm:
         (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         assert len(answer.token_ids) == 3

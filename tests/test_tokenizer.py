@@ -83,7 +83,33 @@ OFFICIAL = {  # as in the tokenizer.json of the models
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+OFFICIAL["qwen35"] = OFFICIAL["qwen2"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 OFFICIAL["dbrx"] = OFFICIAL["llama-bpe"]
+# Of DeepSeek several patterns, one after the other; digits are then alone in the older ones.
+HAN_AND_HANGUL = "[一-龥ࠀ-一가-퟿]+"
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛ"
+    "ὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗ"
+    "Ａ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+SEQUENCES = {
+    "deepseek-llm": ["[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", HAN_AND_HANGUL],
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_AND_HANGUL],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+    "kimi-k2": [
+        r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+}
+OFFICIAL |= dict.fromkeys(SEQUENCES, "")
 
 
 @cache
@@ -102,7 +128,11 @@ def byte_level_json(pre: str) -> str:
         punctuation = pre_tokenizers.Punctuation("contiguous")
         triples = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
         native.pre_tokenizer = pre_tokenizers.Sequence([punctuation, level, triples])
-    if pre == "qwen2":
+    if pre in SEQUENCES:
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SEQUENCES[pre]]
+        digits = [] if pre in ("deepseek-v3", "kimi-k2") else [pre_tokenizers.Digits(individual_digits=True)]
+        native.pre_tokenizer = pre_tokenizers.Sequence([*splits, *digits, level])
+    if pre in ("qwen2", "qwen35"):
         native.normalizer = normalizers.NFC()
     native.decoder = ByteLevelDecoder()
     trainer = trainers.BpeTrainer(

@@ -79,8 +79,11 @@ class ToyExecutor:
     vocab_size = VOCAB
     bytes_per_token = None
 
-    def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64) -> None:
+    def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64, n_states: int = 0) -> None:
+        """n_states: slots for states, without which the model does not go on; 0: it needs none."""
         self.n_pages, self.page_size, self.max_tokens = n_pages, page_size, max_tokens
+        self.n_states = n_states
+        self.states: dict[int, int] = {}  # the value that a sequence had reached, by slot
         self.store = np.full((n_pages, page_size), -(2**40), np.int64)
         self.values: list[int] = []  # of the tokens of the last call
         self.sizes: list[int] = []  # tokens of each call
@@ -111,13 +114,18 @@ class ToyExecutor:
         if number in self.fail_at:
             raise self.fail_at.pop(number)
         self.values = []
+        reached = self._states_before(batch)
         for token, position, row in zip(batch.tokens, batch.positions, batch.rows, strict=True):
             before = self._slots(batch, row, position)
             value = int(before[-1]) if position else 0
+            assert not position or reached.get(row, value) == value, "the state of other tokens"
+            reached.pop(row, None)
             page = batch.page_table[row, position // self.page_size]
             assert page >= 0
             self.values.append(next_value(value, int(token)))
             self.store[page, position % self.page_size] = self.values[-1]
+            if self.n_states:
+                self.states[batch.states[row]] = self.values[-1]
         self.sizes.append(len(batch.tokens))
         self.positions += batch.positions.tolist()
         self.sequences.append(changes)
@@ -148,6 +156,22 @@ class ToyExecutor:
                 self.calls.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 raise AssertionError(f"call {call} did not begin within {PATIENCE} s") from None
+
+    def _states_before(self, batch: Batch) -> dict[int, int]:
+        """The value that each sequence of the step had reached according to its state, by row."""
+        if not self.n_states:
+            return {}
+        rows, first = np.unique(batch.rows, return_index=True)
+        written = [int(batch.states[row]) for row in rows]
+        assert len(set(written)) == len(written), "two sequences write a state"
+        pairs = zip(rows.tolist(), first.tolist(), strict=True)
+        later = {row: int(batch.read_states[row]) for row, at in pairs if batch.positions[at]}
+        for row, slot in later.items():
+            assert slot == batch.states[row] or slot not in written, "a sequence reads what another one writes"
+        before = {row: self.states[slot] for row, slot in later.items()}
+        for slot in written:
+            self.states.pop(slot, None)
+        return before
 
     def _slots(self, batch: Batch, row: int, count: int) -> np.ndarray:
         pages = batch.page_table[row, : -(-int(count) // self.page_size)]
@@ -230,8 +254,11 @@ def settled(llm: LLM) -> EngineStats:
 
 
 def idle(llm: LLM) -> bool:
-    """Whether nothing runs or waits, and every page is free."""
+    """Whether nothing runs or waits, and every page and every slot of a state is free."""
     stats = settled(llm)
+    states, slots = llm._runner._scheduler.states, llm._executor.n_states
+    if states is not None and states.free != slots:
+        return False
     return (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0) and not llm._runner._driver.held
 
 

@@ -11,6 +11,7 @@ that exists is kept; for other types give the Q8_0 file to llama-quantize. Needs
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import gguf
 import numpy as np
 
 from benchmarks.models.speed_models import write_tokenizer
-from powerinfer.config import ExpertsConfig, ModelConfig, Shape
+from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
@@ -33,23 +34,36 @@ PIECE = 1 << 24  # weights made at a time
 
 
 # Of a name of `placement.shapes.SHAPES` the architecture in GGUF.
-ARCHITECTURES = {"mixtral-8x7b": "llama", "olmoe-1b-7b": "olmoe", "qwen3-30b-a3b": "qwen3moe", "glm-4.5-air": "glm4moe"}
+ARCHITECTURES = {
+    "mixtral-8x7b": "llama",
+    "olmoe-1b-7b": "olmoe",
+    "qwen3-30b-a3b": "qwen3moe",
+    "glm-4.5-air": "glm4moe",
+    "qwen3-next-80b-a3b": "qwen3next",
+    "qwen3.6-35b-a3b": "qwen35moe",
+}
+ARCHITECTURES |= dict.fromkeys(("deepseek-v2-lite", "deepseek-v3", "kimi-k2"), "deepseek2")
 CONTEXT = 4096
 CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """(name in the file, shape) of every tensor, in file order. Norms, biases and routers are F32."""
+    found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
         name = NAMES(canonical)
-        if config.architecture == "glm4moe":
+        if config.architecture == "glm4moe" or config.states:
             name = name.replace("ffn_norm", "post_attention_norm")
-        yield name, shape
+        if config.architecture == "qwen3next":
+            name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
+        name = name.replace("ssm_a.weight", "ssm_a")
+        found[name] = (found.get(name, (0,))[0] + shape[0], *shape[1:])  # some are one below the other in a tensor
+    yield from found.items()
 
 
 def kind_of(name: str, dims: Shape, kind: str) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
-    if len(dims) == 1 or name.endswith("ffn_gate_inp.weight"):
+    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight")):
         return "F32"
     return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
 
@@ -78,11 +92,13 @@ def write(path: Path, config: ModelConfig, kind: str, seed: int = SEED) -> None:
 
 def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, layers: int) -> np.ndarray:
     """Norms are all ones; products of a matrix are about as large as what it reads, and small where they add up."""
+    if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
+        return -np.geomspace(0.001, 1, *dims, dtype=np.float32)
     if len(dims) == 1:
         return np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
-    if ("output" in name and "blk" in name) or "down" in name:
+    if ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name:
         deviation /= (2 * layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
     step = max(1, PIECE // cols)
@@ -94,7 +110,8 @@ def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, layers: 
 
 
 def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    attention, experts = config.layers[-1].attention, config.layers[-1].ffn
+    attention = next(layer.attention for layer in reversed(config.layers) if layer.attention.rope is not None)
+    experts = config.layers[-1].ffn
     assert isinstance(experts, ExpertsConfig) and attention.rope is not None
     first = config.layers[0].ffn.neurons
     dense = sum(layer.ffn.neurons is not None for layer in config.layers)
@@ -106,7 +123,9 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_head_count(attention.n_heads)
     writer.add_head_count_kv(attention.n_kv_heads)
     writer.add_key_length(attention.head_dim)
-    writer.add_value_length(attention.head_dim)
+    writer.add_value_length(attention.latents or attention.head_dim)
+    if isinstance(attention, LatentAttentionConfig):
+        _latents(writer, attention)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(attention.rope.theta)
     writer.add_rope_dimension_count(attention.rope.dim)
@@ -114,12 +133,41 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_expert_used_count(experts.router.top_k)
     if config.architecture != "llama":
         writer.add_expert_feed_forward_length(experts.size)
-    if config.architecture == "glm4moe":
+    if config.architecture in ("glm4moe", "deepseek2"):
+        router = experts.router
         writer.add_expert_shared_count(experts.shared_size // experts.size)
         writer.add_leading_dense_block_count(dense)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[router.scoring.upper()])
+        writer.add_expert_weights_norm(router.normalise)
+        writer.add_expert_weights_scale(router.scale)
+        writer.add_expert_group_count(router.groups)
+        writer.add_expert_group_used_count(router.top_groups)
+    for delta in list(config.states.values())[:1]:
+        writer.add_expert_shared_feed_forward_length(experts.shared_size)
+        writer.add_ssm_conv_kernel(delta.taps)
+        writer.add_ssm_state_size(delta.key_dim)
+        writer.add_ssm_group_count(delta.n_key_heads)
+        writer.add_ssm_time_step_rank(delta.n_value_heads)
+        writer.add_ssm_inner_size(delta.width)
+        kept = [layer in config.states for layer in range(config.n_layers)]
+        writer.add_array(f"{config.architecture}.attention.recurrent_layers", kept)
+        if config.architecture != "qwen3next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     write_tokenizer(writer, config.vocab_size)
+
+
+def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
+    """0 latents of queries: llama.cpp asks for the key unless it knows the model by its number of layers."""
+    rope = attention.rope
+    writer.add_q_lora_rank(attention.q_latents or 0)
+    writer.add_kv_lora_rank(attention.latents)
+    writer.add_key_length_mla(attention.query_dim)
+    writer.add_value_length_mla(attention.value_dim)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope.factor)
+    writer.add_rope_scaling_orig_ctx_len(rope.original_context_length)
+    gain = (attention.scale * attention.query_dim**0.5) ** 0.5
+    writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
 
 
 def main() -> None:
@@ -134,6 +182,8 @@ def main() -> None:
         if not 2 <= arguments.layers <= config.n_layers:
             parser.error(f"--layers must be from 2 to {config.n_layers}")
         config = replace(config, layers=config.layers[: arguments.layers])
+    if all(layer.attention.rope is None for layer in config.layers):
+        parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return

@@ -476,6 +476,11 @@ def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
 
 def sparsity_text(sparsity: Mapping[str, Any]) -> str:
     """`LLM.sparsity` or its summary as text."""
+    if sparsity["selector"] == "router":  # experts on two devices
+        if sparsity["gpu_share"] is None:
+            return "no expert was computed on the CPU"
+        where = f"{100 * sparsity['gpu_share']:.1f} % of the selected experts on the GPU"
+        return f"{where}, the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs"
     if not sparsity["tokens"]:
         return "no token was computed sparsely"
     needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]

@@ -318,7 +318,7 @@ def _layer_lines(kinds: dict[LayerConfig, list[int]]) -> dict[str, str]:
 def _layer(layer: LayerConfig) -> str:
     attention, ffn = layer.attention, layer.ffn.neurons
     plain = attention if isinstance(attention, AttentionConfig) else None
-    parts = [layer.ffn.title] if plain else [layer.ffn.title, attention.title]
+    parts = [layer.ffn.title] if type(attention) is AttentionConfig else [layer.ffn.title, attention.title]
     parts += [_rope(attention.rope)] if attention.rope else []
     parts += [f"window of {attention.window}"] if attention.window else []
     has_bias = {"q, k, v": plain and plain.qkv_bias, "o": plain and plain.o_bias, "FFN": ffn and ffn.bias}

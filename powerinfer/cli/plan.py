@@ -109,9 +109,10 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     for line in document.assumed:
         out.line(f"assumed: {line}")
     out.line()
-    _show_bytes(document, out)
+    _show_bytes(document, out, "neurons" if plan.claims.slots is None else "FFNs beside experts")
     out.line()
-    if any(other.work_on_gpu for other in document.predicted.policies.values()):  # else they all say the same
+    used = any(other.work_on_gpu for other in document.predicted.policies.values())
+    if used and plan.claims.slots is None:  # else they all say the same
         _show_policies(request.policy, document, out)
         out.line()
     estimate = document.predicted
@@ -140,20 +141,20 @@ def _show_policies(chosen: str, document: PlanDocument, out: Output) -> None:
         )
 
 
-def _show_bytes(document: PlanDocument, out: Output) -> None:
-    """Bytes: a row for each use, a column for each tier."""
+def _show_bytes(document: PlanDocument, out: Output, ffn: str) -> None:
+    """Bytes: a row for each use, a column for each tier. ffn: what that use is."""
     tiers = document.bytes
     used = [tier for tier in TIER_NAMES if tiers[tier]]
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
     out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
-    names = {"ffn": "neurons", "panels": "FFN, matrices", "kv": "KV cache", "norms": "norms, biases"}
+    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": "KV cache", "norms": "norms, biases"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")
     out.line(f"{'in all':<22}" + "".join(f"{_size(sum(tiers[tier].values())):>12}" for tier in used))
     neurons = [{tier: getattr(layer, tier) for tier in TIER_NAMES} for layer in document.layers]
     total = sum(sum(layer.values()) for layer in neurons)
-    if not total:  # of no FFN are the neurons told apart
+    if not total or "experts" in parts:  # neurons are not told apart
         return
     out.line(
         f"{'share of neurons':<22}"

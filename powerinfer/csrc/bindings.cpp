@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <string.h>
 
@@ -15,6 +16,7 @@
 #include <stdexcept>
 
 #include "bundles.h"
+#include "delta_net.h"
 #include "experts.h"
 #include "ffn.h"
 #include "latent_attention.h"
@@ -334,8 +336,31 @@ Counts ffn_counts(const Ffn& ffn) {
   return counts;
 }
 
+// Slots of the runs' states, each written by one run and read by no other then.
+void add_states(const States& states, std::vector<Run>& runs, const std::vector<int32_t>& row_of,
+                const std::optional<Ints>& read, const std::optional<Ints>& written, int64_t sequences) {
+  require(read && written, "the model's layers have states: their slots are missing");
+  require((int64_t)read->shape(0) == sequences && (int64_t)written->shape(0) == sequences,
+          "the slots of states differ in length from the page table");
+  std::vector<int64_t> writers((size_t)states.slots, -1);
+  for (size_t i = 0; i < runs.size(); i++) {
+    Run& run = runs[i];
+    run.read_state = read->data()[row_of[i]];
+    run.state = written->data()[row_of[i]];
+    require(run.state >= 0 && run.state < states.slots, "the slot of a state is outside its memory");
+    require(!run.position || (run.read_state >= 0 && run.read_state < states.slots),
+            "the slot of a state is outside its memory");
+    require(writers[(size_t)run.state] < 0, "two sequences write the same state");
+    writers[(size_t)run.state] = (int64_t)i;
+  }
+  for (size_t i = 0; i < runs.size(); i++) {
+    const int64_t writer = runs[i].position ? writers[(size_t)runs[i].read_state] : -1;
+    require(writer < 0 || writer == (int64_t)i, "a sequence reads a state that another one writes");
+  }
+}
+
 void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
-         size_t first, size_t last, int64_t vocab) {
+         size_t first, size_t last, int64_t vocab, std::optional<Ints> read_states, std::optional<Ints> states) {
   Step step;
   step.tokens = (int64_t)tokens.shape(0);
   step.logit_rows = (int64_t)logit_rows.shape(0);
@@ -356,6 +381,7 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   require(step.logit_stride == pi_round_up(vocab, PI_LANES),
           "the logits have another width than the vocabulary, rounded up to 16");
   const int32_t *row = rows.data(), *table = page_table.data();
+  std::vector<int32_t> row_of;  // of the runs
   for (int64_t i = 0; i < step.tokens; i++) {
     require(step.token[i] >= 0 && step.token[i] < vocab, "a token id is outside the vocabulary");
     require(row[i] >= 0 && row[i] < sequences, "a token's row is outside the page table");
@@ -366,6 +392,7 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
       step.runs.back().count++;
     } else {
       step.runs.push_back({i, 1, step.position[i], table + (int64_t)row[i] * width});
+      row_of.push_back(row[i]);
     }
   }
   for (const Run& r : step.runs) {
@@ -375,6 +402,7 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   }
   for (int64_t i = 0; i < step.logit_rows; i++)
     require(step.logit_row[i] >= 0 && step.logit_row[i] < step.tokens, "a logit row is outside the step");
+  if (p.states) add_states(*p.states, step.runs, row_of, read_states, states, sequences);
   nb::gil_scoped_release release;
   p.run(step, first, last);
 }
@@ -554,15 +582,39 @@ void bind_cache(nb::module_& m) {
           [](Cache* cache, const std::string& type, const std::vector<std::pair<int64_t, int64_t>>& heads,
              int64_t pages, const std::vector<int64_t>& latents) {
             const bool right = std::all_of(heads.begin(), heads.end(),
-                                           [](const auto& one) { return one.first > 0 && one.second > 0; });
+                                           [](const auto& one) { return one.first >= 0 && one.second > 0; });
             require(!heads.empty() && right && pages > 0, "a cache needs layers, heads and pages");
             new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), heads, pages, latents);
           },
           "type"_a, "heads"_a, "pages"_a, "latents"_a = std::vector<int64_t>(),
-          "heads: of each layer the number for keys and values, and their dimensions. latents: of each layer the\n"
+          "heads: of each layer the number for keys and values, 0: none, and their dimensions. latents: of each layer "
+          "the\n"
           "numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.")
       .def_ro("pages", &Cache::pages)
       .def_prop_ro("nbytes", &Cache::bytes);
+}
+
+void bind_states(nb::module_& m) {
+  nb::class_<States>(m, "States")
+      .def(
+          "__init__",
+          [](States* states, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>>& layers,
+             int64_t slots) {
+            std::vector<States::Layer> all;
+            for (const auto& [taps, key_heads, key_dim, heads, value_dim] : layers) {
+              require(taps >= 2 && taps <= PI_MOST_TAPS, "a convolution has between 2 and 8 taps");
+              require(key_heads > 0 && heads > 0, "states need heads");
+              require(key_dim > 0 && value_dim > 0 && key_dim % PI_LANES == 0 && value_dim % PI_LANES == 0,
+                      "heads of states must have multiples of 16 dimensions");
+              all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, heads, key_dim, value_dim});
+            }
+            require(!all.empty() && slots > 0, "states need layers and slots");
+            new (states) States(std::move(all), slots);
+          },
+          "layers"_a, "slots"_a,
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each.")
+      .def_ro("slots", &States::slots)
+      .def_prop_ro("slot_bytes", &States::slot_bytes);
 }
 
 void bind_workspace(nb::module_& m) {
@@ -807,6 +859,30 @@ void bind_operators(nb::class_<Program>& program) {
           "-1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.")
       .def("attention", &Program::attention, "layer"_a, "window"_a, "attended = softmax(q k) v; window 0: none.")
       .def(
+          "delta_net",
+          [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
+             Floats2 taps, Floats decay, Floats dt_bias, const Norm& out_norm, int64_t key_heads, bool tiled) {
+            require(matrices.size() == 6 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
+                    "Gated DeltaNet has six matrices");
+            Vector all(taps.data(), taps.data() + taps.size());
+            p.delta_net({layer, state, norm_of(norm), matrices[0], matrices[1], matrices[2], matrices[3], matrices[4],
+                         matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads,
+                         tiled});
+          },
+          "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "taps"_a, "decay"_a, "dt_bias"_a, "out_norm"_a,
+          "key_heads"_a, "tiled"_a,
+          "attended = Gated DeltaNet of norm(x).\n\n"
+          "layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha; taps: of the\n"
+          "convolution, [taps, channels]; decay: the logarithm of a head's decay is decay * softplus(alpha + "
+          "dt_bias);\n"
+          "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads).")
+      .def(
+          "gate_attended",
+          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {
+            p.gate_attended(layer, norm_of(norm), std::move(w));
+          },
+          "layer"_a, "norm"_a.none(), "w"_a, "attended *= sigmoid(w . norm(x)).")
+      .def(
           "project",
           [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
             p.project(layer, std::move(w), vector_of(bias), norm_of(norm));
@@ -872,13 +948,14 @@ void bind_program(nb::module_& m) {
           .def(
               "__init__",
               [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
-                 int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim) {
+                 int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim,
+                 std::shared_ptr<States> states) {
                 Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
                 require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
-                new (p) Program(std::move(workspace), std::move(cache), std::move(sizes));
+                new (p) Program(std::move(workspace), std::move(cache), std::move(sizes), std::move(states));
               },
               "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
-              "heads: query heads of each layer of the cache.");
+              "states"_a = nb::none(), "heads: query heads of each layer of the cache.");
   bind_operators(program);
   program
       .def(
@@ -906,9 +983,10 @@ void bind_program(nb::module_& m) {
       .def("take_times", &Program::take_times, nb::call_guard<nb::gil_scoped_release>(),
            "Seconds spent in each operator since the last call, while `timed`.")
       .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
-           "first"_a, "last"_a, "vocab"_a,
+           "first"_a, "last"_a, "vocab"_a, "read_states"_a = nb::none(), "states"_a = nb::none(),
            "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
-           "logit_rows go to logits [rows, vocab rounded up to LANES].");
+           "logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page\n"
+           "table the slots of its state before the step, not read at position 0, and after it.");
 }
 
 }  // namespace
@@ -924,6 +1002,7 @@ NB_MODULE(_native, m) {
   bind_table(m);
   bind_norm(m);
   bind_cache(m);
+  bind_states(m);
   bind_workspace(m);
   bind_neuron_sum(m);
   bind_predictor(m);

@@ -603,6 +603,7 @@ PI_INLINE f32x16 sigmoid_of(f32x16 y, f32x16 x) { return f_div(x, f_add(f_set(1.
 template <int act>
 PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
   if constexpr (act == PI_SILU) return sigmoid_of(x, x);
+  if constexpr (act == PI_SIGMOID) return sigmoid_of(x, f_set(1.0f));
   if constexpr (act ==
                 PI_GELU_TANH) {  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
     const f32x16 by = f_fma(f_mul(x, x), f_set(0.07135481627f), f_set(1.59576912161f));
@@ -633,6 +634,7 @@ void activate(int act, float threshold, float* gate, const float* up, int64_t n)
     case PI_FATRELU: return activate_as<PI_FATRELU>(threshold, gate, up, n);
     case PI_DRELU: return activate_as<PI_DRELU>(threshold, gate, up, n);
     case PI_GELU_TANH: return activate_as<PI_GELU_TANH>(threshold, gate, up, n);
+    case PI_SIGMOID: return activate_as<PI_SIGMOID>(threshold, gate, up, n);
   }
 }
 
@@ -969,6 +971,7 @@ void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scrat
 }  // namespace
 
 extern "C" const PiNeuronKernels PI_JOIN(pi_neurons_, PI_LEVEL);
+extern "C" const PiDeltaKernels PI_JOIN(pi_delta_, PI_LEVEL);
 
 namespace {
 
@@ -986,6 +989,7 @@ const PiKernels kernels = {
     {attention<KvF32<false>>, attention<KvF16<false>>, attention<KvQ8_0<false>>},
     {attention<KvF32<true>>, attention<KvF16<true>>, attention<KvQ8_0<true>>},
     &PI_JOIN(pi_neurons_, PI_LEVEL),
+    &PI_JOIN(pi_delta_, PI_LEVEL),
 };
 
 }  // namespace

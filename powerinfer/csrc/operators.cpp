@@ -233,6 +233,30 @@ class Attention : public Op {
   const int window_;
 };
 
+// attended *= sigmoid(w . norm(x)); each thread its columns.
+class GateAttended : public Op {
+ public:
+  GateAttended(Norm norm, std::shared_ptr<Matrix> w) : norm_(std::move(norm)), w_(std::move(w)) {}
+  const char* name() const override { return "attention_gate"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    const Program& p = here.p;
+    const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), norm_, w_->form());
+    here.product(*w_, acts, p.qkv, p.ldqkv, step.tokens);
+    const Columns mine(*w_, *here.w.pool, t.id);
+    for (int64_t i = 0; i < step.tokens; i++) {
+      float *gate = p.qkv + i * p.ldqkv + mine.c0, *row = p.attended + i * p.lda + mine.c0;
+      here.kernels->activate(PI_SIGMOID, 0, gate, row, mine.lanes());
+      memcpy(row, gate, (size_t)mine.n() * 4);
+    }
+    here.barrier();
+  }
+
+ private:
+  const Norm norm_;
+  const std::shared_ptr<Matrix> w_;
+};
+
 class Project : public Op {
  public:
   Project(std::shared_ptr<Matrix> w, Vector bias, Norm norm)
@@ -281,6 +305,14 @@ void Program::attention(int layer, int window) {
   check_layer(layer);
   check(window >= 0, "a negative window");
   add(std::make_shared<Attention>(sizes.heads[(size_t)layer], cache->layers[(size_t)layer], window));
+}
+
+void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {
+  check_layer(layer);
+  const int64_t width = sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim;
+  check(w->rows == width && w->k == sizes.d_model && ldqkv >= w->panels * PI_LANES, "the gate has a wrong shape");
+  check_norm(norm, sizes.d_model, "the attention norm");
+  add(std::make_shared<GateAttended>(std::move(norm), std::move(w)));
 }
 
 void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm) {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "delta_net.h"
+
 namespace {
 
 std::vector<Cache::Layer> lay_out(int type, const std::vector<std::pair<int64_t, int64_t>>& heads,
@@ -32,6 +34,13 @@ int64_t largest_of(const Cache& cache, const std::vector<int64_t>& heads, F f) {
   return found;
 }
 
+int64_t widest_row(const States* states) {
+  int64_t found = 0;
+  if (states)
+    for (const States::Layer& layer : states->layers) found = std::max(found, States::row(layer));
+  return found;
+}
+
 }  // namespace
 
 Cache::Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads, int64_t pages,
@@ -42,12 +51,16 @@ Cache::Cache(int type, const std::vector<std::pair<int64_t, int64_t>>& heads, in
       page_bytes(layers.back().at + layers.back().kv_heads * layers.back().head_bytes),
       memory_(pages * page_bytes) {}
 
-Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> cache_, Sizes s)
+Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> cache_, Sizes s,
+                 std::shared_ptr<States> states_)
     : sizes(std::move(s)),
       workspace(std::move(workspace_)),
       cache(std::move(cache_)),
+      states(std::move(states_)),
       ldx(pi_round_up(sizes.d_model, PI_LANES)),
-      ldqkv(largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; })),
+      ldqkv(std::max(
+          largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; }),
+          widest_row(states.get()))),
       lda(largest_of(*cache, sizes.heads,
                      [](auto& kv, int64_t q) { return pi_round_up(q * kv.value_dim(), PI_LANES); })),
       ldh(pi_round_up(std::max({sizes.d_ff, sizes.d_model, sizes.embed_dim}), 2 * PI_LANES)),
@@ -55,7 +68,7 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
   check(sizes.heads.size() == cache->layers.size(), "the cache has another number of layers than there are heads for");
   for (size_t i = 0; i < cache->layers.size(); i++) {
     const Cache::Layer& kv = cache->layers[i];
-    check(sizes.heads[i] > 0 && sizes.heads[i] % kv.kv_heads == 0,
+    check(sizes.heads[i] > 0 && (!kv.kv_heads || sizes.heads[i] % kv.kv_heads == 0),
           "the number of heads is not a multiple of the number of key/value heads");
     if (!kv.latents) workspace->reserve(sizes.max_tokens, sizes.heads[i] * kv.head_dim);
   }

@@ -16,7 +16,7 @@
 class Cache {
  public:
   struct Layer {
-    int64_t kv_heads, head_dim, head_pad;  // head_pad: head_dim in whole lanes
+    int64_t kv_heads, head_dim, head_pad;  // kv_heads: 0 where nothing is kept; head_pad: head_dim in whole lanes
     int64_t head_bytes, at;                // of a head in a page; where the layer begins in a page
     int64_t latents;                       // of a key, that are its value; 0: values are stored beside keys
     int64_t value_dim() const { return latents ? latents : head_dim; }
@@ -37,6 +37,7 @@ class Cache {
 struct Run {  // consecutive tokens of one sequence
   int64_t first, count, position;
   const int32_t* pages;
+  int64_t read_state = 0, state = 0;  // slots of the state before the run, not read at position 0, and after it
 };
 
 struct Step {
@@ -67,6 +68,9 @@ struct Sizes {
   std::vector<int64_t> heads;         // query heads of each layer of the cache
   int64_t embed_dim = d_model;        // width of the embedding and of the head's input
 };
+
+class States;
+struct DeltaNetSpec;
 
 struct EmbedInput {
   std::shared_ptr<Table> table, positions;  // positions may be null: nothing is added
@@ -103,7 +107,9 @@ class Predictor;
 
 class Program {
  public:
-  Program(std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, Sizes sizes);
+  // states: null where no layer has any.
+  Program(std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, Sizes sizes,
+          std::shared_ptr<States> states = nullptr);
   ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
@@ -117,6 +123,8 @@ class Program {
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
   void attention(int layer, int window);    // attended = softmax(q k) v
+  void delta_net(DeltaNetSpec spec);        // attended = Gated DeltaNet of norm(x), see delta_net.h
+  void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   // The same around `attention` of a layer with latents.
   void latent_input(LatentInput in);
@@ -151,6 +159,7 @@ class Program {
   const Sizes sizes;
   const std::shared_ptr<Workspace> workspace;
   const std::shared_ptr<Cache> cache;
+  const std::shared_ptr<States> states;
 
   // ---- For operators
   // The buffers that they share. Strides are padded to whole lanes. Rows of `gate` and `up` hold any row of the model:

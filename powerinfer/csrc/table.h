@@ -47,7 +47,8 @@ enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
 // on up; GELU_TANH is GELU in its approximation by tanh.
-enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_GELU_TANH, PI_N_ACTS };
+// SIGMOID is that of gates, and none of an FFN.
+enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_GELU_TANH, PI_N_ACTS, PI_SIGMOID = PI_N_ACTS };
 
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
 
@@ -257,6 +258,33 @@ struct PiNeuronKernels {
   int (*fires)(const float* x, int64_t n, float limit, uint16_t* bits);
 };
 
+// ---- Gated DeltaNet ------------------------------------------------------------------------------------------------
+// A state holds for each value head blocks of 16 columns, [block][key_dim][16] floats.
+
+// The gated delta rule over consecutive tokens of a sequence, for one value head. For each token
+//   state = decay * state;  state += key x (beta * (value - key . state));  out = query . state
+// Keys, queries and values are rows `ld` apart; out replaces the values; gates: [t][ldg], first decay, then, `to_beta`
+// further, beta. Reads the state `from`, null for zeros, and leaves the new one in `to`, which may be the same.
+struct PiDelta {
+  const float *query, *key, *gates;
+  float* value;
+  int64_t ld, ldg, to_beta;
+  const float* from;
+  float* to;
+  int64_t key_dim, tokens;
+};
+
+struct PiDeltaKernels {
+  // Columns [c0, c1) of the values, multiples of 16.
+  void (*rule)(const PiDelta*, int64_t c0, int64_t c1);
+  // x[t] = sum over j of w[j] * x[t - taps + 1 + j] for n channels, a multiple of 16, in place: rows `ld` apart,
+  // w [taps][ldw]. What precedes the first token is in `from` [taps - 1][lds], null for zeros; the inputs of the last
+  // tokens go to `to`, which may be the same. 2 to PI_MOST_TAPS taps.
+  void (*convolve)(float* x, int64_t ld, int64_t tokens, const float* w, int64_t ldw, int64_t taps, const float* from,
+                   float* to, int64_t lds, int64_t n);
+};
+enum { PI_MOST_TAPS = 8 };
+
 struct PiKernels {
   const char* name;
   void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
@@ -278,6 +306,7 @@ struct PiKernels {
   // The same where a value is the first head_dim numbers of its key.
   void (*latent_attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
   const PiNeuronKernels* neurons;
+  const PiDeltaKernels* delta;
 };
 
 // Bytes of one page of one kv head: keys [head_pad][32], values [32][head_pad], for Q8_0 followed by f16 scales

@@ -25,6 +25,7 @@ class Executor(Protocol):
 
     page_size: int  # tokens of a KV page
     n_pages: int  # pages of the whole KV cache
+    n_states: int  # slots for the states of sequences; 0: no layer has any
     max_tokens: int  # maximum tokens of one forward call
     vocab_size: int
     choices: dict[str, str]  # what was chosen (instruction set, threads, ...) and why, for people

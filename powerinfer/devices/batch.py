@@ -26,3 +26,7 @@ class Batch:
     rows: Int32  # [T] row of page_table of each token
     page_table: Int32  # [S, P] page ids, -1 where unused
     logit_rows: Int32  # [R] indices into tokens, ascending: whose logits are returned
+    # Of models whose layers keep a state for each sequence: its slot before the step, not read at position 0, and after
+    # it; [S], only those of rows with tokens count. None: every row has a slot of its own, which nobody else uses.
+    read_states: Int32 | None = None
+    states: Int32 | None = None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import (
     AttentionConfig,
+    DeltaNetConfig,
     EngineConfig,
     ExpertsConfig,
     LatentAttentionConfig,
@@ -23,6 +24,7 @@ from powerinfer.config import (
 )
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
+from powerinfer.devices.states import StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
@@ -165,6 +167,7 @@ class CpuExecutor:
         self._program = self._empty_program(engine, pages, room)
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
+        self._slots: tuple[NDArray[np.int32] | None, NDArray[np.int32] | None] = (None, None)  # of a step's states
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def _empty_program(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Program:
@@ -178,11 +181,18 @@ class CpuExecutor:
         self.n_pages = pages
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
         own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
+        self._states, self.n_states = None, 0
+        if config.states:  # their layers run on no other device
+            self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
+            self._states = StateMemory(config, self.n_states)
         cache = _native.Cache(
             engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
         )
         mib = cache.nbytes * bool(layers) >> 20
         self.choices["kv_cache"] = f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {mib} MiB ({reason})"
+        if self._states is not None:
+            each = state_bytes(config)
+            self.choices["states"] = f"{self.n_states} of {each / 2**20:.1f} MiB ({engine.max_batch} requests)"
         return _native.Program(
             self._workspace,
             cache,
@@ -191,6 +201,7 @@ class CpuExecutor:
             config.widest_ffn,
             [one.n_heads for one in own],
             config.embed_dim or config.d_model,
+            None if self._states is None else self._states.native,
         )
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
@@ -264,6 +275,36 @@ class CpuExecutor:
         rope = -1 if about.rope is None else self._ropes[about.rope]
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, about.scale)
         self._program.attention(own, about.window or 0)
+
+    def gate_attended(self, layer: int, norm: _native.Norm | None, matrix: _native.Matrix) -> None:
+        """attended *= sigmoid(matrix . norm(x))."""
+        self._program.gate_attended(layer - self.first_layer, norm, matrix)
+
+    def delta_net(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        matrices: Sequence[_native.Matrix],
+        *,
+        taps: Float32,
+        decay: Float32,
+        dt_bias: Float32,
+        out_norm: Float32,
+    ) -> None:
+        """attended = Gated DeltaNet of norm(x), with the state of each sequence.
+
+        matrices: of queries, keys, values, gate, beta, alpha. taps: float32 [taps, channels] of the convolution; decay,
+        dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); out_norm:
+        float32 [value_dim], of each value head.
+        """
+        about = self.config.layers[layer].attention
+        assert isinstance(about, DeltaNetConfig)
+        state = list(self.config.states).index(layer)
+        of_heads = _native.Norm(out_norm, self.config.norm_eps)
+        own = layer - self.first_layer
+        self._program.delta_net(
+            own, state, norm, matrices, taps, decay, dt_bias, of_heads, about.n_key_heads, about.tiled
+        )
 
     def latent_attention(
         self,
@@ -424,6 +465,8 @@ class CpuExecutor:
             self._run(batch, 0, self._program.size)
         else:
             self._run_observed(batch, self._observed)
+        if self._states is not None:
+            self._states.end(batch)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
@@ -445,7 +488,9 @@ class CpuExecutor:
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def _make_room(self, batch: Batch) -> None:
-        """For the logits of a batch."""
+        """For the logits of a batch, and for the states of its sequences."""
+        if self._states is not None:
+            self._slots = self._states.begin(batch)
         if len(batch.logit_rows) > len(self._logits):
             self._logits = np.empty((len(batch.logit_rows), self._logits.shape[1]), np.float32)
 
@@ -461,6 +506,7 @@ class CpuExecutor:
             first,
             last,
             self.vocab_size,
+            *self._slots,
         )
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
@@ -554,18 +600,8 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        for name in (
-            "_observed",
-            "_program",
-            "_ropes",
-            "ffns",
-            "_experts",
-            "parts",
-            "_pack",
-            "_workspace",
-            "_pool",
-            "_logits",
-        ):
+        names = "_observed _program _states _ropes ffns _experts parts _pack _workspace _pool _logits"
+        for name in names.split():
             self.__dict__.pop(name, None)
 
 
@@ -583,11 +619,13 @@ def choose_pages(
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
-    memory = available_memory() or 1 << 62
+    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config)
+    memory = max(0, (available_memory() or 1 << 62) - states)
     if one * page > memory:
+        beside = f" beside {states >> 20} MiB of states" if states else ""
         raise RequestError(
             f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are "
-            "free: lower --context or choose --kv-type q8_0"
+            f"free{beside}: lower --context{' or --max-batch' if states else ''} or choose --kv-type q8_0"
         )
     wanted = one * max(1, engine.max_batch)
     limit = max(one, memory // 4 // page) if page else wanted

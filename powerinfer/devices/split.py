@@ -29,6 +29,7 @@ class SplitExecutor:
         self.cpu = cpu
         self.gpu = gpu
         self.page_size = cpu.page_size
+        self.n_states = cpu.n_states
         self.n_pages = cpu.n_pages
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size

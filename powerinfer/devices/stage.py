@@ -62,6 +62,13 @@ def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
     return nbytes - nbytes % min(nbytes, _SEGMENT)
 
 
+def expert_buffer(nbytes: int, experts: int) -> int:
+    """Bytes of a buffer for whole experts of `nbytes`, of layers that have that number: half a layer at most."""
+    count = max(1, min(PIECE // nbytes, -(-experts // 2)))
+    size = count * nbytes + _PADDING
+    return -(-size // _SEGMENT) * _SEGMENT if size >= _SEGMENT else size
+
+
 class Stage:
     """Two buffers in RAM and two on the GPU, for the layers in turn.
 
@@ -86,6 +93,11 @@ class Stage:
             event.record(torch.cuda.current_stream(to))
         self._threads = min(_MOST_THREADS, usable_cores()[0])
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the arrays that a buffer holds, at most five of which do not fill a line."""
+        return self._size - _PADDING
 
     @property
     def nbytes(self) -> int:
@@ -120,10 +132,10 @@ class Stage:
         import torch
 
         kinds = torch.int32, torch.int32, torch.int32, torch.float32, torch.float32
-        for piece in pieces(layout, cold, self._size - _PADDING, BESIDE):
+        for piece in pieces(layout, cold, self.piece_bytes, BESIDE):
             index = cold.index[piece.first : piece.last]
             own = [None if bias is None else bias[index].astype(np.float32) for bias in biases[:2]]
-            with self._sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):
+            with self.sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):
                 at, group, shared, gate_bias, up_bias = (
                     None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
                 )
@@ -134,8 +146,8 @@ class Stage:
                 del neurons  # the next piece reuses their memory
 
     @contextmanager
-    def _sent(self, parts: Sequence[NDArray[Any] | None]) -> Iterator[list[Tensor | None]]:
-        """Arrays, one after another in a buffer on the GPU: their bytes there, within the context."""
+    def sent(self, parts: Sequence[NDArray[Any] | None]) -> Iterator[list[Tensor | None]]:
+        """Arrays, one after another in a buffer on the GPU, each at a line: their bytes there, within the context."""
         import torch
 
         slot, self._turn = self._turn, (self._turn + 1) % BUFFERS

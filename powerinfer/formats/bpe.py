@@ -8,7 +8,7 @@ spaces, so `re` gives the same words as the native engine. Tests check that both
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -33,31 +33,28 @@ def byte_values() -> dict[str, int]:
     return {char: byte for byte, char in enumerate(byte_alphabet())}
 
 
-def ascii_words(pattern: str, before: str | None, after: str | None) -> Callable[[str], list[str]]:
-    r"""A function that cuts ASCII text as the Unicode `pattern` does.
+def ascii_words(patterns: Sequence[str]) -> Callable[[str], list[str]]:
+    r"""A function that cuts ASCII text as the Unicode `patterns` do, one after the other: into what each matches
+    and what lies between.
 
-    The patterns may use \p{L}, \p{N}, \p{P}, \p{Lu} and the like and \s, each inside brackets only. What `before`
-    matches is cut out of the text first, what `after` matches out of the words in the end.
+    The patterns may use \p{L}, \p{N}, \p{P}, \p{Lu} and the like and \s, each inside brackets only.
     """
-    words = re.compile(_in_ascii(pattern)).findall
-    if not before and not after:
-        return words
-    cut, recut = _cutter(before), _cutter(after)
-    return lambda text: [piece for run in cut(text) for word in words(run) for piece in recut(word)]
+    cutters = [re.compile(f"({_in_ascii(pattern)})").split for pattern in patterns]
 
+    def words(text: str) -> list[str]:
+        pieces = [text]
+        for cut in cutters:
+            pieces = [piece for one in pieces for piece in cut(one) if piece]
+        return pieces
 
-def _cutter(pattern: str | None) -> Callable[[str], list[str]]:
-    """A function that cuts a text into what `pattern` matches and what lies between."""
-    if not pattern:
-        return lambda text: [text]
-    split = re.compile(f"({_in_ascii(pattern)})").split
-    return lambda text: [piece for piece in split(text) if piece]
+    return words
 
 
 def _in_ascii(pattern: str) -> str:
     """The pattern with its Unicode classes narrowed to ASCII."""
     upper, lower, none = "A-Z", "a-z", ""
     classes = {"L": upper + lower, "N": "0-9", "P": r"!-#%-*,-/:;?@\[-\]_{}"}
+    classes |= {"S": r"$+<=>\^`|~", "Han": "\u4e00"}
     classes |= {"Lu": upper, "Lt": none, "Lm": none, "Lo": none, "M": none, "Ll": lower}
     return re.sub(r"\\p\{(\w+)\}", lambda match: classes[match[1]], pattern).replace(r"\s", r"\t-\r ")
 

@@ -263,7 +263,7 @@ def _turned(tensor: StoredTensor) -> str:
     """The type of a matrix once it is transposed: blocks lie along the other axis then."""
     if tensor.type in FLOAT_TYPES:
         return tensor.type
-    return "Q8_0" if tensor.shape[0] % block_type("Q8_0").block == 0 and tensor.type != "F64" else "F32"
+    return "Q8_0" if tensor.shape[-2] % block_type("Q8_0").block == 0 and tensor.type != "F64" else "F32"
 
 
 def _fallback(tensor: StoredTensor) -> str:

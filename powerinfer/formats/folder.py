@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
+from powerinfer.config import ExpertsConfig, GatedAttentionConfig, LatentAttentionConfig, ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.folder_config import read_config
@@ -103,6 +103,20 @@ _MIXTRAL = {"router": "block_sparse_moe.gate"} | {
 _GLM_MOE = {"router_correction": "mlp.gate.e_score_correction"} | {
     f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
+_QWEN_DELTA = replace(
+    _QWEN_MOE,
+    inner=_QWEN_MOE.inner
+    | {"q_gate": "self_attn.q_proj", "delta_conv": "linear_attn.conv1d", "delta_o": "linear_attn.out_proj"}
+    | {f"delta_{name}": f"linear_attn.{name}" for name in ("decay", "dt", "norm")}
+    | {f"delta_{name}": f"linear_attn.in_proj_{name}" for name in "zba"}
+    | {f"delta_{name}": "linear_attn.in_proj_qkv" for name in "qkv"},
+)
+_EXPERTS_TOGETHER = {"experts_down": "mlp.experts.down_proj"} | dict.fromkeys(
+    ("experts_gate", "experts_up"), "mlp.experts.gate_up_proj"
+)
+_QWEN3_NEXT = {f"delta_{name}": "linear_attn.in_proj_qkvz" for name in "qkvz"} | {
+    f"delta_{name}": "linear_attn.in_proj_ba" for name in "ba"
+}
 _LATENT = {
     "q_a": "self_attn.q_a_proj",
     "q_a_norm": "self_attn.q_a_layernorm",
@@ -117,6 +131,8 @@ _GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
     for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
 }
 _NAMES = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN_DELTA),
+    "qwen3_next": replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _QWEN3_NEXT),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
@@ -133,21 +149,26 @@ _NAMES = {
     "olmo3": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
     "phi3": replace(_LLAMA, inner=_LLAMA.inner | _PHI3),
 }
-_NORMS_LESS_ONE = ("nemotron", "gemma3_text")
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
 _MAX_SHARDS = 1 << 12
 
 
-def _names(config: ModelConfig) -> Names:
+def _names(config: ModelConfig, stored: dict[str, RawTensor]) -> Names:
     layer = config.layers[0]
+    if config.architecture == "qwen3_5_moe_text" and "model.layers.0.mlp.experts.down_proj.weight" in stored:
+        return replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _EXPERTS_TOGETHER)
     if config.architecture == "falcon" and layer.parallel and not layer.shared_norm:
         return _FALCON_TWO_NORMS
     return _NAMES.get(config.architecture, _LLAMA)
 
 
-def _fused(config: ModelConfig) -> list[Fused]:
+def _fused(config: ModelConfig, names: Names) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
+    if config.architecture in _DELTA:
+        return _fused_delta(config, names)
     if isinstance(config.layers[0].attention, LatentAttentionConfig):
         return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads, flat=True)]
     if config.architecture in ("granitemoe", "granitemoeshared"):
@@ -156,6 +177,18 @@ def _fused(config: ModelConfig) -> list[Fused]:
         return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
     fused = config.architecture in ("phi3", "openelm")
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
+
+
+def _fused_delta(config: ModelConfig, names: Names) -> list[Fused]:
+    found = [Fused(("q", "q_gate"), one.n_heads) for one in config.attentions if isinstance(one, GatedAttentionConfig)]
+    ffn = config.layers[0].ffn
+    if isinstance(ffn, ExpertsConfig) and "{}" not in names("layers.0.experts_gate"):
+        found.append(Fused(("experts_gate", "experts_up"), ffn.n_experts))
+    inner = ("delta_q", "delta_k", "delta_v")
+    if config.architecture != "qwen3_next":
+        return [*found, Fused(inner)]
+    groups = [one.n_key_heads for one in config.states.values()][:1]
+    return [*found, *(Fused(one, n) for one in ((*inner, "delta_z"), ("delta_b", "delta_a")) for n in groups)]
 
 
 def open_folder(folder: Path) -> Source:
@@ -170,15 +203,21 @@ def open_folder(folder: Path) -> Source:
         stored = {f"model.{name}" if name.startswith("decoder.") else name: stored[name] for name in stored}
     if any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
         stored = dict(_of_experts(config, metadata, stored))
-    names = _names(config)
+    notes: list[str] = []
+    if config.architecture in _DELTA:
+        stored, notes = _of_delta(stored)
+    names = _names(config, stored)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
-    tensors = collect(config, stored, names, str(folder), extra, _fused(config))
+    tensors = collect(config, stored, names, str(folder), extra, _fused(config, names))
     if config.architecture in _NORMS_LESS_ONE:
         _add_one_to_norms(tensors, files)
-    source = Source("hf", folder, config, metadata, tensors, [config_file, *files])
+    for name in (f"layers.{layer}.delta_decay" for layer in config.states):
+        rates = -np.exp(tensors[name].gathered().float32())
+        tensors[name] = RawTensor("F32", rates.shape, rates.astype("<f4").view(np.uint8))
+    source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes)
     if not predictors:
         return source
     # The model's own code skips neurons whose predicted probability is at most a half.
@@ -202,12 +241,36 @@ def _of_experts(
         yield name, tensor
 
 
+_RENAMED = {".linear_attn.A_log": ".linear_attn.decay.weight", ".linear_attn.dt_bias": ".linear_attn.dt.bias"}
+
+
+def _of_delta(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
+    """The tensors of the text's part with the names and shapes of other layers, and notes on what is left out: pictures
+    and the prediction of further tokens."""
+    found: dict[str, RawTensor] = {}
+    pictures = 0
+    for name, tensor in stored.items():
+        if name.startswith(("model.visual.", "visual.")):
+            pictures += 1
+            continue
+        if name.startswith(("mtp.", "model.mtp.")):
+            continue
+        name = name.replace("model.language_model.", "model.", 1)
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
+        if name.endswith(".linear_attn.conv1d.weight") and len(tensor.shape) == 3 and tensor.shape[1] == 1:
+            tensor = RawTensor(tensor.type, (tensor.shape[0], tensor.shape[2]), tensor.data)
+        of_all = name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+        found[f"{name}.weight" if of_all else name] = tensor
+    return found, ["only text is read: the part for pictures is left out"] if pictures else []
+
+
 def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile]) -> None:
     """Some families' files keep the weights of their norms less one."""
     for file in files:
         file.check()
     for name, tensor in tensors.items():
-        if name.endswith("_norm"):
+        if name.endswith("_norm") and not name.endswith(".delta_norm"):
             values = tensor.gathered().float32() + np.float32(1)
             tensors[name] = RawTensor("F32", tensor.shape, values.astype("<f4").view(np.uint8))
 

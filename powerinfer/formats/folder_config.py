@@ -15,9 +15,12 @@ import numpy as np
 
 from powerinfer.config import (
     AttentionConfig,
+    AttentionKind,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
     FfnKind,
+    GatedAttentionConfig,
     LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
@@ -50,6 +53,9 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "GraniteForCausalLM": "granite",
@@ -58,6 +64,11 @@ ARCHITECTURES = {
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
+WITH_VISION = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Classes of models that also read pictures, whose part for text is one of ARCHITECTURES."""
 _OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 """`model_type` of folders that have the class of another family, whose layers they share."""
 
@@ -71,6 +82,7 @@ _WITH_OWN_CODE = (
 def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
     """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it is not supported."""
     where = str(folder / "config.json")
+    metadata = _text_part(metadata)
     architecture = _architecture(Fields(metadata, where))
     stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
     fields = Fields(_DEFAULTS.get(architecture, {}) | stated, where)
@@ -90,6 +102,16 @@ def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
         name=printable(folder.resolve().name),
     )
     return _READERS[architecture](fields, config, fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS))
+
+
+def _text_part(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of what reads text, in a model that also reads pictures."""
+    classes, text = metadata.get("architectures"), metadata.get("text_config")
+    name = classes[0] if type(classes) is list and len(classes) == 1 and type(classes[0]) is str else ""
+    if name not in WITH_VISION or type(text) is not dict:
+        return metadata
+    outer = {key: metadata[key] for key in ("tie_word_embeddings", "quantization_config") if key in metadata}
+    return text | outer | {"architectures": [WITH_VISION[name]]}
 
 
 def _architecture(fields: Fields) -> str:
@@ -122,12 +144,18 @@ def _replaced(code: Any, name: str | None) -> bool:
 # --- families --------------------------------------------------------------------------------------------------------
 # A reader gets the configuration without its layers, and adds them and the settings of the family.
 
+_WITH_PICTURES = ("qwen3_5_text", "qwen3_5_moe_text")
 _GATED = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
 _PLAIN = {"relu": "relu", "relu2": "relu2"}
 
 # Defaults of missing keys in the family's class, where families differ.
 _LLAMA = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _OLMO = {"vocab_size": 50304, "max_position_embeddings": 2048, "hidden_act": "silu", "sliding_window": 4096}
+_DELTA = {
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 256, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
 _GRANITE = _LLAMA | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -175,6 +203,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 10944, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    "qwen3_next": _DELTA | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
+    "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": _DELTA | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
     "deepseek_v2": _LLAMA | {
         "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "q_lora_rank": 1536,
@@ -403,7 +434,6 @@ def _mixtral(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
 
 
 def _qwen_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
-    """Experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers`."""
     third = config.architecture == "qwen3_moe"
     fields.only("use_sliding_window", False)
     heads = _heads(fields, config)
@@ -420,13 +450,49 @@ def _qwen_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
     if not third:
         shared = fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
         experts = replace(experts, shared_size=shared, shared_weight=True)
-    dense = FfnConfig(_ffn_size(fields), experts.activation)
+    kinds = _some_experts(fields, experts, n_layers)
+    return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
+
+
+def _some_experts(fields: Fields, experts: ExpertsConfig, n_layers: int) -> list[FfnKind]:
+    """Experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers`."""
     every = fields.integer("decoder_sparse_step", 1, layout.MAX_LAYERS, 1)
     without = fields.get("mlp_only_layers", None) or []
     if type(without) is not list or not all(type(layer) is int for layer in without):
         raise fields.bad("mlp_only_layers", f"is {shown(without)}, not a list of layers")
-    kinds = [dense if (layer + 1) % every or layer in without else experts for layer in range(n_layers)]
-    return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
+    dense = [bool((layer + 1) % every) or layer in without for layer in range(n_layers)]
+    return [FfnConfig(_ffn_size(fields), experts.activation) if one else experts for one in dense]
+
+
+def _qwen_delta(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Gated DeltaNet beside gated attention: Qwen3-Next, Qwen3.5 and Qwen3.6, with experts or without."""
+    fields.only("attention_bias", False)
+    heads = _heads(fields, config)
+    attention = GatedAttentionConfig(
+        **vars(replace(heads, rope=_rope(fields, config, heads, partial=0.25), qk_norm="head"))
+    )
+    delta = DeltaNetConfig(
+        fields.integer("linear_num_key_heads", 1, layout.MAX_HEADS),
+        fields.integer("linear_key_head_dim", 1, layout.MAX_HEAD_DIM),
+        fields.integer("linear_num_value_heads", 1, layout.MAX_HEADS),
+        fields.integer("linear_value_head_dim", 1, layout.MAX_HEAD_DIM),
+        fields.integer("linear_conv_kernel_dim", 1, layout.MAX_HEAD_DIM),
+    )
+    every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
+    kinds: dict[str, AttentionKind] = {_LINEAR: delta, _GLOBAL: attention}
+    ffns: list[FfnKind]
+    if config.architecture == "qwen3_5_text":
+        ffns = [FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED))] * n_layers
+    else:
+        if config.architecture == "qwen3_5_moe_text":
+            fields.only("norm_topk_prob", True)  # the class has no such switch
+        experts = _experts_of(
+            fields, "num_experts", "moe_intermediate_size", normalise=fields.flag("norm_topk_prob", True)
+        )
+        shared = fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
+        ffns = _some_experts(fields, replace(experts, shared_size=shared, shared_weight=True), n_layers)
+    types = _layer_types(fields, n_layers, every, _LINEAR)
+    return replace(config, layers=tuple(LayerConfig(kinds[one], ffn) for one, ffn in zip(types, ffns, strict=True)))
 
 
 def _olmoe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -565,6 +631,7 @@ _READERS = {
     "qwen3_moe": _qwen_moe,
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _qwen_delta),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _granite),
@@ -622,17 +689,20 @@ def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]
     return [window if kind == _LOCAL else None for kind in _layer_types(fields, layers)]
 
 
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL, _LOCAL, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def _layer_types(fields: Fields, layers: int, every: int = 1) -> list[str]:
-    """The kind of each layer's attention; every: without `layer_types`, every `every`-th layer is global."""
+def _layer_types(fields: Fields, layers: int, every: int = 1, other: str = _LOCAL) -> list[str]:
+    """The kind of each layer's attention: `other`, or global.
+
+    every: without `layer_types`, every `every`-th layer is global.
+    """
     kinds = fields.get("layer_types", None)
     if kinds is None:
-        return [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
+        return [other if (layer + 1) % every else _GLOBAL for layer in range(layers)]
     if type(kinds) is not list or len(kinds) != layers:
         raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
-    strange = [kind for kind in kinds if kind not in (_GLOBAL, _LOCAL)]
+    strange = [kind for kind in kinds if kind not in (_GLOBAL, other)]
     if strange:
         raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
     return kinds
@@ -684,6 +754,9 @@ def _rope(
     if type(values) is not dict:
         raise fields.bad("rope_parameters", f"is {shown(values)}, not an object")
     rope = Fields(values, f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}")
+    if config.architecture in _WITH_PICTURES:  # places in a picture; a text has one position in all three dimensions
+        for key in ("mrope_section", "mrope_interleaved"):
+            rope.get(key, None)
     dim = _rotated(fields, rope, heads.head_dim, partial)
     theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, theta)
     plain = RopeConfig(rope.number("rope_theta", 1.0001, layout.MAX_THETA, theta), dim)

@@ -16,9 +16,12 @@ import numpy as np
 from powerinfer.config import (
     ACTIVATIONS,
     AttentionConfig,
+    AttentionKind,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
     FfnKind,
+    GatedAttentionConfig,
     LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
@@ -45,6 +48,8 @@ class _Family:
     full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none;
+    delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
+    `DeltaNetConfig`.
     latent: attention is `LatentAttentionConfig`.
     """
 
@@ -62,6 +67,8 @@ class _Family:
     scales: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
+    delta: bool = False
+    tiled: bool = False
     latent: bool = False
 
     @property
@@ -84,6 +91,9 @@ ARCHITECTURES = {
     "qwen2moe": _Family("silu", qkv_bias=True, experts=_AS_THEY_ARE),
     "qwen3moe": _Family("silu", qk_norm="head", experts=_NORMALISED),
     "olmoe": _Family("silu", qk_norm="width", experts=_AS_THEY_ARE),
+    "qwen3next": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True),
+    "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
+    "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
     "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
     "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # DeepSeek-V2, V3, Kimi K2
     "granite": _Family("silu", interleaved=True, scales=True),
@@ -123,6 +133,16 @@ NAMES = Names(
         **{f"experts_{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
         **{f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
         "shared_weight": "ffn_gate_inp_shexp",
+        "q_gate": "attn_q",
+        **dict.fromkeys(("delta_q", "delta_k", "delta_v"), "attn_qkv"),
+        "delta_z": "attn_gate",
+        "delta_b": "ssm_beta",
+        "delta_a": "ssm_alpha",
+        "delta_conv": "ssm_conv1d",
+        "delta_decay": "ssm_a",
+        "delta_dt": "ssm_dt",
+        "delta_norm": "ssm_norm",
+        "delta_o": "ssm_out",
     },
 )
 _QKV = Fused(("q", "k", "v"))
@@ -151,17 +171,23 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
         read += [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)]
     left_out = set(read)
     return {
-        name: tensor for name, tensor in file.tensors.items() if name not in left_out and not name.startswith(beyond)
+        f"{name}.weight" if name.endswith(".ssm_a") else name: tensor
+        for name, tensor in file.tensors.items()
+        if name not in left_out and not name.startswith(beyond)
     }
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
     inner = dict(NAMES.inner)
+    if _somewhere(file, "ssm_ba"):
+        inner["delta_a"] = "ssm_ba"
+    if _somewhere(file, "ssm_in"):  # of the first files of Qwen3-Next
+        inner["delta_z"] = "ssm_in"
     for one in fused(file, config):
         own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b"}
         inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
-    if config.architecture == "glm4moe":
+    if config.architecture == "glm4moe" or ARCHITECTURES[config.architecture].delta:
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -171,10 +197,28 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     """The matrices that the file stores in one tensor."""
     family = ARCHITECTURES[config.architecture]
+    if family.delta:
+        return _fused_delta(file, config)
     if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
         return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True)]
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
     return [*qkv, *family.fused]
+
+
+def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
+    found = [Fused(("q", "q_gate"), one.n_heads) for one in config.attentions if isinstance(one, GatedAttentionConfig)]
+    heads = [one.n_key_heads for one in config.states.values()][:1]
+    inner = ("delta_q", "delta_k", "delta_v")
+    if _somewhere(file, "ssm_in"):
+        found += [Fused((*inner, "delta_z"), n) for n in heads]
+    else:
+        found += [Fused(inner)]
+    return found + [Fused(("delta_b", "delta_a"), n) for n in heads if _somewhere(file, "ssm_ba")]
+
+
+def _somewhere(file: GGUFFile, matrix: str) -> bool:
+    """Whether some layer has a matrix of that name."""
+    return any(name.endswith(f".{matrix}.weight") for name in file.tensors)
 
 
 def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
@@ -206,7 +250,7 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
-    if family.experts is not None:  # layers that only predict further tokens follow the model's own
+    if family.experts is not None or family.delta:  # layers that only predict further tokens follow the model's own
         n_layers -= fields.integer("nextn_predict_layers", 0, n_layers - 1, 0)
     names = file.tensors
     if "token_embd.weight" not in names:
@@ -275,18 +319,45 @@ def _layers(
         "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
         "scale": _scale(fields, family, architecture, heads),
     }
+    plain = [
+        replace(own, rope=rope if window is None else local, window=window, **shared)
+        for own, window in zip(heads, _windows(fields, n_layers, family), strict=True)
+    ]
+    every = _delta(fields, family, plain) if family.delta else plain
     return tuple(
         LayerConfig(
-            replace(own, rope=rope if window is None else local, window=window, **shared),
+            attention,
             ffn,
             norms=family.norms,
             parallel=falcon,
             shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
         )
-        for own, ffn, window in zip(
-            heads, _ffns(file, fields, family, n_layers), _windows(fields, n_layers, family), strict=True
-        )
+        for attention, ffn in zip(every, _ffns(file, fields, family, n_layers), strict=True)
     )
+
+
+def _delta(fields: Fields, family: _Family, heads: list[AttentionConfig]) -> list[AttentionKind]:
+    """Gated DeltaNet where the file says, else in three layers of four; gated attention with these heads elsewhere."""
+    values = fields.integer("ssm.time_step_rank", 1, layout.MAX_HEADS)
+    width = fields.integer("ssm.inner_size", values, layout.MAX_WIDTH)
+    if width % values:
+        raise fields.bad("ssm.inner_size", f"is {width}, which {values} heads do not divide")
+    delta = DeltaNetConfig(
+        fields.integer("ssm.group_count", 1, layout.MAX_HEADS),
+        fields.integer("ssm.state_size", 1, layout.MAX_HEAD_DIM),
+        values,
+        width // values,
+        fields.integer("ssm.conv_kernel", 1, layout.MAX_HEAD_DIM),
+        family.tiled,
+    )
+    fields.get("rope.dimension_sections", None)  # of a picture's positions: in a text they are all the same
+    every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
+    stated: Any = fields.get("attention.recurrent_layers", None)
+    recurrent = [bool((layer + 1) % every) for layer in range(len(heads))] if stated is None else stated
+    if type(recurrent) is not list or len(recurrent) < len(heads) or not all(type(one) is bool for one in recurrent):
+        raise fields.bad("attention.recurrent_layers", f"is {shown(stated)}, not a truth value for every layer")
+    gated = [GatedAttentionConfig(**vars(own)) for own in heads]
+    return [delta if keeps else own for own, keeps in zip(gated, recurrent[: len(heads)], strict=True)]
 
 
 def _latent_layers(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> tuple[LayerConfig, ...]:
@@ -318,7 +389,7 @@ def _latent_layers(file: GGUFFile, fields: Fields, family: _Family, n_layers: in
         value,
         rope,
         gain * query**-0.5,
-        fields.integer("attention.q_lora_rank", 1, layout.MAX_WIDTH, None),
+        fields.integer("attention.q_lora_rank", 0, layout.MAX_WIDTH, 0) or None,
         _epsilon(fields, family, ""),
     )
     return tuple(LayerConfig(attention, ffn) for ffn in _ffns(file, fields, family, n_layers))
@@ -341,7 +412,8 @@ def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> lis
     """The FFN of each layer; layers with a router have experts."""
     activation, threshold = _activation(fields, family)
     bias = "blk.0.ffn_up.bias" in file.tensors
-    sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH)
+    default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
+    sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
     ffns: list[FfnKind] = [FfnConfig(size, activation, threshold, family.gated, bias) for size in sizes]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
         fields.only("expert_count", 0)

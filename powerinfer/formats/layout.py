@@ -26,7 +26,8 @@ read, for their sums."""
 def matrix_names(config: ModelConfig) -> Iterator[str]:
     """Canonical names of the matrices: those of the layers, and around them what is a tensor of its own."""
     for layer in range(config.n_layers):
-        yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if len(shape) > 1)
+        parts = (name for name, shape in _parts(config, layer) if len(shape) > 1 and name != "delta_conv")
+        yield from (f"layers.{layer}.{name}" for name in parts)
     if config.embed_dim:
         yield from ("project_in", "project_out")
     if not config.tied_embeddings:

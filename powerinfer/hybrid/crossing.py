@@ -11,12 +11,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.step import Step
+from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.prepared import prepared_folder
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
-    from powerinfer.hybrid.ffn import HybridFfn
     from powerinfer.hybrid.resolve import Resolved
 
 KIND = "crossings"
@@ -41,6 +40,17 @@ GAIN = 0.95
 """Streaming must take less than this share of the CPU's time."""
 
 _CALLS = 3  # one after another, like the layers of a model
+
+
+class Streamed(Protocol):
+    """An FFN of parts whose cold neurons, or experts, can be streamed. on_input: as of `HybridFfn`."""
+
+    on_input: Callable[[Tensor], None] | None
+
+    @property
+    def cold_bytes(self) -> int: ...
+    def begin(self) -> list[Operator]: ...
+    def finish(self) -> list[Operator]: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
 def settle(
     stage: Stage,
     executor: SplitExecutor,
-    ffns: Sequence[HybridFfn],
+    ffns: Sequence[Streamed],
     resolved: Resolved,
     sample: Callable[[], Sequence[int]],
     progress: Progress = silent,
@@ -121,11 +131,11 @@ def settle(
     executor.choices["prefill"] = f"{found}, {how}"
 
 
-def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], sample: Sequence[int]) -> Crossing:
-    """Time the layer with the most cold neurons, both ways. The stage is off afterwards."""
+def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sample: Sequence[int]) -> Crossing:
+    """Time the layer that has most on the CPU, both ways. The stage is off afterwards."""
     import torch
 
-    ffn = max(ffns, key=lambda one: len(one.cold))
+    ffn = max(ffns, key=lambda one: one.cold_bytes)
     device = executor.gpu.device
     cuda = device.type == "cuda"
 
@@ -162,7 +172,7 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridFfn], s
             stage.least = None
 
 
-def _inputs(executor: SplitExecutor, ffn: HybridFfn, sample: Sequence[int]) -> Tensor:
+def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> Tensor:
     """The input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
     seen: list[Tensor] = []
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)

@@ -8,12 +8,15 @@ For each layer of a step:
 The router runs on the GPU alone, so both devices agree on each token's experts and their weights. An expert is on one
 device; a token's experts there are added up in their order, on each device by itself. Where experts are placed changes
 only how the sum is rounded.
+
+For a long prompt, whose tokens select nearly all experts, the GPU computes the cold ones too: they stream to it from
+the model's file, through the buffers of devices/stage.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +27,11 @@ from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor, ExpertSum
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
+from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
+from powerinfer.errors import RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu, gpu_experts
@@ -60,9 +65,10 @@ class HybridExperts:
         hot: Indices,
         *,
         movable: bool = False,
+        stage: Stage | None = None,
     ) -> None:
-        """movable: `swap` is to be called; the tensors are kept for it. PowerInferError if a device runs out of
-        memory."""
+        """movable: `swap` is to be called; stage: streams cold experts to the GPU for long prompts. RequestError where
+        experts cannot be swapped, PowerInferError if a device runs out of memory."""
         assert layers.link is not None
         about = cpu.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
@@ -71,10 +77,16 @@ class HybridExperts:
         self._layers = layers
         self._link = layers.link
         self._top_k = about.router.top_k
-        self._tensors: list[RawTensor] | None = None
+        self.on_input: Callable[[Tensor], None] | None = None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
-            self._place(cpu, [tensor.gathered() for tensor in weights.experts()], hot, movable)
+            tensors = [tensor.gathered() for tensor in weights.experts()]
+            self._place(cpu, tensors, hot)
+        # Views of the model's file: no memory of their own.
+        self._tensors = tensors if all(map(in_file, tensors)) else None
+        if movable and self._tensors is None:
+            raise RequestError("--adjust needs experts as a GGUF file has them, neither a folder nor --quantize")
+        self.stage = stage if stage is not None and self._tensors is not None else None
         self.clear()
 
     def _upload(self, weights: ExpertWeights) -> None:
@@ -94,7 +106,7 @@ class HybridExperts:
             inputs, output = Matrices(first, [None] * len(first), device), Matrices([down], [None], device)
             self._shared = inputs, output
 
-    def _place(self, cpu: CpuExecutor, tensors: list[RawTensor], hot: Indices, movable: bool) -> None:
+    def _place(self, cpu: CpuExecutor, tensors: list[RawTensor], hot: Indices) -> None:
         """Each expert on its device, and only there."""
         import torch
 
@@ -111,7 +123,6 @@ class HybridExperts:
         self._cold_place = np.full(n, -1, np.int32)
         self._cold_place[self.cold] = np.arange(len(self.cold))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
-        self._tensors = tensors if movable else None
 
     def swap(self, leave: Indices, come: Indices) -> None:
         """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs."""
@@ -132,6 +143,8 @@ class HybridExperts:
 
     def close(self) -> None:
         """Free both parts, and the buffers that are shared with others."""
+        if self.stage is not None:
+            self.stage.close()
         for name in ("_gpu_part", "_cpu_part", "_router", "_shared", "_link", "_layers", "_tensors", "_slots"):
             self.__dict__.pop(name, None)
 
@@ -154,7 +167,7 @@ class HybridExperts:
         operators = [Operator("router", self.layer, self._select)]
         if len(self.cold):
             operators.append(Operator("copy out", self.layer, self._send))
-            operators.append(Operator("mark", self.layer, lambda step: self._link.mark(), static=False))
+            operators.append(Operator("mark", self.layer, self._mark, static=False))
         return operators
 
     def finish(self) -> list[Operator]:
@@ -175,8 +188,20 @@ class HybridExperts:
         logits = gpu.linear(self._router, step.read)
         gpu_experts.route(logits, self.about.router, self._correction, experts, weights)
 
+    def _streams(self, step: Step) -> bool:
+        """Whether the GPU computes the cold experts too."""
+        return self.stage is not None and self.stage.takes(len(step.x))
+
     def _send(self, step: Step) -> None:
-        self._link.send(len(step.x), EXPERT_BYTES * self._top_k)
+        if not self._streams(step):
+            self._link.send(len(step.x), EXPERT_BYTES * self._top_k)
+
+    def _mark(self, step: Step) -> None:
+        if self.on_input is not None:
+            assert step.read is not None
+            self.on_input(step.read)
+        if not self._streams(step):
+            self._link.mark()
 
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
@@ -200,6 +225,10 @@ class HybridExperts:
 
     def _sum_cold(self, step: Step) -> None:
         """Write the CPU's sum to the link's buffer; zeros if no cold expert is selected."""
+        if self._streams(step):
+            with span(self._layers.trace, "gpu", "streamed experts", self.layer):
+                self._stream_cold(step)
+            return
         assert self._cpu_part is not None
         begin = time.perf_counter()
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
@@ -216,8 +245,32 @@ class HybridExperts:
         self.jobs += job
         self._seconds += waited - begin, time.perf_counter() - waited
 
+    def _stream_cold(self, step: Step) -> None:
+        """Add the sum of the cold experts, some of which are on the GPU at a time."""
+        import torch
+
+        assert self.stage is not None and self._tensors is not None and step.read is not None
+        experts, weights = self._link.experts(len(step.x), self._top_k)
+        each = sum(_one(tensor, 0).nbytes for tensor in self._tensors)
+        count = max(1, self.stage.piece_bytes // each)
+        for first in range(0, len(self.cold), count):
+            own = self.cold[first : first + count]
+            places = np.full(self.about.n_experts, -1, np.int32)
+            places[own] = np.arange(len(own))
+            parts = [np.asarray(places.view(np.uint8))]
+            for tensor in self._tensors:
+                parts += [_one(tensor, expert).data for expert in own]
+            with self.stage.sent(parts) as (of_places, *sent):
+                assert of_places is not None
+                slots = of_places.view(torch.int32)[experts.long()]
+                joined = [_joined(sent[at * len(own) : (at + 1) * len(own)]) for at in range(len(self._tensors))]
+                piece = gpu_experts.from_rows(self.about, self._tensors, joined, len(own))
+                step.add_part(gpu_experts.expert_sum(piece, step.read, slots, weights))
+                del piece  # the next one reuses its memory
+
     def _add_cold(self, step: Step) -> None:
-        self._link.add_back(step.target)
+        if not self._streams(step):
+            self._link.add_back(step.target)
         step.normed = None
 
     # ---------------------------------------------------------------- counters, of layers with cold experts
@@ -229,6 +282,25 @@ class HybridExperts:
         self.recent = np.zeros(self.about.n_experts)
         self.tokens = self.steps = self.jobs = 0
         self._seconds = np.zeros(2)
+
+
+def in_file(tensor: RawTensor) -> bool:
+    """Whether a tensor's bytes are the mapped file's, not a copy."""
+    data: Any = tensor.data
+    while isinstance(data, np.ndarray):
+        data = data.base
+    return data is not None
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor:
+    """Parts that lie one behind the other in a buffer, as one; else a copy."""
+    import torch
+
+    own = [part for part in parts if part is not None]
+    size, first = own[0].nbytes, own[0]
+    if all(part.data_ptr() == first.data_ptr() + at * size for at, part in enumerate(own)):
+        return first.as_strided((len(own) * size,), (1,))
+    return torch.cat(own)
 
 
 def _some(tensor: RawTensor, index: Indices) -> RawTensor:
@@ -248,25 +320,28 @@ class ExpertSplit:
     """How the experts of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
 
     hot: of each layer of the model, the experts on the GPU, int32 (of layers without experts: none); movable: they may
-    be swapped. ffns: those made so far.
+    be swapped; stage: as for `HybridExperts`. ffns: those made so far.
     """
 
     hot: Sequence[Indices]
     movable: bool = False
+    stage: Stage | None = None
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: ExpertWeights) -> HybridExperts:
         """PowerInferError if a device runs out of memory."""
-        ffn = HybridExperts(layer, cpu, layers, given, self.hot[layer], movable=self.movable)
+        ffn = HybridExperts(layer, cpu, layers, given, self.hot[layer], movable=self.movable, stage=self.stage)
         self.ffns.append(ffn)
         return ffn
 
     def close(self) -> None:
-        """Free the FFNs made so far. May be called twice."""
+        """Free the FFNs made so far, and the stage. May be called twice."""
         for ffn in self.ffns:
             ffn.close()
         self.ffns.clear()
+        if self.stage is not None:
+            self.stage.close()
 
 
 class ExpertSparsity(Sparsity):

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
-from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_layers, without_gpu
+from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.stage import Stage
+    from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
+    from powerinfer.neurons import Indices
     from powerinfer.placement.plan import Plan
 
 Sample = Callable[[], Sequence[int]]
@@ -54,7 +57,11 @@ def load_resolved(
 
 def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     """What to load instead: fewer whole layers or, with `--gpu auto`, none. The problem again if there is nothing."""
-    fewer = with_fewer_layers(resolved) if resolved.plan is None else None
+    fewer = None
+    if resolved.experts is not None:
+        fewer = with_fewer_experts(resolved)
+    elif resolved.plan is None:
+        fewer = with_fewer_layers(resolved)
     if fewer is not None:
         return fewer
     if resolved.engine.gpu != "auto" or resolved.engine.adjust:
@@ -108,6 +115,8 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
 def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
+    if resolved.experts is not None:
+        return _load_experts(resolved, resolved.experts, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
 
     executor = load_split(resolved, None, progress)
@@ -150,6 +159,31 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
     return executor, sparsity
 
 
+def _load_experts(
+    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
+) -> tuple[SplitExecutor, Sparsity]:
+    from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit
+    from powerinfer.hybrid.vram import hold_budget
+
+    split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging))
+    try:
+        executor = load_split(resolved, split, progress)
+    except BaseException:
+        split.close()
+        raise
+    executor.choices["gpu"] += f", {resolved.why}"
+    try:
+        settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle)
+    except BaseException:
+        executor.close()
+        raise
+    sparsity = ExpertSparsity(executor, split.ffns)
+    sparsity.clear()  # counts of the measurements
+    executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
+    return executor, sparsity
+
+
 def _load_planned(
     resolved: Resolved, attempt: Attempt, progress: Progress
 ) -> tuple[SplitExecutor, NeuronSplit, Attempt]:
@@ -171,29 +205,39 @@ def _load_planned(
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
     """The neurons of the GPU's layers, where the plan places them."""
-    from powerinfer.devices.stage import Stage
-    from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.hybrid.ffn import NeuronSplit
 
     selection = resolved.selection
-    assert selection.bundles is not None and resolved.gpu is not None
-    stage = None
-    if plan.staging:
-        with gpu_failures("making room for prompts", "give less --vram"):
-            stage = Stage(choose_device(resolved.gpu), plan.staging)
+    assert selection.bundles is not None
+    stage = _stage(resolved, plan.staging)
     placement = plan.placement(plan.request.profile)
     return NeuronSplit(selection.bundles, placement, selection.threshold, selection.predictors, stage)
 
 
+def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
+    """Buffers of that size for long prompts; 0: none."""
+    from powerinfer.devices.stage import Stage
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
+
+    if not nbytes:
+        return None
+    assert resolved.gpu is not None
+    with gpu_failures("making room for prompts", "give less --vram"):
+        return Stage(choose_device(resolved.gpu), nbytes)
+
+
 def _settle_prompts(
-    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit, sample: Sample, progress: Progress
+    executor: SplitExecutor, resolved: Resolved, split: NeuronSplit | ExpertSplit, sample: Sample, progress: Progress
 ) -> None:
     """Measure the crossing, if cold neurons can be streamed. GpuMemoryError if the GPU has too little memory for it."""
     from powerinfer.hybrid.crossing import settle
 
     if not any(len(ffn.cold) for ffn in split.ffns):
         return
-    if split.stage is not None:
+    if split.stage is not None and all(ffn.stage is not None for ffn in split.ffns):
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
     else:
-        executor.choices["prefill"] = "the CPU computes cold neurons (no room, or no long steps, to stream them)"
+        why = "no room, or no long steps, to stream them"
+        if split.stage is not None:
+            why = "they are not as a GGUF file has them"
+        executor.choices["prefill"] = f"the CPU computes what is cold ({why})"

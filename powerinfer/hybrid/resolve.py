@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
+from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
 
@@ -37,9 +40,11 @@ class Resolved:
 
     selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
-    head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. pages: of the KV cache on
-    every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
-    limit in bytes on the GPU without the driver, None: the device's memory.
+    head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. experts: for each layer those
+    on the GPU, None: the model has none, or they are not split; staging: bytes of a buffer that streams the others
+    there for long prompts, 0: none. pages: of the KV cache on every device, None: as many as fit into the CPU's
+    memory; kv_room: their limit in bytes then, None: no limit. vram: limit in bytes on the GPU without the driver,
+    None: the device's memory.
     """
 
     checkpoint: Checkpoint
@@ -50,6 +55,8 @@ class Resolved:
     gpu_layers: int = 0
     gpu_head: bool = False
     plan: Plan | None = None
+    experts: tuple[Indices, ...] | None = None
+    staging: int = 0
     pages: int | None = None
     kv_room: int | None = None
     vram: int | None = None
@@ -63,8 +70,8 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     PowerInferError when a GPU that was requested by name cannot be used.
     """
     resolved = _resolve(checkpoint, engine, progress, say)
-    if engine.adjust and resolved.plan is None:
-        raise RequestError("--adjust is for models whose neurons are split between a GPU and the CPU")
+    if engine.adjust and resolved.plan is None and resolved.experts is None:
+        raise RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
     return resolved
 
 
@@ -110,8 +117,9 @@ def needs(resolved: Resolved) -> Needs:
         return Needs(_ram_bytes(model, engine, selection), _kv_bytes(model, engine))
     hardware, work = measured(engine, gpu=resolved.gpu), _workload(model, engine, "all")
     layers, head = resolved.gpu_layers, resolved.gpu_head
-    ram = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
-    return Needs(ram, 0, sum(on_gpu(model, hardware, work, layers, head, dense=True).values()))
+    slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
+    ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots).values())
+    return Needs(ram, 0, sum(on_gpu(model, hardware, work, layers, head, True, slots).values()))
 
 
 def without_gpu(resolved: Resolved, why: str) -> Resolved:
@@ -136,6 +144,15 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
         model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
         _check_ram(resolved.engine, model, measured(resolved.engine, gpu=resolved.gpu), layers, False)
     return replace(resolved, gpu_layers=layers, gpu_head=False)
+
+
+def with_fewer_experts(resolved: Resolved) -> Resolved | None:
+    """With an eighth fewer on the GPU, at least one of each layer; None if there are none."""
+    assert resolved.experts is not None
+    if not any(len(own) for own in resolved.experts):
+        return None
+    fewer = tuple(own[: len(own) * 7 // 8] for own in resolved.experts)
+    return replace(resolved, experts=fewer)
 
 
 # ---------------------------------------------------------------- the CPU alone
@@ -240,7 +257,10 @@ def _beside_gpu(
     resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages)
     place: Callable[[Hardware], Resolved | str]
     check: Callable[[Hardware], object]
-    if selection.bundles is None:
+    if any(model.n_experts):
+        of_experts = _planned(resolved, model)
+        place, check = partial(_split_experts, resolved, of_experts), lambda memories: of_experts(memories).claims()
+    elif selection.bundles is None:
         place = check = partial(_whole_layers, resolved, model)
     else:
         request = _planned(resolved, model)
@@ -283,11 +303,14 @@ def _check_ram(engine: EngineConfig, model: Model, hardware: Hardware, layers: i
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
     """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
     from powerinfer.formats.profile_file import open_profile
-    from powerinfer.placement.request import Subject, on_named_gpu
+    from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
     from powerinfer.system import available_memory
 
-    profile = open_profile(resolved.checkpoint, resolved.engine.prepared)
-    subject = Subject(model, profile, resolved.selection.selector)
+    if any(model.n_experts):
+        subject = expert_subject(model, resolved.checkpoint, resolved.engine.prepared)
+    else:
+        profile = open_profile(resolved.checkpoint, resolved.engine.prepared)
+        subject = Subject(model, profile, resolved.selection.selector)
     engine = replace(resolved.engine, gpu=str(resolved.gpu))
 
     def request(hardware: Hardware) -> PlanRequest:
@@ -317,3 +340,23 @@ def _split_neurons(
         )
     why = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
     return replace(resolved, gpu_layers=plan.claims.gpu_layers, gpu_head=plan.claims.gpu_head, plan=plan, why=why)
+
+
+def _split_experts(
+    resolved: Resolved, request: Callable[[Hardware], PlanRequest], hardware: Hardware
+) -> Resolved | str:
+    """A plan that places experts; the reason if that is slower than the CPU alone."""
+    from powerinfer.placement.plan import make_plan
+
+    plan = make_plan(request(hardware))
+    claims = plan.claims
+    if claims.slots is None:
+        return plan.reasons[0]
+    known = plan.request.frequencies
+    hot = []
+    for layer, n in enumerate(claims.slots):
+        order = np.arange(n) if known is None or layer not in known else np.argsort(-known[layer], kind="stable")[:n]
+        hot.append(order.astype(np.int32))
+    why = f"{sum(claims.slots)} of {sum(plan.request.model.n_experts)} experts"
+    placed = replace(resolved, gpu_layers=claims.gpu_layers, gpu_head=claims.gpu_head, why=why)
+    return replace(placed, experts=tuple(hot), staging=claims.staging)

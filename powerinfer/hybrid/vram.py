@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.formats.json_file import Between
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.resolve import Resolved
     from powerinfer.placement.plan import Plan
@@ -149,7 +150,7 @@ def hold_budget(
     requests: int,
     vram: int | None,
     attempt: Attempt = Attempt(),
-    split: NeuronSplit | None = None,
+    split: NeuronSplit | ExpertSplit | None = None,
     *,
     earlier: int | None = None,
     settle: Callable[[], None] = lambda: None,
@@ -158,14 +159,14 @@ def hold_budget(
 
     The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. attempt:
     the plan so far; earlier: what was measured with it, None: nothing. If that is something else than now, neurons also
-    move to the GPU, once, if there is room for more. split: the placed neurons, None: there are none to move. settle:
-    what else must run, at the end. Returns what fits.
+    move to the GPU, once, if there is room for more. split: the placed neurons of a plan, or experts, which do not
+    move; None: there are neither. settle: what else must run, at the end. Returns what fits.
     GpuMemoryError, with what would help, if the budget cannot be kept.
     """
     while True:
         try:
             if attempt.plan is not None and split is not None:
-                _move(split, attempt.plan)
+                _move(cast("NeuronSplit", split), attempt.plan)
             used = _rehearsal(executor, requests, split)
             lacking = _lacking(used, split, vram)
             other = attempt.after_steps(used, lacking, earlier)
@@ -184,7 +185,7 @@ def hold_budget(
         attempt = other
 
 
-def _lacking(used: int | None, split: NeuronSplit | None, vram: int | None) -> int:
+def _lacking(used: int | None, split: NeuronSplit | ExpertSplit | None, vram: int | None) -> int:
     """Bytes beyond the limit; 0 or less where it is kept, or not known."""
     if used is None or vram is None:
         return 0
@@ -248,7 +249,7 @@ def _working(plan: Plan, used: int) -> int:
     return max(0, working)
 
 
-def _rehearsal(executor: SplitExecutor, requests: int, split: NeuronSplit | None) -> int | None:
+def _rehearsal(executor: SplitExecutor, requests: int, split: NeuronSplit | ExpertSplit | None) -> int | None:
     """`rehearsed`; what streaming neurons passes on is part of the largest steps."""
     stage = None if split is None else split.stage
     if stage is None:
@@ -268,7 +269,7 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     return sum(executor.gpu.memory().values())
 
 
-def _neuron_bytes(split: NeuronSplit) -> int:
+def _neuron_bytes(split: NeuronSplit | ExpertSplit) -> int:
     """Bytes of hot neurons, predictors and staging buffers on the GPU."""
     return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
 

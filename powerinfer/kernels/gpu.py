@@ -117,6 +117,25 @@ def upload_together(parts: Sequence[tuple[RawTensor, NDArray[np.int32] | None]],
     return weight
 
 
+def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
+    """A weight of a type of `GPU_TYPES` from rows as a file stores them: uint8 on the device."""
+    import torch
+
+    if kind in FLOAT_TYPES:
+        return Weight(kind, rows, k, raw.view(_dtypes()[kind]).view(rows, k))
+    blocks = raw.view(rows, k // 32, block_type(kind).nbytes)
+    scales, codes = blocks[..., :2].contiguous().view(torch.float16).view(rows, -1), blocks[..., 2:]
+    if kind == "Q8_0":
+        return Weight(kind, rows, k, codes.contiguous().view(torch.int8).view(rows, k), scales)
+    return Weight(kind, rows, k, (codes ^ int(_SIGNS)).view(rows, k // 2), scales)
+
+
+def _dtypes() -> dict[str, Any]:
+    import torch
+
+    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def overwrite(weight: Weight, at: int, tensor: RawTensor) -> None:
     """Rows of a weight from `at` on become those of a tensor [rows, k] of a type that gets the weight's."""
     assert (gpu_type(tensor.type, tensor.shape[1]), tensor.shape[1]) == (weight.type, weight.k)
@@ -167,8 +186,7 @@ def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
         return torch.empty((rows, columns), dtype=dtype, device=device)
 
     if kind in FLOAT_TYPES:
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
-        return Weight(kind, rows, k, new(k, dtype))
+        return Weight(kind, rows, k, new(k, _dtypes()[kind]))
     scales = new(k // 32, torch.float16) if kind != "Q4_0X32" else None
     return Weight(kind, rows, k, new(k, torch.int8) if kind == "Q8_0" else new(k // 2, torch.uint8), scales)
 

@@ -33,6 +33,17 @@ def replace(experts: Experts, slot: int, matrices: Sequence[RawTensor]) -> None:
         gpu.overwrite(weight, slot * tensor.shape[0], tensor)
 
 
+def from_rows(about: ExpertsConfig, tensors: Sequence[RawTensor], parts: Sequence[Tensor], n: int) -> Experts:
+    """n experts from their bytes on the device, as the file stores them, one behind the other. tensors: as of
+    `resident`, of a type of `GPU_TYPES`; parts: uint8, of each matrix."""
+    weights = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        _, rows, cols = tensor.shape
+        weights.append(gpu.stored(tensor.type, n * rows, cols, part))
+    *gate, up, down = weights
+    return Experts(n, about.size, gate[0] if gate else None, up, down, about.activation, about.threshold)
+
+
 def _slots(tensor: RawTensor, index: Indices, device: Any) -> Weight:
     n, rows, cols = tensor.shape
     row_map: Indices = (index[:, None] * rows + np.arange(rows, dtype=np.int32)).reshape(-1).astype(np.int32)

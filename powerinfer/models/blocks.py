@@ -6,13 +6,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, LatentAttentionConfig
+from powerinfer.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    ExpertsConfig,
+    FfnConfig,
+    GatedAttentionConfig,
+    LatentAttentionConfig,
+)
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Vector, vector
+from powerinfer.models.delta_net import attend_gated, project_remembered, remember
 from powerinfer.models.experts import sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
@@ -58,6 +66,8 @@ class AttentionWiring(NamedTuple):
 
 ATTENTIONS: dict[type, AttentionWiring] = {
     AttentionConfig: AttentionWiring(attend, project),
+    GatedAttentionConfig: AttentionWiring(attend_gated, project),
+    DeltaNetConfig: AttentionWiring(remember, project_remembered),
     LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
 }
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""

@@ -16,14 +16,16 @@ both do not fit, only the bundles are kept.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes
+from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
+from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
 
@@ -34,11 +36,15 @@ RUNTIME_BYTES = 80 << 20
 STAGED = 16
 """Staging gets at most 1/STAGED of the room for neurons on a GPU."""
 
+EXPERT_STAGED = 8
+"""Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
+
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
-attention, predictor, head, kv, panels (dense matrices of FFNs in RAM), ffn (neurons, or dense FFNs on a GPU)."""
+attention, predictor, head, kv (with the states of sequences), panels (dense matrices of FFNs in RAM), ffn (neurons, or
+dense FFNs on a GPU), experts (those that are on either device of layers on a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Claims:
     for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in
     RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
-    are in RAM.
+    are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
     """
 
     gpu_layers: int
@@ -89,6 +95,7 @@ class Claims:
     bundles: bool
     panels: bool
     staging: int = 0
+    slots: tuple[int, ...] | None = None
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
@@ -114,10 +121,19 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
 # ---------------------------------------------------------------- bytes in either memory
 
 
-def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: bool, dense: bool = False) -> Footprint:
+def on_gpu(
+    model: Model,
+    hardware: Hardware,
+    work: Workload,
+    layers: int,
+    head: bool,
+    dense: bool = False,
+    slots: Sequence[int] | None = None,
+) -> Footprint:
     """Bytes on a GPU with the first `layers` layers, at least one, and with `head` the output head.
 
     Neurons do not count, but FFNs whose neurons are not told apart; with `dense` the FFNs are dense, and all count.
+    slots: of each layer the number of its experts that are there, None: all.
     """
     assert hardware.gpu is not None
     held = {
@@ -129,21 +145,30 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, layers: int, head: 
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
-    whole = sum(_stored(model.ffn[layer] if dense else model.whole_ffn(layer)) for layer in range(layers))
+    kept = model.ffn if slots is None else model.beside
+    whole = sum(_stored(kept[layer]) for layer in range(layers) if dense or model.whole_ffn(layer))
     if dense or whole:
         held["ffn"] = whole
+    if slots is not None:
+        held["experts"] = sum(slots[layer] * model.expert_bytes(layer)[0] for layer in range(layers))
     if head:
         held["head"] = _stored((model.head, *model.projections[1:]))
     return held
 
 
 def in_ram(
-    model: Model, work: Workload, layers: int = 0, head: bool = False, host_bytes: int = 0, panels: bool = True
+    model: Model,
+    work: Workload,
+    layers: int = 0,
+    head: bool = False,
+    host_bytes: int = 0,
+    panels: bool = True,
+    slots: Sequence[int] | None = None,
 ) -> Footprint:
     """Bytes in RAM beside a GPU with the first `layers` layers, and with `head` the output head.
 
     host_bytes: what the GPU's libraries take in RAM. panels: all FFNs are dense, and those of the other layers count;
-    else only those whose neurons are not told apart.
+    else only those whose neurons are not told apart. slots: as `on_gpu`; the other experts of its layers are here.
     """
     config = model.config
     scratch = model.scratch_bytes(work.tokens, work.requests)
@@ -157,13 +182,17 @@ def in_ram(
         "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
-        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None)),
+        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None))
+        + model.state_bytes(work.requests),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
     }
     every = range(layers, config.n_layers)
     dense = sum(_panels(model.ffn[layer] if panels else model.whole_ffn(layer)) for layer in every)
     if panels or dense:
         held["panels"] = dense
+    if slots is not None:
+        cold = ((model.n_experts[layer] - slots[layer]) * model.expert_bytes(layer)[1] for layer in range(layers))
+        held["experts"] = sum(cold)
     return held
 
 
@@ -180,14 +209,16 @@ def least_ram(model: Model, work: Workload) -> int:
 
 
 def layers_that_fit(
-    model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False
+    model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False, experts: bool = True
 ) -> tuple[int, bool]:
-    """How many layers, from the first on, fit into a GPU budget, and whether the head fits too. dense: as `on_gpu`."""
+    """How many layers, from the first on, fit into a GPU budget, and whether the head fits too. dense: as `on_gpu`;
+    experts: with all of theirs, else with none."""
     if hardware.gpu is None or not vram or model.config.why_not_on_gpu is not None:
         return 0, False
+    slots = None if experts else [0] * model.config.n_layers
 
     def taken(layers: int, head: bool = False) -> int:
-        return sum(on_gpu(model, hardware, work, layers, head, dense).values())
+        return sum(on_gpu(model, hardware, work, layers, head, dense, slots).values())
 
     every = model.config.n_layers
     layers = bisect_right(range(1, every + 1), vram, key=taken)
@@ -196,7 +227,8 @@ def layers_that_fit(
 
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
     """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
-    least = sum(on_gpu(model, hardware, work, 1, False, dense).values())
+    slots = [0] * model.config.n_layers if any(model.n_experts) else None
+    least = sum(on_gpu(model, hardware, work, 1, False, dense or slots is not None, slots).values())
     return VramError(
         f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(least)} or more, lower --context, "
         "--prefill-chunk or --max-batch, or use no GPU"
@@ -221,9 +253,22 @@ def shared_in_ram(model: Model, gpu_layers: int) -> int:
 # ---------------------------------------------------------------- placing the dense parts
 
 
-def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ram: int | None) -> Claims:
-    """Place the dense parts. RequestError, with the minimum, if they do not fit into RAM and VRAM together."""
+def claim(
+    model: Model,
+    hardware: Hardware,
+    work: Workload,
+    vram: int | None,
+    ram: int | None,
+    frequencies: Frequencies | None = None,
+) -> Claims:
+    """Place the dense parts, and experts. RequestError, with the minimum, if they do not fit into RAM and VRAM
+    together. frequencies: how often each expert is selected, None: not known."""
     vram, ram = budgets(hardware, vram, ram)
+    if any(model.n_experts):
+        found = _claim_experts(model, hardware, work, vram, ram, frequencies)
+        if found is not None:
+            return found
+        vram = 0
     layers, head = layers_that_fit(model, hardware, work, vram)
     gpu = on_gpu(model, hardware, work, layers, head) if layers else {}
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, panels=False)
@@ -243,6 +288,47 @@ def claim(model: Model, hardware: Hardware, work: Workload, vram: int | None, ra
         cpu["panels"] = panels + whole
         left -= panels
     return Claims(0, False, {}, cpu, 0, left, model.bundle.stride, not (dense and keep), keep)
+
+
+def _claim_experts(
+    model: Model, hardware: Hardware, work: Workload, vram: int, ram: int, frequencies: Frequencies | None
+) -> Claims | None:
+    """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
+    experts: those that are selected most often or, where that is not known, as many in every layer. None: no layer
+    fits."""
+    layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
+    if not layers:
+        return None
+    dense, none = (model, hardware, work, layers, head, True), [0] * model.config.n_layers
+    room = vram - sum(on_gpu(*dense, none).values())
+    own = [layer for layer in range(layers) if model.n_experts[layer]]
+    staging = _expert_staging(model, work, own, room)
+    room -= staged_on_gpu(staging)
+    nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
+    if frequencies is None:
+        found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, room)
+    else:
+        found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, room)
+    slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
+    gpu = on_gpu(*dense, slots)
+    cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots)
+    left = ram - sum(cpu.values()) - staged_in_ram(staging)
+    if left < 0:
+        raise _too_large(model, gpu, cpu, ram, None, hardware)
+    gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
+    return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+
+
+def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: int) -> int:
+    """Bytes of a buffer that streams experts of these layers; 0 if none is needed, there is little room, or the GPU
+    has them in another type than the file."""
+    every = {layer: model.expert_bytes(layer)[0] for layer in layers}
+    if work.chunk <= kernels.FEW or sum(model.n_experts[layer] * each for layer, each in every.items()) <= room:
+        return 0
+    if any(one.type != one.gpu_type for layer in layers for one in model.experts[layer]):
+        return 0
+    size = expert_buffer(max(every.values()), max(model.n_experts))
+    return size if EXPERT_STAGED * staged_on_gpu(size) <= room else 0
 
 
 def _too_large(

@@ -31,7 +31,7 @@ from disk is cached; a row costs its bytes, however many tokens it is multiplied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,20 +166,21 @@ def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -
 
 
 def attention_seconds(
-    device: Device, model: Model, layer: int, kv_type: str, past: int, batch: int, panels: bool
+    device: Device, model: Model, layer: int, kv_type: str, past: int, batch: int, panels: bool, ffn: bool = True
 ) -> float:
     """A layer's attention, `past` tokens of each of `batch` requests in the cache: input, attention, projection.
 
-    With the FFN, if its neurons are not told apart.
+    With `ffn` also the FFN, if its neurons are not told apart.
     """
     config = model.config.layers[layer]
     window = config.attention.window
     seen = past if window is None else min(past, window)
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
+    kv += 2 * batch * model.layer_state(layer)  # read and written
     norms = 2 if config.norms == "post" else 0  # separate operators
     fixed = 1e-6 * (3 + norms) * device.op_us
-    ffn = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels)
-    return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + ffn
+    whole = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
+    return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + whole
 
 
 def end_seconds(device: Device, model: Model, panels: bool) -> float:
@@ -226,6 +227,45 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     seconds = np.full_like(nothing, np.inf)
     seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
     return FfnTime(nothing, seconds, nothing.copy())
+
+
+@dataclass(frozen=True)
+class ExpertsRead:
+    """Of a layer's experts, what a step is expected to need: hot, cold: experts on the GPU and on the CPU; some_cold:
+    probability that there is a cold one; hits: share of a token's experts that is on the GPU."""
+
+    hot: float
+    cold: float
+    some_cold: float
+    hits: float
+
+
+def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 | None) -> ExpertsRead:
+    """n: experts, of which each of `batch` tokens has top_k; slots: how many are on the GPU. frequency: float64 [n],
+    the share of the tokens that select each, those on the GPU being the most frequent; None: all are alike."""
+    each = np.full(n, top_k / n) if frequency is None else np.sort(frequency)[::-1]
+    needed = _any(each, batch)
+    none_cold = float(np.prod(1 - needed[slots:])) if slots < n else 1.0
+    total = float(each.sum())
+    hits = float(each[:slots].sum()) / total if total else 0.0
+    return ExpertsRead(float(needed[:slots].sum()), float(needed[slots:].sum()), 1 - none_cold, hits)
+
+
+def split_experts(
+    cpu: Device, gpu: Device, model: Model, reads: Mapping[int, ExpertsRead], layers: int, groups: int, sync: float
+) -> FfnTime:
+    """FFNs of the first layers, [layers, groups + 1], that do not depend on groups of neurons. reads: of those that
+    have experts; others are on the GPU as a whole."""
+    times = np.zeros((3, layers, groups + 1))
+    for layer in range(layers):
+        times[0, layer] = matrix_seconds(gpu, model.beside[layer], False) + 1e-6 * gpu.op_us
+        if (read := reads.get(layer)) is not None:
+            n = model.n_experts[layer]
+            times[0, layer] += read.hot / n * matrix_seconds(gpu, model.experts[layer], False) + 2e-6 * gpu.op_us
+            times[1, layer] = read.cold / n * matrix_seconds(cpu, model.experts[layer], True)
+            times[1, layer] += read.some_cold * 1e-6 * cpu.op_us
+            times[2, layer] = sync if read.cold else 0.0
+    return FfnTime(*times)
 
 
 def disk_seconds(disk: Disk, expected: Expected, bundles: Sequence[BundleLayout], selector: str) -> Float64:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import __version__
+from powerinfer.config import ExpertsConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
@@ -47,6 +48,7 @@ from powerinfer.placement.budget import (
     staged_in_ram,
     staged_on_gpu,
 )
+from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
     FORMAT,
     Budgets,
@@ -84,7 +86,7 @@ class PlanRequest:
     requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
     seed: of the policy `random`. time_limit: seconds for the solver. requests: that decode together in the caches of
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
-    CPU.
+    CPU. frequencies: of experts, how often each is selected; None: that is not known.
     """
 
     model: Model
@@ -102,6 +104,7 @@ class PlanRequest:
     time_limit: float = solver.TIME_LIMIT
     requests: int = 0
     insist: bool = False
+    frequencies: Frequencies | None = None
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -126,7 +129,7 @@ class PlanRequest:
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
-        return claim(self.model, self.hardware, self.workload, self.vram, self.ram)
+        return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies)
 
     def vram_for(self, groups: int = 0) -> int:
         """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""
@@ -138,6 +141,16 @@ class PlanRequest:
     def goes(self) -> str:
         """The selector of a step: with too many tokens predictors do not run."""
         return "exact" if self.selector == "predicted" and self.batch > NEURON_TOKENS else self.selector
+
+    def experts_read(self, claims: Claims) -> dict[int, cost.ExpertsRead]:
+        """Of each layer with experts on both devices what a step is expected to need."""
+        found = {}
+        for layer, slots in enumerate((claims.slots or ())[: claims.gpu_layers]):
+            about = self.model.config.layers[layer].ffn
+            if isinstance(about, ExpertsConfig):
+                own = None if self.frequencies is None else self.frequencies[layer]
+                found[layer] = cost.experts_read(about.n_experts, about.router.top_k, slots, self.batch, own)
+        return found
 
     @property
     def past(self) -> int:
@@ -155,7 +168,10 @@ class PlanRequest:
             "hardware": dataclasses.asdict(self.hardware),
             "group": GROUP,
         }
-        own = ("model", "profile", "hardware", "requests", "insist")
+        own = ("model", "profile", "hardware", "requests", "insist", "frequencies")
+        if self.frequencies is not None:
+            pairs = sorted((layer, each.tobytes()) for layer, each in self.frequencies.items())
+            facts["experts"] = hashlib.sha256(repr(pairs).encode()).hexdigest()
         facts |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         if self.hardware.gpu is None:
             del facts["hardware"]["host_bytes"]
@@ -207,8 +223,10 @@ class Plan:
     def neurons(self) -> list[dict[Tier, int]]:
         """For each layer, how many neurons are placed where."""
         sizes = self.request.profile.sizes
-        if not self.claims.bundles:
-            return [{Tier.GPU: 0, Tier.CPU: size, Tier.DISK: 0} for size in sizes]
+        if not self.claims.bundles:  # layers on a GPU are there as a whole, apart from experts
+            first = self.claims.gpu_layers
+            both = [(size, 0) if layer < first else (0, size) for layer, size in enumerate(sizes)]
+            return [{Tier.GPU: gpu, Tier.CPU: cpu, Tier.DISK: 0} for gpu, cpu in both]
         result = []
         for size, gpu, kept in zip(sizes, self.choice.gpu, self.choice.kept, strict=True):
             on_gpu, in_memory = min(gpu * GROUP, size), min(kept * GROUP, size)
@@ -232,7 +250,7 @@ class Plan:
     def staging(self) -> int:
         """Bytes of a buffer that streams cold neurons to the GPU for long prompts; 0: there are none."""
         split = any(layer[Tier.CPU] for layer in self.neurons[: self.claims.gpu_layers])
-        return self.claims.staging if split else 0
+        return self.claims.staging if split or self.claims.slots is not None else 0
 
     @cached_property
     def _orders(self) -> list[Indices]:
@@ -298,6 +316,7 @@ class Plan:
         """The plan as a document; path: of its file."""
         request, choice = self.request, self.choice
         vram, ram = budgets(request.hardware, request.vram, request.ram)
+        slots = self.claims.slots or (0,) * request.model.config.n_layers
         return PlanDocument(
             key=request.key,
             model=request.model.name,
@@ -320,9 +339,9 @@ class Plan:
             activations=self.activations,
             gpu_layers=self.claims.gpu_layers,
             layers=[
-                LayerPlan(number, own[Tier.GPU], own[Tier.CPU], own[Tier.DISK], mass, seconds)
-                for number, (own, mass, seconds) in enumerate(
-                    zip(self.neurons, choice.mass, choice.layer_seconds, strict=True)
+                LayerPlan(number, own[Tier.GPU], own[Tier.CPU], own[Tier.DISK], mass, seconds, experts)
+                for number, (own, mass, seconds, experts) in enumerate(
+                    zip(self.neurons, choice.mass, choice.layer_seconds, slots, strict=True)
                 )
             ],
             predicted=Predicted(
@@ -437,14 +456,18 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     attention = np.zeros(layers)
     for layer in range(layers):
         here = gpu if gpu is not None and layer < first else cpu
+        split_here = claims.slots is not None and layer < first
         attention[layer] = cost.attention_seconds(
-            here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu
+            here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu, ffn=not split_here
         )
     ways = []
     for way in cost.WAYS[selector][: 1 if first else None]:  # with a GPU every layer uses the selector's own way
         ffn = cost.cpu_time(cpu, expected, model, way, claims.panels)
         if gpu is not None and first:
-            split = cost.split_time(cpu, gpu, expected, model, way, sync)
+            if claims.slots is None:
+                split = cost.split_time(cpu, gpu, expected, model, way, sync)
+            else:
+                split = cost.split_experts(cpu, gpu, model, request.experts_read(claims), first, groups, sync)
             for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
                 mine[:first] = its[:first]
             ffn.gpu[:first] += np.where(parallel, attention, 0.0)[:first, None]  # the CPU's do not wait for attention
@@ -518,6 +541,10 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
     parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
     seconds = math.fsum(parts["other"]) + math.fsum(np.maximum(parts["gpu"], parts["cpu"] + parts["sync"]))
     on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
+    if claims.slots is not None:
+        reads = request.experts_read(claims)
+        whole = np.sign(np.array(request.model.n_experts, np.float64))
+        on_gpu = np.array([reads[layer].hits if layer in reads else 0.0 for layer in range(len(gpu))])
     return Choice(
         gpu=tuple(map(int, gpu)),
         kept=tuple(map(int, kept)),
@@ -572,9 +599,16 @@ def _placed(
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
     """The share of the bytes of weights of a step that the GPU reads."""
     model, first = request.model, claims.gpu_layers
-    attention = [
-        sum(one.stored for one in own) + _whole_bytes(request, layer) for layer, own in enumerate(model.attention)
-    ]
+    reads = request.experts_read(claims)
+    attention = []
+    for layer, own in enumerate(model.attention):
+        held: float = sum(one.stored for one in own)
+        if layer in reads:  # and what the CPU reads of the layer's experts
+            held += sum(one.stored for one in model.beside[layer]) + reads[layer].hot * model.expert_bytes(layer)[0]
+            of_all_neurons += reads[layer].cold * model.expert_bytes(layer)[0]
+        else:
+            held += _whole_bytes(request, layer)
+        attention.append(held)
     predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
     whole = sum(attention) + sum(predictors) + model.head.stored + of_all_neurons
     gpu = sum(attention[:first]) + sum(predictors[:first]) + claims.gpu_head * model.head.stored
@@ -615,7 +649,7 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     elif not claims.gpu_head:
         reasons.append("attention of all layers is on the GPU; the output head does not fit")
     if not claims.bundles:
-        reasons.append(_what_is_read(request))
+        reasons.append(_what_is_read(request, claims))
     elif not claims.gpu_layers and not claims.panels:
         reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
     if claims.bundles:
@@ -627,7 +661,7 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     return tuple(reasons)
 
 
-def _what_is_read(request: PlanRequest) -> str:
+def _what_is_read(request: PlanRequest, claims: Claims) -> str:
     """Of the FFNs, where they are matrices in RAM."""
     model = request.model
     layers = range(model.config.n_layers)
@@ -636,6 +670,12 @@ def _what_is_read(request: PlanRequest) -> str:
         return "every neuron is computed, from dense matrices in RAM"
     read = sum(_whole_bytes(request, layer, panels=True) for layer in layers)
     titles = dict.fromkeys(layer.ffn.title for layer in model.config.layers if layer.ffn.neurons is None)
+    if claims.slots is not None:
+        hot, every = sum(claims.slots), sum(model.n_experts)
+        reads = request.experts_read(claims).values()
+        hits = sum(one.hits for one in reads) / max(1, sum(map(bool, model.n_experts)))
+        known = "as profiled" if request.frequencies is not None else "if all are selected equally often"
+        return f"{hot} of {every} experts are on the GPU, {100 * hits:.0f} % of what tokens select ({known})"
     return f"of {', '.join(titles)}, a step reads {gib(int(read))} of {gib(whole)} in RAM"
 
 
@@ -644,6 +684,8 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
+    if hardware.gpu is not None and vram and any(model.n_experts):
+        return _helps_of_experts(request, vram, hardware.gpu.memory_bytes)
     if hardware.gpu is not None and vram and model.config.why_not_on_gpu is None:
         dense = model, hardware, request.workload, layers
         what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
@@ -666,6 +708,22 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
         what = "the FFNs' dense matrices, which `run` needs without a GPU"
         helps.append(Help(what, "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
     return tuple(helps)
+
+
+def _helps_of_experts(request: PlanRequest, vram: int, most: int) -> tuple[Help, ...]:
+    """The same for a model of experts, in VRAM. most: that of the machine."""
+    model, layers = request.model, request.model.config.n_layers
+
+    def needed(head: bool, share: float) -> int:
+        slots = [math.ceil(share * n) for n in model.n_experts]
+        return sum(on_gpu(model, request.hardware, request.workload, layers, head, True, slots).values())
+
+    goals = [("attention and KV cache of all layers on the GPU", needed(False, 0.0))]
+    goals.append(("the output head on the GPU", needed(True, 0.0)))
+    for share in (0.25, 0.5, 0.75, 1.0):
+        what = "all experts" if share == 1 else f"{100 * share:g} % of the experts"
+        goals.append((f"room on the GPU for {what}", needed(True, share)))
+    return tuple(Help(what, "--vram", nbytes, nbytes <= most) for what, nbytes in goals if nbytes > vram)
 
 
 def _groups_for(mass: Float64, share: float) -> int:

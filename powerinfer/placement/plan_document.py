@@ -27,7 +27,8 @@ Text = Annotated[str, Length(2000)]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by component."""
+    """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by component; experts: those on the
+    GPU."""
 
     layer: Count
     gpu: Count
@@ -35,6 +36,7 @@ class LayerPlan:
     disk: Count
     mass_on_gpu: Share
     seconds: dict[str, NonNegative]
+    experts: Count = 0
 
 
 @dataclass(frozen=True)

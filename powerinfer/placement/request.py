@@ -11,6 +11,7 @@ from powerinfer.errors import RequestError
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, no_layer_fits
+from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan import PlanRequest
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.shapes import (
@@ -36,12 +37,14 @@ _EVEN = Law(1.0, 0.8)
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan. selector: of `cost.WAYS`; assumed: assumptions, lines for people."""
+    """The subject of a plan. selector: of `cost.WAYS`; assumed: assumptions, lines for people; frequencies: of experts,
+    None: not known."""
 
     model: Model
     profile: Profile
     selector: str
     assumed: tuple[str, ...] = ()
+    frequencies: Frequencies | None = None
 
     def request(self, hardware: Hardware, engine: EngineConfig, planning: PlanConfig | None = None) -> PlanRequest:
         """The request for a plan on a machine under the engine's budgets, for a load and for `powerinfer plan` alike.
@@ -67,6 +70,7 @@ class Subject:
             time_limit=planning.time_limit,
             requests=engine.max_batch,
             insist=emulated,
+            frequencies=self.frequencies,
         )
 
 
@@ -155,6 +159,8 @@ def model_subject(
 
     config = checkpoint.config
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
+    if any(model.n_experts):
+        return expert_subject(model, checkpoint, prepared)
     if selector == "auto":
         selector, _ = auto(config)
     check_suited(selector, config)
@@ -177,6 +183,19 @@ def model_subject(
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
     return Subject(model, profile, selector)
+
+
+def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -> Subject:
+    """A model of experts, with what its profile says of them. ModelError for a profile of another model."""
+    from powerinfer.formats.expert_files import open_expert_profile
+    from powerinfer.formats.prepared import EXPERTS, PreparedFile
+
+    subject = Subject(model, assumed_profile(_EVEN, checkpoint.config.ffn_sizes), "all")
+    place = PreparedFile(EXPERTS, checkpoint, prepared)
+    if place.exists():
+        return replace(subject, frequencies=open_expert_profile(checkpoint, prepared).frequencies)
+    text = f"that all experts are selected equally often, since there is no profile; `{place.command}` makes it"
+    return replace(subject, assumed=(text,))
 
 
 def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | None) -> tuple[Profile, str]:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
+    GatedAttentionConfig,
     LatentAttentionConfig,
     LayerConfig,
     ModelConfig,
@@ -27,6 +29,7 @@ from powerinfer.config import (
     uniform,
 )
 from powerinfer.devices.recording import RECORDED_BYTES
+from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
 from powerinfer.formats.layout import check, shapes
@@ -79,8 +82,8 @@ class Model:
     """The contents of a model, layer by layer.
 
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them, or what another kind
-    of FFN has; vectors: bytes of
-    norms and biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
+    of FFN has: those of experts that a router selects (experts), and the others (beside); vectors: bytes of norms and
+    biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint: of the
     weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
@@ -92,6 +95,8 @@ class Model:
     bundles: tuple[BundleLayout, ...]
     attention: tuple[tuple[Matrix, ...], ...]
     ffn: tuple[tuple[Matrix, ...], ...]
+    experts: tuple[tuple[Matrix, ...], ...]
+    beside: tuple[tuple[Matrix, ...], ...]
     vectors: int
     predictors: tuple[tuple[Matrix, Matrix], ...]
     selected: tuple[float, ...]
@@ -112,6 +117,17 @@ class Model:
         return self.ffn[layer] if self.config.layers[layer].ffn.neurons is None else ()
 
     @cached_property
+    def n_experts(self) -> tuple[int, ...]:
+        """Experts of each layer that a router selects; 0 where an FFN has none."""
+        ffns = (layer.ffn for layer in self.config.layers)
+        return tuple(ffn.n_experts if isinstance(ffn, ExpertsConfig) else 0 for ffn in ffns)
+
+    def expert_bytes(self, layer: int) -> tuple[int, int]:
+        """Bytes of an expert on a GPU and in panels; 0 where there are none."""
+        n, own = max(1, self.n_experts[layer]), self.experts[layer]
+        return sum(one.stored for one in own) // n, sum(one.panels for one in own) // n
+
+    @cached_property
     def weight_type(self) -> str:
         """The type of most of the FFNs' weights."""
         return max(self.ffn[0], key=lambda matrix: matrix.panels).type
@@ -126,6 +142,14 @@ class Model:
         heads = (layer.attention for layer in self.config.layers[layers])
         token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
+
+    def state_bytes(self, requests: int) -> int:
+        """The states of sequences, if layers have any, for that many requests and their prefixes."""
+        return state_slots(requests, True) * state_bytes(self.config)
+
+    def layer_state(self, layer: int) -> int:
+        """Bytes of a sequence's state in a layer, 0 where it has none."""
+        return state_bytes(self.config) // len(self.config.states) if layer in self.config.states else 0
 
     @property
     def rotation_bytes(self) -> int:
@@ -194,8 +218,11 @@ class Model:
         every = [layer.attention for layer in config.layers]
         heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
+        experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+        pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
         piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
-        row = 5 * config.d_model + max(heads, *((2 * first + 5) * size // 2 for first, size in ffns)) + 2 * piece
+        largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
+        row = 5 * config.d_model + largest + 2 * piece + pairs
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
@@ -321,29 +348,34 @@ def _model(
 
     def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
         *outer, cols = known[tensor]
-        return _matrix(prod(outer), cols, type_of(tensor), packed_rows)
+        type_name = "F32" if tensor.endswith(".router") else type_of(tensor)  # it decides, so it is computed exactly
+        return _matrix(prod(outer), cols, type_name, packed_rows)
 
     def attention(layer: int) -> tuple[Matrix, ...]:
         about = config.layers[layer].attention
-        if not isinstance(about, AttentionConfig):
-            return tuple(
-                matrix(f"layers.{layer}.{part}") for part, shape in about.tensors(config.d_model) if len(shape) > 1
-            )
-        lanes = cpu.round_up(about.head_dim, cpu.LANES)
-        packed = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes, "o": None}
-        return tuple(matrix(f"layers.{layer}.{part}", rows) for part, rows in packed.items())
+        padded = {}
+        if isinstance(about, AttentionConfig):
+            lanes = cpu.round_up(about.head_dim, cpu.LANES)
+            padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
+        names = [name for name, shape in about.tensors(config.d_model) if len(shape) > 1]
+        return tuple(matrix(f"layers.{layer}.{name}", padded.get(name)) for name in names)
 
-    layers = [f"layers.{layer}." for layer in range(config.n_layers)]
+    def ffn(layer: int, experts: bool | None = None) -> tuple[Matrix, ...]:
+        """experts: only those of experts that a router selects, or only the others."""
+        every = [name for name, shape in config.layers[layer].ffn.tensors(config.d_model) if len(shape) > 1]
+        return tuple(
+            matrix(f"layers.{layer}.{name}") for name in every if experts in (None, name.startswith("experts_"))
+        )
+
     tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
     return Model(
         name=name,
         config=config,
         bundles=layouts,
         attention=tuple(map(attention, range(config.n_layers))),
-        ffn=tuple(
-            tuple(matrix(layer + name) for name, shape in one.ffn.tensors(config.d_model) if len(shape) > 1)
-            for layer, one in zip(layers, config.layers, strict=True)
-        ),
+        ffn=tuple(ffn(layer) for layer in range(config.n_layers)),
+        experts=tuple(ffn(layer, True) for layer in range(config.n_layers)),
+        beside=tuple(ffn(layer, False) for layer in range(config.n_layers)),
         vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
         predictors=predictors,
         selected=selected,
@@ -407,6 +439,15 @@ def _experts(
     first, size = dense
     kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
+
+
+def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> ModelConfig:
+    """Three layers of Gated DeltaNet for each of gated attention, and small experts."""
+    ffn = ExpertsConfig(experts, 512, RouterConfig(top_k), shared_size=512, shared_weight=True)
+    attention = GatedAttentionConfig(16, 2, 256, RopeConfig(1e7, 64), qk_norm="head")
+    delta = DeltaNetConfig(16, 128, 32, 128, 4)
+    kinds = [LayerConfig(delta if (layer + 1) % 4 else attention, ffn) for layer in range(layers)]
+    return ModelConfig(family, 2048, vocab, 262144, 1e-6, tuple(kinds))
 
 
 def _latent(
@@ -475,6 +516,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "qwen3-next-80b-a3b": ModelShape(_delta("qwen3_next", 48, 512, 10, 151936), FAMILIES["swiglu"]),
+    "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
     "deepseek-v2-lite": ModelShape(
         _latent(
             "deepseek_v2", 27, 2048, 16, None,

@@ -2,7 +2,8 @@
 
 The executor owns the bytes of the pages; this file handles only their ids. A full page has a key, the chained hash of
 all tokens up to its end, so equal keys mean equal prefixes. A page that no request uses keeps its content, and can be
-found by its key, until it is reallocated, least recently used first.
+found by its key, until it is reallocated, least recently used first. Slots for states are handled alike
+(`state_cache.py`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,13 @@ class PageCache:
         if self.reuse and key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
+
+    def forget(self, page: int) -> None:
+        """Let a page not be found any more: it is reallocated first."""
+        del self._page_of[self._key_of.pop(page)]
+        if self._references[page] == 0:
+            del self._unused[page]
+            self._empty.append(page)
 
     def release(self, pages: Sequence[int]) -> None:
         """Remove one user from each of a request's pages, given in order of position."""

@@ -83,6 +83,9 @@ class Request:
         self.keys: list[bytes] = []  # keys of the pages that `tokens` fills
         self.published = 0  # leading pages that are in the prefix cache
         self.row = -1  # row of the page table while it runs
+        self.read_state = self.state = -1  # slots of its state before the next step and after it
+        self.keeps: set[int] = set()  # numbers of tokens behind which its state is to be kept
+        self.kept = b""  # key of the state that it kept last without being asked
 
         self.error: PowerInferError | None = None
         self.submit_time = time.perf_counter()

@@ -58,6 +58,7 @@ class Runner:
             prefill_chunk=engine.prefill_chunk,
             mixed_chunk=engine.mixed_chunk,
             prefix_cache=engine.prefix_cache,
+            n_states=executor.n_states,
         )
         self._driver = Driver(
             executor, self._scheduler, tokenizer.token_bytes, load_s=load_s, max_queue=engine.max_queue
@@ -220,29 +221,39 @@ class Runner:
         assert step > 0
         self._check_prompt(tokens)
         self._check_fits(tokens)
-        driver, cache, pages = self._driver, self._scheduler.cache, list[int]()
+        driver, cache, states = self._driver, self._scheduler.cache, self._scheduler.states
+        pages, slots = list[int](), list[int]()
 
         def begin() -> None:
             taken = cache.reserve(-(-len(tokens) // self._executor.page_size))
-            if taken is None:
+            state = None if states is None or taken is None else states.hold()
+            if taken is None or (states is not None and state is None):
+                cache.release(taken or [])
                 raise RequestError("no room in the KV cache: wait for the running requests to end")
             pages.extend(taken)
+            slots.extend([] if state is None else [state])
             driver.held += 1
 
         def end() -> None:
             if pages:
                 cache.release(pages)
                 driver.held -= 1
+            for slot in slots:
+                assert states is not None
+                states.give_back(slot)
 
         try:
             self.call(begin)
-            for batch in self._batches(tokens, first, min(step, SCORE_ROWS), pages):
+            for batch in self._batches(tokens, first, min(step, SCORE_ROWS), pages, slots):
                 self.call(partial(self._score, batch, use))
         finally:
             driver.tell(end)  # after what an interrupt left under way
 
-    def _batches(self, tokens: Sequence[int], first: int, step: int, pages: list[int]) -> Iterator[Batch]:
-        """The calls that compute a text, with logits from position `first` on."""
+    def _batches(
+        self, tokens: Sequence[int], first: int, step: int, pages: list[int], slots: list[int]
+    ) -> Iterator[Batch]:
+        """The calls that compute a text, with logits from position `first` on. slots: of its state, if it has one."""
+        states = np.asarray(slots or [0], np.int32)
         page_table = np.asarray([pages], np.int32)
         limit = self._executor.max_tokens
         start = 0
@@ -255,6 +266,8 @@ class Runner:
                 np.zeros(end - start, np.int32),
                 page_table,
                 np.arange(end - start if wanted else 0, dtype=np.int32),
+                states,
+                states,
             )
             start = end
 

@@ -19,6 +19,7 @@ import numpy as np
 from powerinfer.devices import Batch
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request
+from powerinfer.runtime.state_cache import StateCache
 
 
 class WaitingRequests:
@@ -72,9 +73,12 @@ class Scheduler:
         prefill_chunk: int,
         mixed_chunk: int,
         prefix_cache: bool = True,
+        n_states: int = 0,
     ) -> None:
-        """mixed_chunk: prompt tokens of a step in which requests decode; prefill_chunk: of the other steps."""
+        """mixed_chunk: prompt tokens of a step in which requests decode; prefill_chunk: of the other steps. n_states:
+        slots for states, 0: sequences have none."""
         self.cache = PageCache(n_pages, reuse=prefix_cache)
+        self.states = StateCache(n_states, page_size, prefix_cache) if n_states else None
         self.page_size = page_size
         self.waiting = WaitingRequests()
         self.preempted: deque[Request] = deque()  # to be started before those that wait
@@ -95,8 +99,9 @@ class Scheduler:
         self._row_of = np.zeros(max_tokens, np.int32)
         self._logit_rows = np.zeros(max_batch, np.int32)
         self._page_table = np.full((max_batch, -(-context // page_size)), -1, np.int32)
+        self._read_states, self._states = (np.zeros(max_batch, np.int32) for _ in range(2))
         self._batch = Batch(self._tokens[:0], self._positions[:0], self._row_of[:0], self._page_table[:0],
-                            self._logit_rows[:0])  # fmt: skip
+                            self._logit_rows[:0], self._read_states[:0], self._states[:0])  # fmt: skip
 
     def submit(self, request: Request) -> None:
         """Queue a request. All its tokens, including those to generate, must fit the context and the cache."""
@@ -134,11 +139,12 @@ class Scheduler:
         ready = []
         for request, count in self._work:
             request.computed += count
-            if not isinstance(request, AnswerRequest):
-                continue
-            if request.computed // self.page_size > request.published and self.cache.reuse:
+            full = request.computed // self.page_size
+            if isinstance(request, AnswerRequest) and full > request.published and self.cache.reuse:
                 self._publish(request)
-            if request.computed == len(request.tokens):
+            if self.states is not None:
+                self.states.commit(request)
+            if isinstance(request, AnswerRequest) and request.computed == len(request.tokens):
                 ready.append(request)
         return ready
 
@@ -190,30 +196,39 @@ class Scheduler:
         return request.keys[: (len(request.tokens) - 1) // self.page_size]
 
     def _awaits_prefix(self, request: Request) -> bool:
-        """Whether a running request is computing the next page of its prefix, for both."""
-        unknown = next((key for key in self._prefix(request) if self.cache.find(key) is None), None)
-        return unknown in self._pending
+        """Whether a running request is computing the next page of its prefix, for both, and keeps its state."""
+        keys = self._prefix(request)
+        known = self._known(keys)
+        if self.states is not None:
+            return self.states.awaits(keys, known, self._pending)
+        return known < len(keys) and keys[known] in self._pending
+
+    def _known(self, keys: Sequence[bytes]) -> int:
+        """How many of these pages of a prompt are in the cache, from the first on."""
+        return next((n for n, key in enumerate(keys) if self.cache.find(key) is None), len(keys))
 
     def _take_pages(self, request: Request) -> bool:
         """Allocate the pages of all of a request's tokens, those of a known prefix from the cache."""
         cache = self.cache
         needed = -(-len(request.tokens) // self.page_size)
-        pages: list[int] = []
-        for key in self._prefix(request):
-            page = cache.find(key)
-            if page is None:
-                break
+        keys = self._prefix(request)
+        cached = self._known(keys)
+        known = cached if self.states is None else self.states.longest(keys[:cached])
+        pages = [page for key in keys[:known] if (page := cache.find(key)) is not None]
+        for page in pages:
             cache.take(page)
-            pages.append(page)
-        known = len(pages)
         # leave each running request a page to grow into
         new = cache.reserve(needed - known) if cache.available >= needed - known + len(self.running) else None
         if new is None:
             cache.release(pages)
             return False
+        request.computed = known * self.page_size
+        if self.states is not None and not self.states.start(request, known, cached):
+            cache.release(pages + new)
+            request.computed = 0
+            return False
         request.pages = pages + new
         request.published = known
-        request.computed = known * self.page_size
         for key in request.keys[known:]:
             self._pending.setdefault(key, request)
         return True
@@ -238,6 +253,8 @@ class Scheduler:
             if self._pending.get(key) is request:
                 del self._pending[key]
         self.cache.release(request.pages)
+        if self.states is not None:
+            self.states.stop(request)
         request.pages = []
         request.computed = 0
         self._page_table[request.row] = -1
@@ -257,6 +274,8 @@ class Scheduler:
         room = min(self._max_tokens - len(work), self._mixed_chunk if work else self._prefill_chunk)
         prompts = prompts[:room]  # oldest first
         counts = shares(room, [len(request.tokens) - request.computed for request in prompts])
+        if self.states is not None:
+            counts = [min(n, self.states.limit(one)) for one, n in zip(prompts, counts, strict=True)]
         work.extend(zip(prompts, counts, strict=True))
 
     def _fill(self) -> Batch:
@@ -272,6 +291,7 @@ class Scheduler:
                 tokens[at : at + count] = request.tokens[start : start + count]
                 positions[at : at + count] = np.arange(start, start + count)
                 row_of[at : at + count] = request.row
+            self._read_states[request.row], self._states[request.row] = request.read_state, request.state
             at += count
             n_rows = max(n_rows, request.row + 1)
             if start + count == len(request.tokens) and isinstance(request, AnswerRequest):
@@ -280,8 +300,9 @@ class Scheduler:
         batch = self._batch
         if (len(batch.tokens), len(batch.logit_rows), len(batch.page_table)) != (at, n_logits, n_rows):
             batch = self._batch = Batch(
-                tokens[:at], positions[:at], row_of[:at], self._page_table[:n_rows], logit_rows[:n_logits]
-            )
+                tokens[:at], positions[:at], row_of[:at], self._page_table[:n_rows], logit_rows[:n_logits],
+                self._read_states[:n_rows], self._states[:n_rows],
+            )  # fmt: skip
         return batch
 
     def _publish(self, request: Request) -> None:

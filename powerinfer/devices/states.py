@@ -1,0 +1,84 @@
+"""The states of sequences, for models with layers that keep one for each sequence (Gated DeltaNet)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from powerinfer import _native
+from powerinfer.config import ModelConfig
+from powerinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from powerinfer.devices.batch import Batch
+
+_UNKNOWN = -1  # of a state that a failed step left behind
+
+
+def state_slots(requests: int, prefixes: bool) -> int:
+    """Slots of a model whose layers have states, so that `requests` run together.
+
+    One for each request, one for a text that is scored, and, if prefixes are found again, one for each request to keep
+    the state at the end of its prompt.
+    """
+    return requests + 1 + requests * prefixes
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of a sequence's state in all layers; 0: no layer has any."""
+    return StateMemory.slot_bytes(config)
+
+
+class StateMemory:
+    """Slots for states. A step reads the state of each of its sequences in one slot and leaves the new one in another,
+    or in the same: so a state is kept by going on elsewhere, and nothing is ever copied."""
+
+    def __init__(self, config: ModelConfig, slots: int) -> None:
+        layers = [(one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim)
+                  for one in config.states.values()]  # fmt: skip
+        self.native = _native.States(layers, slots)
+        self.slots = slots
+        self._tokens = np.zeros(slots, np.int64)  # of a sequence that each state holds
+
+    @staticmethod
+    def slot_bytes(config: ModelConfig) -> int:
+        """As `state_bytes`."""
+        kinds = config.states.values()
+        return sum(
+            4 * (-(-(one.taps - 1) * one.channels // _native.LANES) * _native.LANES + one.width * one.key_dim)
+            for one in kinds
+        )
+
+    def begin(self, batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The slots that a step reads and writes, for each row of its page table.
+
+        RuntimeError where a slot to read does not hold the tokens before the step's: a mistake of the caller.
+        RequestError for more sequences than slots, if the batch names none.
+        """
+        if batch.states is None or batch.read_states is None:
+            if len(batch.page_table) > self.slots:
+                raise RequestError(f"{len(batch.page_table)} sequences, and states of {self.slots}: raise --max-batch")
+            own = np.arange(len(batch.page_table), dtype=np.int32)
+            return own, own
+        first, _ = _runs(batch)
+        at, row = batch.positions[first], batch.rows[first]
+        later = at > 0
+        if not np.array_equal(self._tokens[batch.read_states[row[later]]], at[later]):
+            raise RuntimeError("a sequence's state is not that of the tokens before the step")
+        self._tokens[batch.states[row]] = _UNKNOWN
+        return batch.read_states, batch.states
+
+    def end(self, batch: Batch) -> None:
+        """The step was computed."""
+        if batch.states is not None:
+            _, last = _runs(batch)
+            self._tokens[batch.states[batch.rows[last]]] = batch.positions[last] + 1
+
+
+def _runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The first and the last token of each sequence of a step."""
+    change = np.flatnonzero(np.diff(batch.rows))
+    return np.concatenate([[0], change + 1]), np.concatenate([change, [len(batch.rows) - 1]])

@@ -1,0 +1,130 @@
+"""Where the states of sequences are, and which are kept: for models whose layers keep one for each sequence.
+
+A running request has a slot. Unlike pages, a state is of one position, and the next step changes it; a prefix can be
+reused only where its state was kept. States are kept at page boundaries:
+
+- where a prompt ends, for whoever asks the same again, or goes on;
+- where two prompts part, if they share enough. The second one keeps it, or the first if it is still on its way there,
+  and the second waits;
+- every `_EVERY` tokens of a long text, the newest only, for what goes on with an answer or was interrupted.
+
+A state is kept by leaving its slot as it is and going on in another one, so nothing is copied. Slots that no request
+uses are reused, those with the state of a prefix last, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from powerinfer.runtime.kv_cache import PageCache
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.request import Request
+
+_EVERY = 512  # tokens
+_WORTH = 128  # tokens that two prompts must share before their common state is kept
+
+
+class StateCache:
+    """The slots of running requests, and the kept states by the key of the last page of their prefix."""
+
+    def __init__(self, slots: int, page_size: int, reuse: bool) -> None:
+        self._slots = PageCache(slots, reuse)
+        self._page_size = page_size
+        self._promised: dict[bytes, Request] = {}  # states that running requests are going to keep
+
+    def longest(self, keys: Sequence[bytes]) -> int:
+        """Of these pages of a prompt, how many the longest prefix has whose state was kept."""
+        return next((n for n in range(len(keys), 0, -1) if self._slots.find(keys[n - 1]) is not None), 0)
+
+    def awaits(self, keys: Sequence[bytes], known: int, computing: Mapping[bytes, Request]) -> bool:
+        """Whether a running request is going to keep the state of a prefix of a prompt, longer than any that was kept.
+
+        keys: of the prompt's pages; known: how many of them are in the cache; computing: pages that will be.
+        """
+        have, shared = self.longest(keys[:known]), known
+        while shared < len(keys) and keys[shared] in computing:
+            shared += 1
+        if any(key in self._promised for key in keys[have:shared]):
+            return True
+        if shared == known or (shared - have) * self._page_size < _WORTH:
+            return False
+        self._promise(computing[keys[shared - 1]], shared)
+        return True
+
+    def start(self, request: Request, usable: int, known: int) -> bool:
+        """A slot for a request that starts behind its first `usable` pages, of `known` in the cache; False: none is
+        free."""
+        taken = [slot for key in request.keys[:usable][-1:] if (slot := self._slots.find(key)) is not None]
+        for slot in taken:
+            self._slots.take(slot)
+        own = self._slots.allocate()
+        if own is None:
+            self._slots.release(taken)
+            return False
+        request.state, request.read_state = own, next(iter(taken), own)
+        if (known - usable) * self._page_size >= _WORTH:
+            self._promise(request, known)
+        self._promise(request, (len(request.tokens) - 1) // self._page_size)
+        return True
+
+    def _promise(self, request: Request, pages: int) -> None:
+        """Let a request keep its state behind so many pages, unless it is beyond, or its pages are not reused."""
+        if request.computed < pages * self._page_size and pages <= len(request.keys):
+            request.keeps.add(pages * self._page_size)
+            self._promised.setdefault(request.keys[pages - 1], request)
+
+    def limit(self, request: Request) -> int:
+        """Tokens of a request that are computed next, at most: up to where its state is to be kept."""
+        at = request.computed
+        regular = (at // _EVERY + 1) * _EVERY if request.keys else len(request.tokens)
+        return min(regular, *(stop for stop in request.keeps if stop > at), len(request.tokens)) - at
+
+    def commit(self, request: Request) -> None:
+        """A step of the request was computed."""
+        if request.read_state != request.state:
+            self._slots.release([request.read_state])
+            request.read_state = request.state
+        at, pages = request.computed, request.computed // self._page_size
+        wanted = at in request.keeps
+        if not (wanted or at % _EVERY == 0) or not 0 < pages <= len(request.keys):
+            return
+        key = request.keys[pages - 1]
+        if self._slots.find(key) is None and (other := self._slots.allocate()) is not None:
+            self._slots.publish(request.state, key)
+            request.state = other
+            if not wanted:
+                self._replace(request, key)
+        self._unpromise(request, key)
+
+    def _replace(self, request: Request, key: bytes) -> None:
+        """The newest of the states that a request keeps regularly; the one before goes."""
+        before = self._slots.find(request.kept) if request.kept else None
+        if before is not None:
+            self._slots.forget(before)
+        request.kept = key
+
+    def stop(self, request: Request) -> None:
+        """The request does not run any more."""
+        self._slots.release(list({request.read_state, request.state}))
+        for stop in request.keeps:
+            self._unpromise(request, request.keys[stop // self._page_size - 1])
+        request.keeps.clear()
+        request.state = request.read_state = -1
+
+    def _unpromise(self, request: Request, key: bytes) -> None:
+        if self._promised.get(key) is request:
+            del self._promised[key]
+
+    def hold(self) -> int | None:
+        """A slot for somebody else; None if each is in use."""
+        return self._slots.allocate()
+
+    def give_back(self, slot: int) -> None:
+        self._slots.release([slot])
+
+    @property
+    def free(self) -> int:
+        """Number of slots that nobody uses."""
+        return self._slots.available

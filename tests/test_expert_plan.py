@@ -1,0 +1,203 @@
+"""Where plans place experts, and loads that follow them. The GPU is torch's CPU device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_experts import model as tiny_model
+from test_plan import GIB, MIB, machine
+
+from powerinfer import LLM, RequestError, SamplingParams
+from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.expert_files import open_expert_profile
+from powerinfer.hardware.measure import measured
+from powerinfer.hybrid.resolve import needs, resolve
+from powerinfer.neurons import Tier
+from powerinfer.placement import budget
+from powerinfer.placement.plan import Plan, PlanRequest, make_plan, read_plan, save_plan
+from powerinfer.placement.power_law import assumed_profile
+from powerinfer.placement.request import _EVEN
+from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model
+
+MOE = ("mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air")
+
+
+def cut(name: str, layers: int = 3) -> ModelConfig:
+    config = SHAPES[name].config
+    return replace(config, layers=config.layers[:layers])
+
+
+def request_of(config: ModelConfig, vram: int, **more: Any) -> PlanRequest:
+    model = described_model(config, "q4_0", "made up", 0.0)
+    given = {"context": 512, "chunk": 128, "selector": "all"} | more
+    return PlanRequest(model, assumed_profile(_EVEN, config.ffn_sizes), machine(vram), **given)
+
+
+def check(made: Plan) -> None:
+    request, claims = made.request, made.claims
+    vram, ram = budget.budgets(request.hardware, request.vram, request.ram)
+    assert sum(made.bytes["gpu"].values()) <= vram and sum(made.bytes["cpu"].values()) <= ram
+    assert claims.slots is not None
+    assert all(0 <= slots <= n for slots, n in zip(claims.slots, request.model.n_experts, strict=True))
+    assert not any(claims.slots[claims.gpu_layers :])
+    for layer, held in enumerate(made.neurons):  # of dense layers, with their layer
+        assert held[Tier.GPU] in (0, request.model.config.ffn_sizes[layer]) and held[Tier.DISK] == 0
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_more_memory_holds_more_experts_and_is_faster(name: str) -> None:
+    config = cut(name)
+    request = request_of(config, 64 * GIB)
+    whole = make_plan(request)
+    check(whole)
+    assert whole.claims.slots == request.model.n_experts and whole.claims.gpu_head
+    assert "experts" not in whole.bytes["cpu"] and whole.choice.mass_on_gpu == 1
+    most = sum(whole.bytes["gpu"].values())
+    none = sum(budget.on_gpu(request.model, request.hardware, request.workload, 3, True, True, [0] * 3).values())
+    before = (-1, float("inf"))
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        made = make_plan(replace(request, vram=none + round(share * (most - none)), insist=True))
+        check(made)
+        held = sum(made.claims.slots or ())
+        assert (held, -made.choice.seconds) > (before[0], -before[1]), "more experts, less time"
+        before = held, made.choice.seconds
+        in_ram = sum(n - slots for n, slots in zip(request.model.n_experts, made.claims.slots or (), strict=True))
+        each = request.model.expert_bytes(2)
+        assert made.bytes["gpu"].get("experts", 0) == held * each[0]
+        assert made.bytes["cpu"].get("experts", 0) == in_ram * each[1]
+        document = made.document()
+        assert [one.experts for one in document.layers] == list(made.claims.slots or ())
+        assert any("experts are on the GPU" in reason for reason in document.reasons)
+    assert before[0] == sum(request.model.n_experts)
+    for one in make_plan(replace(request, vram=none, insist=True)).helps:
+        made = make_plan(replace(request, vram=one.bytes, insist=True))
+        assert one.what not in {other.what for other in made.helps}, "what helps suffices"
+
+
+def test_a_gpu_too_small_for_any_expert_holds_attention() -> None:
+    request = request_of(cut("qwen3-30b-a3b"), 8 * GIB)
+    layers = [budget.on_gpu(request.model, request.hardware, request.workload, n, False, True, [0] * 3) for n in (1, 2)]
+    made = make_plan(replace(request, vram=sum(layers[1].values()) - 1, insist=True))
+    check(made)
+    assert made.claims.gpu_layers == 1 and not made.claims.gpu_head
+    too_small = replace(request, vram=sum(layers[0].values()) - 1, insist=True)
+    assert too_small.claims().gpu_layers == 0
+    with pytest.raises(RequestError, match=r"needs .*RAM"):
+        replace(too_small, ram=100 * MIB).claims()
+    with pytest.raises(RequestError, match="RAM"):
+        replace(request, vram=sum(layers[1].values()), ram=100 * MIB).claims()
+
+
+def test_frequent_experts_come_first() -> None:
+    request = request_of(cut("qwen3-30b-a3b"), 8 * GIB)
+    n = 128
+    skewed = {layer: 8 * np.roll(np.arange(1.0, n + 1) ** -1.2, layer) for layer in range(3)}
+    skewed = {layer: np.minimum(1.0, each / each.sum() * 8) for layer, each in skewed.items()}
+    skewed[1] = np.full(n, 8 / n)  # its experts are all alike
+    none = sum(budget.on_gpu(request.model, request.hardware, request.workload, 3, True, True, [0] * 3).values())
+    room = 90 * request.model.expert_bytes(0)[0]
+    even = make_plan(replace(request, vram=none + room, insist=True))
+    known = make_plan(replace(request, vram=none + room, insist=True, frequencies=skewed))
+    check(known)
+    assert even.claims.slots == (30, 30, 30) and sum(known.claims.slots or ()) == 90
+    assert known.claims.slots is not None and known.claims.slots[0] == known.claims.slots[2] != known.claims.slots[1]
+    assert known.choice.mass_on_gpu > 1.4 * even.choice.mass_on_gpu and known.choice.seconds < even.choice.seconds
+    assert known.request.key != even.request.key
+
+
+def test_a_saved_plan_is_found_again(tmp_path: Path) -> None:
+    request = request_of(cut("olmoe-1b-7b"), 2 * GIB, insist=True)
+    made = make_plan(request)
+    save_plan(made, tmp_path)
+    again = read_plan(tmp_path, request)
+    assert again is not None and again.claims.slots == made.claims.slots and again.choice.mass == made.choice.mass
+
+
+@pytest.mark.parametrize("card", ["pc-8gb", "pc-16gb"])
+def test_published_models_on_described_machines(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--shape", "qwen3-30b-a3b", "--dtype", "q4_0", "--context", "4096", "--hardware", card]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["fits"] and document["gpu_layers"] == 48 and document["bytes"]["gpu"]["experts"] > GIB
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "of 6144 experts are on the GPU" in out and "policy  " not in out and "FFNs beside experts" in out
+
+
+def answer(path: Path, **options: Any) -> tuple[str, LLM]:
+    llm = LLM(path, threads=1, context=64, prefill_chunk=32, trial=False, **options)
+    found = llm.generate("ab", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    return found.text, llm
+
+
+def test_a_load_follows_its_plan(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from powerinfer.hybrid.load import load_resolved
+    from powerinfer.hybrid.resolve import with_fewer_experts
+
+    path = tiny_model(tmp_path)
+    alone, llm = answer(path, gpu="none")
+    llm.close()
+    whole, llm = answer(path, gpu="cpu")
+    assert whole == alone and llm.choices["gpu"].endswith("8 of 8 experts")
+    assert llm.sparsity is not None and llm.sparsity["selector"] == "router" and llm.sparsity["gpu_share"] is None
+    llm.close()
+    engine = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
+    checkpoint = open_checkpoint(path)
+    every = needs(resolve(checkpoint, engine)).vram
+    each = checkpoint_model(checkpoint).expert_bytes(0)[0]
+    budget_of = replace(engine, vram=every - 3 * each)
+    resolved = resolve(open_checkpoint(path), budget_of)
+    assert resolved.experts is not None and [len(own) for own in resolved.experts] == [3, 2]
+    assert needs(resolved).vram == every - 3 * each
+    executor, sparsity = load_resolved(resolved, lambda: [1])
+    try:
+        held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)  # type: ignore[attr-defined]
+        hardware, model = measured(engine, gpu="cpu"), checkpoint_model(checkpoint)
+        work = budget.Workload("f16", 64, 32, 8)
+        planned = budget.on_gpu(model, hardware, work, 2, True, True, [3, 2])
+        slots = 2 * 4 * 4  # where each of the experts is, int32
+        assert held == planned["ffn"] + planned["experts"] + slots
+    finally:
+        executor.close()
+    partly, llm = answer(path, gpu="cpu", vram=every - 3 * each)
+    assert partly == alone and 0 < llm.sparsity["gpu_share"] < 1 and "5 of 8 experts" in llm.choices["gpu"]
+    llm.close()
+    fewer = with_fewer_experts(resolved)
+    assert fewer is not None and fewer.experts is not None and [len(own) for own in fewer.experts] == [2, 1]
+    with pytest.raises(RequestError, match=r"hold no layer .* give --vram"):
+        answer(path, gpu="cpu", vram=1 << 20)
+    with pytest.raises(RequestError, match="--adjust is for models"):
+        answer(path, gpu="none", adjust=True)
+    adjusted, llm = answer(path, gpu="cpu", vram=every - 3 * each, adjust=True)
+    assert adjusted == alone
+    llm.close()
+
+
+def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    path = tiny_model(tmp_path)
+    engine = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
+    each = checkpoint_model(open_checkpoint(path)).expert_bytes(0)[0]
+    room = replace(engine, vram=needs(resolve(open_checkpoint(path), engine)).vram - 4 * each)
+    before = resolve(open_checkpoint(path), room).experts
+    assert before is not None and [own.tolist() for own in before] == [[0, 1], [0, 1]]
+    (tmp_path / "text.txt").write_text("abc bca cab " * 40)
+    assert main(["profile", "-m", str(path), "--corpus", str(tmp_path / "text.txt"), "--tokens", "64"]) == 0
+    capsys.readouterr()
+    counts = open_expert_profile(open_checkpoint(path)).frequencies
+    hot = resolve(open_checkpoint(path), room).experts
+    assert hot is not None and sum(map(len, hot)) == 4
+    least = min(float(counts[layer][own].min()) for layer, own in enumerate(hot) if len(own))
+    others = [float(np.delete(counts[layer], own).max()) for layer, own in enumerate(hot) if len(own) < 4]
+    assert least >= max(others), "the most frequent of all layers"
+    flags = ["--gpu", "cpu", "--vram", f"{room.vram}B", "--context", "64", "--prefill-chunk", "32", "--dry-run"]
+    assert main(["plan", "-m", str(path), "--threads", "1", *flags]) == 0
+    assert "(as profiled)" in capsys.readouterr().out
