@@ -3,7 +3,9 @@
     python -m benchmarks.models.expert_models OUT.gguf --shape qwen3-30b-a3b --layers 8 --type q4_0
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
-the same sizes, and about as many different ones for a batch, since its choices are independent of each other.
+the same sizes, and about as many different ones for a batch, since its choices are independent of each other. With
+--skew S some experts are selected more often, by a power law with that exponent, and with --locality L, from 0 to less
+than 1, tokens tend to select what the tokens before them did: routing.py says how. `powerinfer profile` measures both.
 --layers cuts the model, so that it fits small machines. Embedding and head are Q8_0, norms and routers F32. A file
 that exists is kept; for other types give the Q8_0 file to llama-quantize. Needs the `bench` extra (gguf).
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import write_tokenizer
 from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
 from powerinfer.formats.gguf_model import NAMES
@@ -68,13 +71,14 @@ def kind_of(name: str, dims: Shape, kind: str) -> str:
     return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
 
 
-def write(path: Path, config: ModelConfig, kind: str, seed: int = SEED) -> None:
-    """Write the file, a piece in memory at a time."""
+def write(path: Path, config: ModelConfig, kind: str, seed: int = SEED, routing: Routing | None = None) -> None:
+    """Write the file, a piece in memory at a time. routing: what the routers select; None: all experts alike."""
+    routing = routing or Routing(config)
     beside = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(beside, config.architecture)
     _metadata(writer, config)
     for name, dims in tensors(config):
-        own = kind_of(name, dims, kind)
+        own = "Q8_0" if routing.precise(name) and kind_of(name, dims, kind) != "F32" else kind_of(name, dims, kind)
         stored = (*dims[:-1], block_type(own).row_bytes(dims[-1]))
         dtype, raw = (np.dtype(np.float32), None) if own == "F32" else (np.dtype(np.uint8), TYPES[own.lower()])
         writer.add_tensor_info(name, dims if raw is None else stored, dtype, int(np.prod(stored)), raw)
@@ -83,28 +87,30 @@ def write(path: Path, config: ModelConfig, kind: str, seed: int = SEED) -> None:
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(seed)
     for name, dims in tensors(config):
-        writer.write_tensor_data(_values(rng, name, dims, kind_of(name, dims, kind), config.n_layers))
+        own = "Q8_0" if routing.precise(name) and kind_of(name, dims, kind) != "F32" else kind_of(name, dims, kind)
+        writer.write_tensor_data(_values(rng, name, dims, own, routing))
         print(f"\r{name:40}", end="", file=sys.stderr)
     writer.close()
     print(file=sys.stderr)
     os.replace(beside, path)
 
 
-def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, layers: int) -> np.ndarray:
+def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, routing: Routing) -> np.ndarray:
     """Norms are all ones; products of a matrix are about as large as what it reads, and small where they add up."""
     if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
         return -np.geomspace(0.001, 1, *dims, dtype=np.float32)
     if len(dims) == 1:
-        return np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        return routing.vector(name, np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32))
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
     if ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name:
-        deviation /= (2 * layers) ** 0.5
+        deviation /= (2 * routing.config.n_layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
     step = max(1, PIECE // cols)
     parts = []
     for first in range(0, rows, step):
         values = rng.standard_normal((min(step, rows - first), cols), np.float32) * np.float32(deviation)
+        values = routing.rows(name, values, first)
         parts.append(values if own == "F32" else quantize(values, own))
     return np.concatenate(parts).reshape(*dims[:-1], -1)
 
@@ -176,6 +182,10 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(CONFIGS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, metavar="N", help="default: all")
     parser.add_argument("--type", choices=tuple(TYPES), default="q4_0", help="of the layers' matrices")
+    parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="exponent of the experts' use (default 0)")
+    parser.add_argument(
+        "--locality", type=float, default=0.0, metavar="L", help="share that changes slowly (default 0)"
+    )
     arguments = parser.parse_args()
     config = CONFIGS[arguments.shape]
     if arguments.layers is not None:
@@ -184,11 +194,15 @@ def main() -> None:
         config = replace(config, layers=config.layers[: arguments.layers])
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
+    try:
+        routing = Routing(config, arguments.skew, arguments.locality)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, config, arguments.type)
+    write(arguments.out, config, arguments.type, routing=routing)
 
 
 if __name__ == "__main__":
