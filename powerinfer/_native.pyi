@@ -315,9 +315,10 @@ class RouterSpec:
         groups: int = 1,
         top_groups: int = 1,
         group_best: int = 1,
+        bias: NDArray[np.float32] | None = None,
     ) -> None:
         """
-        correction: added to scores for the selection alone. Experts are selected in the
+        correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the
         top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
         """
 
@@ -328,12 +329,29 @@ class ExpertMatrices:
     """Experts of one layer: matrices of all of them, one below the other."""
 
     def __init__(
-        self, experts: int, neurons: int, spec: NeuronSpec, gate: Matrix | None, up: Matrix, down: Matrix
+        self,
+        experts: int,
+        neurons: int,
+        spec: NeuronSpec,
+        gate: Matrix | None,
+        up: Matrix | None,
+        down: Matrix | None,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+        down_bias: NDArray[np.float32] | None = None,
+        bundled: NeuronSum | None = None,
     ) -> None:
-        """neurons: of each; rows of each are padded to LANES. spec: without biases."""
+        """
+        neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled:
+        all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
+        matrix.
+        """
 
 class Experts(Operator):
     """An FFN of experts."""
+
+    def set_whole(self, on: bool) -> None:
+        """Whether steps compute every neuron of the selected experts, where they could skip some."""
 
     def record(self, on: bool) -> None:
         """Start or stop keeping what steps select."""
@@ -441,8 +459,8 @@ class Program:
         -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.
         """
 
-    def attention(self, layer: int, window: int) -> None:
-        """attended = softmax(q k) v; window 0: none."""
+    def attention(self, layer: int, window: int, sinks: NDArray[np.float32] | None = None) -> None:
+        """attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value."""
 
     def delta_net(
         self,
@@ -511,7 +529,7 @@ class Program:
         self,
         spec: FfnSpec,
         router: RouterSpec,
-        scores: Matrix,
+        scores: Matrix | None,
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
@@ -519,12 +537,15 @@ class Program:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 
-        scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of it,
-        is the shared expert's weight.
+        scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose
+        product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
     def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
         """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+
+    def early_router(self, router: RouterSpec, scores: Matrix) -> None:
+        """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""
 
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""

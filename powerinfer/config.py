@@ -45,6 +45,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # YaRN's ramp begins and ends at whole pairs
     attention_factor: float | None = None
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
@@ -63,6 +64,9 @@ class RopeConfig:
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
 relu on the gate and on up."""
+
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
+"""Those of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
 
 RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
 """Activations that are exactly zero for a neuron that does not fire."""
@@ -134,6 +138,7 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: str | None = None  # RMS norm of q and k: "head": of each head; "width": over all heads together
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
 
     @property
     def width(self) -> int:
@@ -165,6 +170,8 @@ class AttentionConfig:
         for name, rows in (("q", self.width), ("k", kv), ("v", kv)):
             yield from _matrix(name, rows, d_model, self.qkv_bias)
         yield from _matrix("o", d_model, self.width, self.o_bias)
+        if self.sinks:
+            yield "sinks", (self.n_heads,)
 
     def problem(self) -> str | None:
         """Settings that do not go together; None: there are none."""
@@ -462,6 +469,7 @@ class RouterConfig:
     normalise: bool = True  # the weights of a token's experts add up to `scale`
     scale: float = 1.0  # of the weights
     correction: bool = False  # a bias for each expert that counts for the selection alone (DeepSeek-V3)
+    bias: bool = False  # of the logits
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
@@ -472,17 +480,20 @@ class ExpertsConfig(FfnKind):
     """An FFN of experts, each a sum of neurons, of which a router selects a few for every token.
 
     shared_size: neurons of an expert that every token has, 0: there is none; shared_weight: its output is multiplied
-    with the sigmoid of a product with the input.
+    with the sigmoid of a product with the input. early_router: the router reads the layer's input, before the norm of
+    attention, so that a layer's experts are known while attention runs.
     """
 
     n_experts: int
     size: int  # neurons of each expert
     router: RouterConfig
-    activation: str = "silu"  # of ACTIVATIONS
+    activation: str = "silu"  # of EXPERT_ACTIVATIONS
     threshold: float = 0.0  # as in FfnConfig
     gated: bool = True
+    bias: bool = False
     shared_size: int = 0
     shared_weight: bool = False
+    early_router: bool = False
 
     @property
     def width(self) -> int:
@@ -501,11 +512,15 @@ class ExpertsConfig(FfnKind):
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         yield "router", (self.n_experts, d_model)
+        if self.router.bias:
+            yield "router_bias", (self.n_experts,)
         if self.router.correction:
             yield "router_correction_bias", (self.n_experts,)
         for name in self.matrices:
             rows, cols = (d_model, self.size) if name == "down" else (self.size, d_model)
             yield f"experts_{name}", (self.n_experts, rows, cols)
+            if self.bias:
+                yield f"experts_{name}_bias", (self.n_experts, rows)
         if self.shared is not None:
             yield from ((f"shared_{name}", shape) for name, shape in self.shared.tensors(d_model))
         if self.shared_weight:
@@ -526,7 +541,22 @@ class ExpertsConfig(FfnKind):
             return f"groups of {each} experts are too small for a score of {router.group_best}"
         if self.shared_weight and not self.shared_size:
             return "the weight of a shared expert without one"
+        if self.activation == "swiglu_oai":
+            return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why the neurons inside selected experts cannot be told apart; None: they can."""
+        if self.activation not in RECTIFIED:
+            return f"the activation {self.activation} is never exactly zero"
+        if not self.gated:
+            return "experts without a gate are computed whole"
+        if self.shared_size:
+            return "layers with a shared expert are computed whole"
+        if self.bias:
+            return "experts with biases are computed whole"
+        return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
 
     def share_read(self, tokens: int) -> float:
         missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
@@ -605,6 +635,13 @@ class ModelConfig:
         return f"{which}, whose neurons are not told apart"
 
     @property
+    def why_whole_experts(self) -> str | None:
+        """Why every neuron of selected experts is computed; None: of those of some layer, the ones that fire can be."""
+        every = dict.fromkeys(layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig))
+        whole = [why for experts in every if (why := experts.why_whole) is not None]
+        return (whole[0] if whole else "there are no experts") if len(whole) == len(every) else None
+
+    @property
     def experts(self) -> dict[int, ExpertsConfig]:
         """The FFNs of the layers that have experts, by layer."""
         return {at: layer.ffn for at, layer in enumerate(self.layers) if isinstance(layer.ffn, ExpertsConfig)}
@@ -613,7 +650,10 @@ class ModelConfig:
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
         others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
-        return f"layers of {others[0]} run on the CPU alone so far" if others else None
+        if others:
+            return f"layers of {others[0]} run on the CPU alone so far"
+        early = any(isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router for layer in self.layers)
+        return "experts that are selected before attention run on the CPU alone so far" if early else None
 
     @property
     def attentions(self) -> tuple[AttentionKind, ...]:

@@ -34,9 +34,9 @@ def shape(name: str) -> ModelConfig:
     return replace(config, d_model=256, vocab_size=1024, layers=layers)
 
 
-def profiled(path: Path, config: ModelConfig, routing: Routing, tokens: int = 4096) -> ExpertProfile:
+def profiled(path: Path, config: ModelConfig, skew: float, locality: float, tokens: int = 4096) -> ExpertProfile:
     """A profile over random tokens, in two texts."""
-    expert_models.write(path, config, "q8_0", routing=routing)
+    expert_models.write(path, config, expert_models.Weights("q8_0", skew=skew, locality=locality))
     checkpoint = open_checkpoint(path)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, (tokens // 1024, 1024)).astype(np.int32)
     task = Task(Windows(ids, ("a", "b"), (tokens // 2048, tokens // 2048), "x"), 0, None)
@@ -61,7 +61,7 @@ def test_routers_select_as_asked(name: str, tmp_path: Path) -> None:
     config = shape(name)
     reuse = {}
     for locality in (0.0, 0.8):
-        found = profiled(tmp_path / f"{locality}.gguf", config, Routing(config, 1.0, locality))
+        found = profiled(tmp_path / f"{locality}.gguf", config, 1.0, locality)
         wanted = np.cumsum(selection_shares(EXPERTS, TOP, 1.0)) / TOP
         for one in found.layers:
             for n in (2, 4, 8, 16):
@@ -74,7 +74,7 @@ def test_routers_select_as_asked(name: str, tmp_path: Path) -> None:
 
 def test_without_skew_all_are_alike(tmp_path: Path) -> None:
     config = shape("qwen3-30b-a3b")
-    found = profiled(tmp_path / "m.gguf", config, Routing(config))
+    found = profiled(tmp_path / "m.gguf", config, 0.0, 0.0)
     assert found.share_of_top(0.25) < 0.4 and found.mean("gini") < 0.25
 
 

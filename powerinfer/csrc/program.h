@@ -122,8 +122,9 @@ class Program {
   // whose FFN reads what its attention reads.
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
-  void attention(int layer, int window);    // attended = softmax(q k) v
-  void delta_net(DeltaNetSpec spec);        // attended = Gated DeltaNet of norm(x), see delta_net.h
+  // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
+  void attention(int layer, int window, Vector sinks = {});
+  void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   // The same around `attention` of a layer with latents.
@@ -140,6 +141,8 @@ class Program {
   // x += FFN(x) of experts, see experts.h. scores: the router.
   std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
                                    SharedExpert shared);
+  // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
+  void early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
   std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
@@ -195,6 +198,7 @@ class Program {
   void rotate(int thread, const Step& step);
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k);
+  void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;
   void check_rope(int table, int64_t dims) const;
   void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);

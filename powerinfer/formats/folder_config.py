@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
@@ -61,6 +62,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "SmallThinkerForCausalLM": "smallthinker",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -75,7 +77,7 @@ _OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # Folders of these classes refer to custom code whose function this engine has natively. It is not run.
 _WITH_OWN_CODE = (
     "SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM", "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLM", "SmallThinkerForCausalLM",
 )  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def _text_part(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _architecture(fields: Fields) -> str:
     """The family that `architectures` names (`model_type` when it is absent)."""
-    if fields.has("quantization_config"):
+    if fields.has("quantization_config") and not _is_mxfp4(fields):
         raise fields.bad("quantization_config", "is set: quantised Hugging Face folders are not supported, GGUF is")
     classes = fields.get("architectures", None)
     kind: Any = fields.get("model_type", None)
@@ -134,6 +136,12 @@ def _architecture(fields: Fields) -> str:
     if kind not in (None, family):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
     return family
+
+
+def _is_mxfp4(fields: Fields) -> bool:
+    """Whether it is gpt-oss with experts in MXFP4, the one kind of quantised folder that is read."""
+    how: Any = fields.get("quantization_config", None)
+    return fields.get("model_type", None) == "gpt_oss" and type(how) is dict and how.get("quant_method") == "mxfp4"
 
 
 def _replaced(code: Any, name: str | None) -> bool:
@@ -203,6 +211,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 10944, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "hidden_act": "silu", "num_local_experts": 128, "num_experts_per_tok": 4, "hidden_size": 2880,
+        "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_hidden_layers": 36, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
+        "attention_bias": True,
+    },
     "qwen3_next": _DELTA | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
     "qwen3_5_moe_text": _DELTA | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
@@ -221,6 +235,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "granite": _LLAMA,
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
+    "smallthinker": {
+        "num_hidden_layers": 32, "hidden_size": 1536, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "sliding_window_size": 4096, "moe_num_primary_experts": 32, "moe_ffn_hidden_size": 768,
+        "moe_num_active_primary_experts": 4, "tie_word_embeddings": True, "hidden_act": "relu",
+    },
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
@@ -420,7 +440,7 @@ def _experts_of(fields: Fields, count: str, size: str, **router: Any) -> Experts
     if n_experts is None or fields.has(count):
         n_experts = fields.integer(count, 1, layout.MAX_EXPERTS)
     top_k = fields.integer("num_experts_per_tok", 1, n_experts)
-    activation = _activation(fields, "hidden_act", _GATED)
+    activation = _activation(fields, "hidden_act", _GATED | {"drelu": "drelu"})  # TurboSparse-Mixtral
     neurons = fields.integer(size, 1, layout.MAX_WIDTH)
     return ExpertsConfig(n_experts, neurons, RouterConfig(top_k, **router), activation)
 
@@ -577,6 +597,24 @@ def _deepseek(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
     return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
 
 
+def _gpt_oss(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("hidden_act", "silu")
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0, 7)
+    heads = _heads(fields, config)
+    bias = fields.flag("attention_bias")
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        raise fields.bad("rope_parameters", "is missing")
+    rope = _rope(fields, config, heads, theta=150000.0)
+    attention = replace(heads, rope=rope, qkv_bias=bias, o_bias=bias, sinks=True)
+    n_experts = fields.integer("num_local_experts", 1, layout.MAX_EXPERTS)
+    router = RouterConfig(fields.integer("num_experts_per_tok", 1, n_experts), bias=True)
+    experts = ExpertsConfig(n_experts, _ffn_size(fields), router, "swiglu_oai", bias=True)
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
+    windows = [window if kind == _LOCAL else None for kind in _layer_types(fields, n_layers, 2)]
+    return replace(config, layers=tuple(LayerConfig(replace(attention, window=one), experts) for one in windows))
+
+
 def _latent_rope(fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
     """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
@@ -616,6 +654,35 @@ def _granite(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     )
 
 
+def _smallthinker(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Layers may lack a window, and rotated positions; a router reads what its layer does."""
+    fields.only("moe_enable_early_router", True)
+    fields.only("moe_enable_secondary_experts", False)
+    if 0 in _switches(fields, "moe_layer_layout", n_layers, 1):
+        raise fields.bad("moe_layer_layout", "holds layers without experts, which are not supported")
+    heads = _heads(fields, config)
+    rope = _rope(fields, config, heads, theta=1e6)
+    size = fields.integer("sliding_window_size", 1, layout.MAX_CONTEXT)
+    n_experts = fields.integer("moe_num_primary_experts", 1, layout.MAX_EXPERTS)
+    scoring = "softmax" if fields.flag("moe_primary_router_apply_softmax", False) else "sigmoid"
+    experts = ExpertsConfig(
+        n_experts,
+        fields.integer("moe_ffn_hidden_size", 1, layout.MAX_WIDTH),
+        RouterConfig(fields.integer("moe_num_active_primary_experts", 1, n_experts), scoring),
+        _activation(fields, "hidden_act", {"relu": "relu"}),
+        early_router=True,
+    )
+    rotated = _switches(fields, "rope_layout", n_layers, 1)
+    windows = _switches(fields, "sliding_window_layout", n_layers, 0)
+    return replace(
+        config,
+        layers=tuple(
+            LayerConfig(replace(heads, rope=rope if turns else None, window=size if slides else None), experts)
+            for turns, slides in zip(rotated, windows, strict=True)
+        ),
+    )
+
+
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
     "opt": _opt,
@@ -631,6 +698,8 @@ _READERS = {
     "qwen3_moe": _qwen_moe,
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
+    "smallthinker": _smallthinker,
+    "gpt_oss": _gpt_oss,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _qwen_delta),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
@@ -706,6 +775,16 @@ def _layer_types(fields: Fields, layers: int, every: int = 1, other: str = _LOCA
     if strange:
         raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
     return kinds
+
+
+def _switches(fields: Fields, key: str, layers: int, default: int) -> list[int]:
+    """A list of 0 or 1 for every layer."""
+    values = fields.get(key, None)
+    if values is None:
+        return [default] * layers
+    if type(values) is not list or len(values) != layers or any(type(one) is not int or one >> 1 for one in values):
+        raise fields.bad(key, f"is {shown(values)}, not 0 or 1 for every layer")
+    return values
 
 
 def _kinds(fields: Fields, attention: AttentionConfig, ropes: dict[str, RopeConfig]) -> dict[str, AttentionConfig]:
@@ -813,9 +892,9 @@ def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | N
     if scaling == "llama3":
         own = {"factor": number("factor")} | {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     elif scaling == "yarn":
-        rope.only("truncate", True)
         rope.flag("finetuned", False)
         own = {"factor": number("factor"), "attention_factor": number("attention_factor", None)}
+        own |= {"truncate": rope.flag("truncate", True)}
         own |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
     else:
         own = {"factor": number("factor", context / first), "attention_factor": number("attention_factor", None)}

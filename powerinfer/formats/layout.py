@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from powerinfer.config import LayerConfig, ModelConfig, Shape
+from powerinfer.config import ExpertsConfig, LayerConfig, ModelConfig, Shape
 from powerinfer.errors import ModelError
 
 # Beyond every model there is; they keep the arithmetic of absurd files small.
@@ -26,12 +26,17 @@ read, for their sums."""
 def matrix_names(config: ModelConfig) -> Iterator[str]:
     """Canonical names of the matrices: those of the layers, and around them what is a tensor of its own."""
     for layer in range(config.n_layers):
-        parts = (name for name, shape in _parts(config, layer) if len(shape) > 1 and name != "delta_conv")
-        yield from (f"layers.{layer}.{name}" for name in parts)
+        yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if is_matrix(name, shape))
     if config.embed_dim:
         yield from ("project_in", "project_out")
     if not config.tied_embeddings:
         yield "head"
+
+
+def is_matrix(name: str, shape: Shape) -> bool:
+    """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have
+    the taps of a convolution."""
+    return len(shape) > 1 and not name.endswith(("_bias", "delta_conv"))
 
 
 def is_router(name: str) -> bool:
@@ -102,5 +107,7 @@ def _check_norms(config: ModelConfig, layer: LayerConfig, where: str) -> None:
         raise ModelError(f"{where}: norms {layer.norms!r} do not go with a parallel FFN")
     if config.residual_scale != 1 and layer.norms != "pre":
         raise ModelError(f"{where}: a scale of what layers add does not go with norms {layer.norms!r}")
+    if isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router and layer.norms == "post":
+        raise ModelError(f"{where}: a router before attention does not go with norms {layer.norms!r}")
     if layer.shared_norm and not layer.parallel:
         raise ModelError(f"{where}: one norm for attention and FFN needs them to be parallel")

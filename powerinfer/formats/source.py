@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,13 @@ def collect(
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Sequence[Fused] = (),
+    made: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
     stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has a matrix with `_rows`
-    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]).
+    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]). made: tensors
+    by canonical name that are not stored as they are, in their right shapes.
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
@@ -115,6 +117,9 @@ def collect(
     rest = set(stored)
     known = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
     for canonical, shape in known.items():
+        if made is not None and canonical in made:
+            found[canonical] = made[canonical]
+            continue
         name = names(canonical)
         if "{}" in name:
             every = {name.format(expert): shape[1:] for expert in range(shape[0])}
@@ -136,6 +141,12 @@ def collect(
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
     return found
+
+
+def without_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
+    """The tensors without the predictor of the head that SmallThinker's files may have, and a line that says so."""
+    rest = {name: tensor for name, tensor in stored.items() if "lm_head_profiler" not in name}
+    return rest, ["the file's predictor of the head is not used"] * (len(rest) < len(stored))
 
 
 def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[str, tuple[int, ...]]:

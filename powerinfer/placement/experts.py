@@ -107,20 +107,28 @@ class Lru(Policy):
         self._recent = {layer: OrderedDict.fromkeys(reversed(list(held))) for layer, held in self._slots.items()}
 
     def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        recent, held, n = self._recent[layer], self._slots[layer], len(self._experts[layer])
-        missed = False
+        recent, held, of_slot = self._recent[layer], self._slots[layer], self._experts[layer]
+        missed = []
         for expert in sorted(set(selected)):
-            missed |= expert not in held
-            recent[expert] = None
-            recent.move_to_end(expert)
+            if expert in recent:
+                recent.move_to_end(expert)
+            else:
+                recent[expert] = None
+                missed.append(expert)
         if not missed:
             return []
-        left = [held.pop(old) for old in (recent.popitem(last=False)[0] for _ in range(len(recent) - n)) if old in held]
-        of_slot = self._experts[layer]
-        of_slot[left] = -1
-        free = np.flatnonzero(of_slot < 0).tolist()
-        new = [expert for expert in recent if expert not in held]
-        return [self._put(layer, slot, expert) for slot, expert in zip(free, new, strict=False)]
+        free = [] if len(held) == len(of_slot) else np.flatnonzero(of_slot < 0).tolist()
+        for _ in range(len(recent) - len(of_slot)):
+            old = recent.popitem(last=False)[0]
+            if old in held:
+                free.append(held.pop(old))
+        free.sort()
+        new = [expert for expert in missed if expert in recent]
+        swaps = list(zip(free, new, strict=False))
+        for slot, expert in swaps:
+            held[expert] = slot
+            of_slot[slot] = expert
+        return swaps
 
 
 class _Counted(Policy):
