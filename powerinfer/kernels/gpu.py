@@ -25,7 +25,7 @@ from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import FEW as FEW
-from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, Q8_STEP
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import Cached as Cached
@@ -308,6 +308,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
 
 def activate(activation: str, x: Tensor, up: Tensor | None = None, threshold: float = 0.0) -> Tensor:
     """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape."""
+    if activation == "swiglu_oai":
+        assert up is not None
+        gate = x.clamp(max=OAI_LIMIT)
+        return gate * (OAI_SCALE * gate).sigmoid() * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
     h = _activate(x, activation, threshold)
     if up is None:
         return h
