@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # A model may end its answer with any of these; not every file lists them all (llama.cpp's list, without those that have
 # another meaning in some family).
 _END_OF_GENERATION = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "</s>",
-    "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>",
+    "</s>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
 ))  # fmt: skip
 
 Encode = Callable[[str], list[int]]
