@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-
 PAGE: int = 32
 
 LANES: int = 16
@@ -34,7 +33,6 @@ def kv_page_bytes(type: str, kv_heads: int, head_dim: int, latents: int = 0) -> 
 
 class Pool:
     def __init__(self, threads: int) -> None: ...
-
     @property
     def threads(self) -> int: ...
 
@@ -44,17 +42,22 @@ class Arena:
 class Matrix:
     @property
     def rows(self) -> int: ...
-
     @property
     def k(self) -> int: ...
-
     @property
     def type(self) -> str: ...
-
     @property
     def nbytes(self) -> int: ...
 
-def pack_matrix(pool: Pool, arena: Arena, type: str, rows: int, k: int, data: NDArray[np.uint8], row_map: NDArray[np.int32] | None = None) -> Matrix:
+def pack_matrix(
+    pool: Pool,
+    arena: Arena,
+    type: str,
+    rows: int,
+    k: int,
+    data: NDArray[np.uint8],
+    row_map: NDArray[np.int32] | None = None,
+) -> Matrix:
     """
     A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros
     where that is -1.
@@ -76,7 +79,17 @@ def shared_bytes(type: str, k: int) -> int:
 
 GROUP: int = 32
 
-def pack_bundle_rows(pool: Pool, type: str, kind: str, rows: int, k: int, data: NDArray[np.uint8], out: NDArray[np.uint8], pitch: int, at: int) -> None:
+def pack_bundle_rows(
+    pool: Pool,
+    type: str,
+    kind: str,
+    rows: int,
+    k: int,
+    data: NDArray[np.uint8],
+    out: NDArray[np.uint8],
+    pitch: int,
+    at: int,
+) -> None:
     """
     Write the gate, up or down rows of bundles, at byte `at` of each; they lie `pitch` bytes apart.
 
@@ -90,7 +103,9 @@ def code_bytes(type: str, k: int) -> int:
 def bundle_row_order(type: str, kind: str, k: int) -> NDArray[np.int32]:
     """The byte of a bundle's row at which each of its k elements lies, int32; two codes of 4 bits share a byte."""
 
-def unpack_bundle_rows(type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]) -> None:
+def unpack_bundle_rows(
+    type: str, kind: str, k: int, data: NDArray[np.uint8], pitch: int, at: int, out: NDArray[np.float32]
+) -> None:
     """The values of the gate, up or down rows of bundles: data [groups, bytes of a group], out [rows, k]."""
 
 class NeuronSpec:
@@ -99,7 +114,13 @@ class NeuronSpec:
     fatrelu; biases of gate and up, a value for each neuron.
     """
 
-    def __init__(self, activation: str = 'silu', threshold: float = 0.0, gate_bias: NDArray[np.float32] | None = None, up_bias: NDArray[np.float32] | None = None) -> None: ...
+    def __init__(
+        self,
+        activation: str = "silu",
+        threshold: float = 0.0,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+    ) -> None: ...
 
 class Bundles:
     """
@@ -109,21 +130,46 @@ class Bundles:
     groups that differ; then spec's biases have a value for every place of a group.
     """
 
-    def __init__(self, data: NDArray[np.uint8], neurons: int, d_model: int, gate_type: str | None, up_type: str, down_type: str, pitch: int, gate_at: int, up_at: int, down_at: int, spec: NeuronSpec, counts: NDArray[np.int32] | None = None) -> None: ...
-
+    def __init__(
+        self,
+        data: NDArray[np.uint8],
+        neurons: int,
+        d_model: int,
+        gate_type: str | None,
+        up_type: str,
+        down_type: str,
+        pitch: int,
+        gate_at: int,
+        up_at: int,
+        down_at: int,
+        spec: NeuronSpec,
+        counts: NDArray[np.int32] | None = None,
+    ) -> None: ...
     @property
     def neurons(self) -> int: ...
-
-    def add(self, level: str, x: NDArray[np.float32], index: NDArray[np.int32], out: NDArray[np.float32], threshold: float = 0.0) -> None:
+    def add(
+        self,
+        level: str,
+        x: NDArray[np.float32],
+        index: NDArray[np.int32],
+        out: NDArray[np.float32],
+        threshold: float = 0.0,
+    ) -> None:
         """Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread."""
 
 class Table:
     def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
-
     def row(self, index: int, out: NDArray[np.float32]) -> None: ...
 
 class Norm:
-    def __init__(self, weight: NDArray[np.float32], eps: float, bias: NDArray[np.float32] | None = None, layer: bool = False, plain: bool = False) -> None:
+    def __init__(
+        self,
+        weight: NDArray[np.float32],
+        eps: float,
+        bias: NDArray[np.float32] | None = None,
+        layer: bool = False,
+        plain: bool = False,
+    ) -> None:
         """RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`."""
 
 class Cache:
@@ -135,7 +181,6 @@ class Cache:
 
     @property
     def pages(self) -> int: ...
-
     @property
     def nbytes(self) -> int: ...
 
@@ -145,7 +190,6 @@ class States:
 
     @property
     def slots(self) -> int: ...
-
     @property
     def slot_bytes(self) -> int: ...
 
@@ -162,9 +206,16 @@ class NeuronSum:
     tokens that it fires for. Steps of up to NEURON_TOKENS tokens are counted.
     """
 
-    def __init__(self, workspace: Workspace, bundles: Bundles, threshold: float = 0.0, count_fired: bool = False) -> None: ...
-
-    def sum(self, x: NDArray[np.float32], out: NDArray[np.float32], selected: NDArray[np.uint8] | None = None, weight: NDArray[np.float32] | None = None) -> bool:
+    def __init__(
+        self, workspace: Workspace, bundles: Bundles, threshold: float = 0.0, count_fired: bool = False
+    ) -> None: ...
+    def sum(
+        self,
+        x: NDArray[np.float32],
+        out: NDArray[np.float32],
+        selected: NDArray[np.uint8] | None = None,
+        weight: NDArray[np.float32] | None = None,
+    ) -> bool:
         """
         out = weight * the sum of the selected neurons; x and out: [tokens, d_model].
 
@@ -174,7 +225,6 @@ class NeuronSum:
 
     @property
     def neurons(self) -> int: ...
-
     def counts(self) -> dict[str, int]:
         """
         steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.
@@ -197,7 +247,6 @@ class Predictor:
     """
 
     def __init__(self, inner: Matrix, outer: Matrix, threshold: float = 0.0, floor: int = 0) -> None: ...
-
     @property
     def nbytes(self) -> int: ...
 
@@ -209,7 +258,9 @@ class DenseNeurons:
 class FfnSpec:
     """What an FFN does around the sum of its neurons."""
 
-    def __init__(self, norm: Norm | None = None, out_norm: Norm | None = None, down_bias: NDArray[np.float32] | None = None) -> None: ...
+    def __init__(
+        self, norm: Norm | None = None, out_norm: Norm | None = None, down_bias: NDArray[np.float32] | None = None
+    ) -> None: ...
 
 class Operator:
     """An operator of a program, the number-th that it runs."""
@@ -233,7 +284,6 @@ class Ffn(Operator):
 
     @dense_above.setter
     def dense_above(self, arg: float, /) -> None: ...
-
     def set_ways(self, ways: Sequence[str]) -> None:
         """
         How steps of 1, 2, .. NEURON_TOKENS tokens run: "dense" (the default where there are matrices),
@@ -255,7 +305,18 @@ class Ffn(Operator):
 class RouterSpec:
     """How a token's experts, and their weights, follow from the router's logits."""
 
-    def __init__(self, top_k: int, scoring: str = 'softmax', normalise: bool = False, scale: float = 1.0, correction: NDArray[np.float32] | None = None, groups: int = 1, top_groups: int = 1, group_best: int = 1, bias: NDArray[np.float32] | None = None) -> None:
+    def __init__(
+        self,
+        top_k: int,
+        scoring: str = "softmax",
+        normalise: bool = False,
+        scale: float = 1.0,
+        correction: NDArray[np.float32] | None = None,
+        groups: int = 1,
+        top_groups: int = 1,
+        group_best: int = 1,
+        bias: NDArray[np.float32] | None = None,
+    ) -> None:
         """
         correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the
         top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
@@ -267,7 +328,19 @@ def route(spec: RouterSpec, logits: NDArray[np.float32]) -> tuple[list[int], lis
 class ExpertMatrices:
     """Experts of one layer: matrices of all of them, one below the other."""
 
-    def __init__(self, experts: int, neurons: int, spec: NeuronSpec, gate: Matrix | None, up: Matrix | None, down: Matrix | None, gate_bias: NDArray[np.float32] | None = None, up_bias: NDArray[np.float32] | None = None, down_bias: NDArray[np.float32] | None = None, bundled: NeuronSum | None = None) -> None:
+    def __init__(
+        self,
+        experts: int,
+        neurons: int,
+        spec: NeuronSpec,
+        gate: Matrix | None,
+        up: Matrix | None,
+        down: Matrix | None,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+        down_bias: NDArray[np.float32] | None = None,
+        bundled: NeuronSum | None = None,
+    ) -> None:
         """
         neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled: all
         neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
@@ -289,7 +362,14 @@ class Experts(Operator):
         first recorded one. And whether a weight was NaN or infinite.
         """
 
-    def sum(self, program: Program, x: NDArray[np.float32], selected: NDArray[np.int32], weights: NDArray[np.float32], out: NDArray[np.float32]) -> bool:
+    def sum(
+        self,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> bool:
         """
         out = the weighted sum of each token's experts; x and out: [tokens, d_model].
 
@@ -301,42 +381,29 @@ class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 
     def __init__(self, program: Program) -> None: ...
-
     @property
     def gate(self) -> bool: ...
-
     @gate.setter
     def gate(self, arg: bool, /) -> None: ...
-
     @property
     def silence(self) -> bool: ...
-
     @silence.setter
     def silence(self, arg: bool, /) -> None: ...
-
     @property
     def measure(self) -> bool: ...
-
     @measure.setter
     def measure(self, arg: bool, /) -> None: ...
-
     @property
     def threshold(self) -> float: ...
-
     @threshold.setter
     def threshold(self, arg: float, /) -> None: ...
-
     def clear(self) -> None: ...
-
     @property
     def damaged(self) -> bool: ...
-
     @property
     def counts(self) -> NDArray[np.int64]: ...
-
     @property
     def magnitudes(self) -> NDArray[np.int64]: ...
-
     def active(self, tokens: int) -> NDArray[np.uint8]: ...
 
     BINS_PER_OCTAVE: int = 16
@@ -344,16 +411,47 @@ class Watch:
     LOWEST_OCTAVE: int = -30
 
 class Program:
-    def __init__(self, workspace: Workspace, cache: Cache, max_tokens: int, d_model: int, d_ff: int, heads: Sequence[int], embed_dim: int | None = None, states: States | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        cache: Cache,
+        max_tokens: int,
+        d_model: int,
+        d_ff: int,
+        heads: Sequence[int],
+        embed_dim: int | None = None,
+        states: States | None = None,
+    ) -> None:
         """heads: query heads of each layer of the cache."""
 
     def add_rope(self, frequencies: NDArray[np.float32], factor: float) -> int:
         """Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index."""
 
-    def embed(self, table: Table, positions: Table | None = None, offset: int = 0, project: Matrix | None = None, scale: float = 1.0) -> None:
+    def embed(
+        self,
+        table: Table,
+        positions: Table | None = None,
+        offset: int = 0,
+        project: Matrix | None = None,
+        scale: float = 1.0,
+    ) -> None:
         """x = project . scale * row of the token + row of the position; that of position 0 is row `offset`."""
 
-    def attention_input(self, layer: int, norm: Norm | None, q: Matrix, k: Matrix, v: Matrix, q_bias: NDArray[np.float32] | None = None, k_bias: NDArray[np.float32] | None = None, v_bias: NDArray[np.float32] | None = None, q_norm: Norm | None = None, k_norm: Norm | None = None, rope: int = -1, scale: float | None = None) -> None:
+    def attention_input(
+        self,
+        layer: int,
+        norm: Norm | None,
+        q: Matrix,
+        k: Matrix,
+        v: Matrix,
+        q_bias: NDArray[np.float32] | None = None,
+        k_bias: NDArray[np.float32] | None = None,
+        v_bias: NDArray[np.float32] | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        rope: int = -1,
+        scale: float | None = None,
+    ) -> None:
         """
         q, cache = rope(norm(x) . q, k, v).
 
@@ -364,7 +462,19 @@ class Program:
     def attention(self, layer: int, window: int, sinks: NDArray[np.float32] | None = None) -> None:
         """attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value."""
 
-    def delta_net(self, layer: int, state: int, norm: Norm | None, matrices: Sequence[Matrix], taps: NDArray[np.float32], decay: NDArray[np.float32], dt_bias: NDArray[np.float32], out_norm: Norm, key_heads: int, tiled: bool) -> None:
+    def delta_net(
+        self,
+        layer: int,
+        state: int,
+        norm: Norm | None,
+        matrices: Sequence[Matrix],
+        taps: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        out_norm: Norm,
+        key_heads: int,
+        tiled: bool,
+    ) -> None:
         """
         attended = Gated DeltaNet of norm(x).
 
@@ -379,7 +489,19 @@ class Program:
     def project(self, layer: int, w: Matrix, bias: NDArray[np.float32] | None = None, norm: Norm | None = None) -> None:
         """x += norm(w . attended + bias)."""
 
-    def latent_input(self, layer: int, norm: Norm | None, q_latent: Matrix | None, q_norm: Norm | None, q: Matrix, kv: Matrix, kv_norm: Norm, k_b: Matrix, rope: int, scale: float) -> None:
+    def latent_input(
+        self,
+        layer: int,
+        norm: Norm | None,
+        q_latent: Matrix | None,
+        q_norm: Norm | None,
+        q: Matrix,
+        kv: Matrix,
+        kv_norm: Norm,
+        k_b: Matrix,
+        rope: int,
+        scale: float,
+    ) -> None:
         """
         q, cache = (rope(q . q_norm(q_latent . n)) . k_b, rope(kv_norm(kv . n))), n = norm(x), of latent attention.
 
@@ -389,7 +511,13 @@ class Program:
     def latent_project(self, layer: int, v_b: Matrix, o: Matrix, norm: Norm | None = None) -> None:
         """x += norm(o . each head's v_b . attended), of latent attention."""
 
-    def ffn(self, spec: FfnSpec, dense: DenseNeurons | None = None, bundled: NeuronSum | None = None, predictor: Predictor | None = None) -> Ffn:
+    def ffn(
+        self,
+        spec: FfnSpec,
+        dense: DenseNeurons | None = None,
+        bundled: NeuronSum | None = None,
+        predictor: Predictor | None = None,
+    ) -> Ffn:
         """
         x += out_norm(sum of the neurons of norm(x) + down_bias).
 
@@ -397,7 +525,15 @@ class Program:
         NEURON_TOKENS tokens.
         """
 
-    def experts(self, spec: FfnSpec, router: RouterSpec, scores: Matrix | None, experts: ExpertMatrices, shared: DenseNeurons | None = None, shared_gate: NDArray[np.float32] | None = None) -> Experts:
+    def experts(
+        self,
+        spec: FfnSpec,
+        router: RouterSpec,
+        scores: Matrix | None,
+        experts: ExpertMatrices,
+        shared: DenseNeurons | None = None,
+        shared_gate: NDArray[np.float32] | None = None,
+    ) -> Experts:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 
@@ -418,7 +554,6 @@ class Program:
         """logits = scale * w . project . norm(x)."""
 
     def set_watch(self, watch: Watch | None) -> None: ...
-
     def residual(self, tokens: int) -> NDArray[np.float32]:
         """The residual stream x, [tokens, d_model]: the program's own memory, which may be written."""
 
@@ -427,17 +562,27 @@ class Program:
 
     @property
     def size(self) -> int: ...
-
     @property
     def timed(self) -> bool: ...
-
     @timed.setter
     def timed(self, arg: bool, /) -> None: ...
-
     def take_times(self) -> list[tuple[str, float]]:
         """Seconds spent in each operator since the last call, while `timed`."""
 
-    def run(self, tokens: NDArray[np.int32], positions: NDArray[np.int32], rows: NDArray[np.int32], page_table: NDArray[np.int32], logit_rows: NDArray[np.int32], logits: NDArray[np.float32], first: int, last: int, vocab: int, read_states: NDArray[np.int32] | None = None, states: NDArray[np.int32] | None = None) -> None:
+    def run(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        page_table: NDArray[np.int32],
+        logit_rows: NDArray[np.int32],
+        logits: NDArray[np.float32],
+        first: int,
+        last: int,
+        vocab: int,
+        read_states: NDArray[np.int32] | None = None,
+        states: NDArray[np.int32] | None = None,
+    ) -> None:
         """
         Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of
         logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page
