@@ -95,7 +95,7 @@ ARCHITECTURES = {
     "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
     "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
     "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
-    "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # DeepSeek-V2, V3, Kimi K2
+    "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # also Kimi K2, GLM-4.7-Flash
     "granite": _Family("silu", interleaved=True, scales=True),
     "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
     "bamboo": _Family("drelu", interleaved=True),
@@ -447,6 +447,9 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
         fields.only("expert_shared_count", 0)
         fields.get("expert_shared_feed_forward_length", None)  # of a shared expert that the file does not have
     gating = {0: router.scoring, 1: "softmax", 2: "sigmoid"}
+    correction = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    if correction:  # scores that are corrected are sigmoids; the first files of GLM-4.7-Flash do not say
+        gating[0] = "sigmoid"
     scoring = gating[fields.integer("expert_gating_func", 0, max(gating), 0)]
     groups = fields.integer("expert_group_count", 1, n_experts, 1)
     return ExpertsConfig(
@@ -458,7 +461,7 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
             scoring=scoring,
             normalise=fields.flag("expert_weights_norm", router.normalise),
             scale=fields.number("expert_weights_scale", 0, layout.MAX_SCALE, 1.0) or 1.0,
-            correction=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+            correction=correction,
             groups=groups,
             top_groups=fields.integer("expert_group_used_count", 1, groups, groups),
             group_best=2 if groups > 1 and scoring == "sigmoid" else 1,
