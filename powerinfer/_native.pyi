@@ -315,9 +315,10 @@ class RouterSpec:
         groups: int = 1,
         top_groups: int = 1,
         group_best: int = 1,
+        bias: NDArray[np.float32] | None = None,
     ) -> None:
         """
-        correction: added to scores for the selection alone. Experts are selected in the
+        correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the
         top_groups best of `groups`; a group's score is the sum of its group_best best experts'.
         """
 
@@ -328,9 +329,18 @@ class ExpertMatrices:
     """Experts of one layer: matrices of all of them, one below the other."""
 
     def __init__(
-        self, experts: int, neurons: int, spec: NeuronSpec, gate: Matrix | None, up: Matrix, down: Matrix
+        self,
+        experts: int,
+        neurons: int,
+        spec: NeuronSpec,
+        gate: Matrix | None,
+        up: Matrix,
+        down: Matrix,
+        gate_bias: NDArray[np.float32] | None = None,
+        up_bias: NDArray[np.float32] | None = None,
+        down_bias: NDArray[np.float32] | None = None,
     ) -> None:
-        """neurons: of each; rows of each are padded to LANES. spec: without biases."""
+        """neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]."""
 
 class Experts(Operator):
     """An FFN of experts."""
@@ -441,8 +451,8 @@ class Program:
         -1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.
         """
 
-    def attention(self, layer: int, window: int) -> None:
-        """attended = softmax(q k) v; window 0: none."""
+    def attention(self, layer: int, window: int, sinks: NDArray[np.float32] | None = None) -> None:
+        """attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value."""
 
     def delta_net(
         self,

@@ -45,6 +45,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # YaRN's ramp begins and ends at whole pairs
     attention_factor: float | None = None
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
@@ -63,6 +64,9 @@ class RopeConfig:
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
 relu on the gate and on up."""
+
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
+"""Those of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
 
 RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
 """Activations that are exactly zero for a neuron that does not fire."""
@@ -134,6 +138,7 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: str | None = None  # RMS norm of q and k: "head": of each head; "width": over all heads together
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
 
     @property
     def width(self) -> int:
@@ -165,6 +170,8 @@ class AttentionConfig:
         for name, rows in (("q", self.width), ("k", kv), ("v", kv)):
             yield from _matrix(name, rows, d_model, self.qkv_bias)
         yield from _matrix("o", d_model, self.width, self.o_bias)
+        if self.sinks:
+            yield "sinks", (self.n_heads,)
 
     def problem(self) -> str | None:
         """Settings that do not go together; None: there are none."""
@@ -462,6 +469,7 @@ class RouterConfig:
     normalise: bool = True  # the weights of a token's experts add up to `scale`
     scale: float = 1.0  # of the weights
     correction: bool = False  # a bias for each expert that counts for the selection alone (DeepSeek-V3)
+    bias: bool = False  # of the logits
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
@@ -478,9 +486,10 @@ class ExpertsConfig(FfnKind):
     n_experts: int
     size: int  # neurons of each expert
     router: RouterConfig
-    activation: str = "silu"  # of ACTIVATIONS
+    activation: str = "silu"  # of EXPERT_ACTIVATIONS
     threshold: float = 0.0  # as in FfnConfig
     gated: bool = True
+    bias: bool = False
     shared_size: int = 0
     shared_weight: bool = False
 
@@ -501,11 +510,15 @@ class ExpertsConfig(FfnKind):
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         yield "router", (self.n_experts, d_model)
+        if self.router.bias:
+            yield "router_bias", (self.n_experts,)
         if self.router.correction:
             yield "router_correction_bias", (self.n_experts,)
         for name in self.matrices:
             rows, cols = (d_model, self.size) if name == "down" else (self.size, d_model)
             yield f"experts_{name}", (self.n_experts, rows, cols)
+            if self.bias:
+                yield f"experts_{name}_bias", (self.n_experts, rows)
         if self.shared is not None:
             yield from ((f"shared_{name}", shape) for name, shape in self.shared.tensors(d_model))
         if self.shared_weight:
@@ -526,6 +539,8 @@ class ExpertsConfig(FfnKind):
             return f"groups of {each} experts are too small for a score of {router.group_best}"
         if self.shared_weight and not self.shared_size:
             return "the weight of a shared expert without one"
+        if self.activation == "swiglu_oai":
+            return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
     def share_read(self, tokens: int) -> float:

@@ -152,11 +152,13 @@ def attention(
     positions: NDArray[np.int32],
     window: int = 0,
     scale: float | None = None,
+    sinks: Floats | None = None,
 ) -> Float64:
     """Attention of tokens of one sequence over its paged cache, [tokens, heads, dim].
 
     q: [tokens, heads, dim]; keys, values: [pages, PAGE, kv_heads, dim]; pages: the sequence's page table. The token at
-    position p sees 0 .. p, or the last `window` of these. scale: of the scores, None: dim ** -0.5.
+    position p sees 0 .. p, or the last `window` of these. scale: of the scores, None: dim ** -0.5. sinks:
+    [heads], a score more in the softmax of each head, which belongs to no value.
     """
     tokens, heads, dim = q.shape
     group = heads // keys.shape[2]
@@ -167,6 +169,9 @@ def attention(
         seen = np.arange(first, position + 1)
         k, v = (cache[pages[seen // PAGE], seen % PAGE].astype(np.float64) for cache in (keys, values))
         for h in range(heads):
-            weights = softmax(k[:, h // group] @ np.asarray(q[t, h], np.float64) * scale)
+            scores = k[:, h // group] @ np.asarray(q[t, h], np.float64) * scale
+            if sinks is not None:
+                scores = np.append(scores, sinks[h])
+            weights = softmax(scores)[: len(seen)]
             out[t, h] = weights @ v[:, h // group]
     return out

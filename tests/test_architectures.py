@@ -114,6 +114,10 @@ FAMILIES |= {
     "granitemoeshared": LLAMA | GRANITE | dict(
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
     ),
+    "gpt_oss": dict(
+        intermediate_size=96, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, num_hidden_layers=4,
+        num_local_experts=6, num_experts_per_tok=2, sliding_window=20, rope_parameters=PLAIN_ROPE,
+    ),
     "openelm": dict(
         num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
         tie_word_embeddings=True,
@@ -139,9 +143,10 @@ ON_CPU_ALONE = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "gpt_oss",
     *WITH_STATES,
 )
-"""The kinds whose layers no GPU runs."""
+"""The kinds that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")
 WITH_KV_B = (*FOLDERS, "gguf", "gguf-kv-b")  # the last: as files of latent attention were before April 2025
 
@@ -450,6 +455,21 @@ CASES = [
     Case("granite-relu", "granite", {"hidden_act": "relu"}, {"embedding_multiplier": 3.1}, FOLDERS),
     Case("granite-moe", "granitemoe", {}, {"attention_multiplier": 0.31}, metadata=GRANITE_KEYS),
     Case("granite-moe-shared", "granitemoeshared", {}, {"num_experts_per_tok": 2}, metadata=GRANITE_KEYS),
+    Case("gpt-oss", "gpt_oss", {}, {"sliding_window": 21}, ("folder", "gguf"), {"attention.sliding_window": 20}),
+    Case(
+        "gpt-oss-yarn",
+        "gpt_oss",
+        {"rope_parameters": YARN | {"rope_theta": 150000.0}},
+        {"rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False}},
+        metadata=YARN_KEYS | {"attention.sliding_window": 20},
+    ),
+    Case(
+        "gpt-oss-not-truncated",
+        "gpt_oss",
+        {"rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False}},
+        {"num_experts_per_tok": 3},
+        FOLDERS,  # no key of GGUF says so
+    ),
     Case("openelm", "openelm", {}, {"rope_freq_constant": 20000.0}, ("folder", "gguf")),
     Case(
         "openelm-relu",
@@ -612,6 +632,8 @@ GGUF_NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.router": "ffn_gate_inp",  # Granite
     "shared_mlp.output_linear": "ffn_down_shexp",
+    "mlp.router": "ffn_gate_inp",  # gpt-oss
+    "self_attn": "attn_sinks",
 }
 for part in ("gate", "up", "down"):
     GGUF_NAMES |= dict.fromkeys((f"mlp.shared_expert{s}.{part}_proj" for s in ("", "s")), f"ffn_{part}_shexp")
@@ -642,6 +664,14 @@ def one_after_another(values: np.ndarray, heads: int, kv_heads: int) -> np.ndarr
     return np.concatenate(
         [part.reshape(-1, *values.shape[1:]) for part in (groups[:, :-2], groups[:, -2], groups[:, -1])]
     )
+
+
+def gpt_oss_experts(prefix: str, kind: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Matrices are [experts, in, out] in the class; rows of gate and up take turns."""
+    of = "bias" if kind.endswith("_bias") else "weight"
+    rows = values if of == "bias" else values.swapaxes(1, 2)
+    for part, own in (("gate", rows[:, ::2]), ("up", rows[:, 1::2])) if "gate_up" in kind else (("down", rows),):
+        yield f"{prefix}_{part}_exps.{of}", np.ascontiguousarray(own)
 
 
 def by_key_head(values: np.ndarray, config: Any, sizes: list[int]) -> list[np.ndarray]:
@@ -707,6 +737,14 @@ def gguf_tensors(
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
         layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
+        if architecture == "gpt-oss":
+            if inner == "post_attention_layernorm":
+                yield f"blk.{layer}.post_attention_norm.weight", values
+                continue
+            if inner == "mlp.experts":
+                yield from gpt_oss_experts(f"blk.{layer}.ffn", kind, values)
+                continue
+            kind = "weight" if kind == "sinks" else kind
         if delta:
             own = inner.partition("linear_attn.")[2] or kind
             yield from ((f"blk.{layer}.{short}", part) for short, part in delta_tensors(config, own, values))
@@ -786,6 +824,8 @@ def add_experts(writer: Any, config: Any) -> None:
     """The keys of experts, as llama.cpp's converter writes them."""
     writer.add_expert_count(next(n for name in COUNTS if (n := getattr(config, name, None)) is not None))
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "granitemoeshared":
@@ -837,7 +877,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
     others |= dict.fromkeys(LATENTS, "deepseek2")
-    others |= DELTA_NAMES | {"granitemoeshared": "granitemoe"}
+    others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -986,7 +1026,18 @@ def check_logits(case: Case, layout: str, tmp_path: Path, **options: Any) -> Non
 @pytest.mark.parametrize("isa", _native.levels()[1:])
 @pytest.mark.parametrize(
     "name",
-    ["llama3", "mistral-window", "qwen3", "turbosparse", "opt-post-norm", "falcon-7b", "nemotron", "gemma3", "olmo3"],
+    [
+        "llama3",
+        "mistral-window",
+        "qwen3",
+        "turbosparse",
+        "opt-post-norm",
+        "falcon-7b",
+        "nemotron",
+        "gemma3",
+        "olmo3",
+        "gpt-oss",
+    ],
 )
 def test_logits_on_every_instruction_set(name: str, isa: str, tmp_path: Path) -> None:
     check_level(name, isa, tmp_path)

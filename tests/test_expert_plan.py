@@ -23,7 +23,7 @@ from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan, read_plan, save_plan
 from powerinfer.placement.power_law import assumed_profile
-from powerinfer.placement.request import _EVEN
+from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model
 
 MOE = ("mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air")
@@ -37,7 +37,7 @@ def cut(name: str, layers: int = 3) -> ModelConfig:
 def request_of(config: ModelConfig, vram: int, **more: Any) -> PlanRequest:
     model = described_model(config, "q4_0", "made up", 0.0)
     given = {"context": 512, "chunk": 128, "selector": "all"} | more
-    return PlanRequest(model, assumed_profile(_EVEN, config.ffn_sizes), machine(vram), **given)
+    return PlanRequest(model, assumed_profile(EVEN, config.ffn_sizes), machine(vram), **given)
 
 
 def check(made: Plan) -> None:

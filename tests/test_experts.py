@@ -33,7 +33,7 @@ LEVELS = _native.levels()
 
 def routed(spec: dict[str, Any], logits: np.ndarray) -> tuple[list[int], np.ndarray]:
     """The rule in numpy, for logits without ties."""
-    logits = logits.astype(np.float64)
+    logits = logits.astype(np.float64) + spec.get("bias", 0.0)
     if spec.get("scoring") == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
     else:
@@ -62,6 +62,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "all of them": {"top_k": 8, "normalise": True, "scale": 2.5},
     "sigmoid": {"top_k": 3, "scoring": "sigmoid", "scale": 1.5},
     "correction": {"top_k": 3, "scoring": "sigmoid", "normalise": True, "correction": some(2, 8)},
+    "bias": {"top_k": 3, "normalise": True, "bias": 3 * some(4, 8)},
     "groups": {"top_k": 2, "groups": 4, "top_groups": 2},
     "groups by two": {
         "top_k": 4, "scoring": "sigmoid", "groups": 4, "top_groups": 2, "group_best": 2, "correction": some(3, 8),
@@ -100,6 +101,7 @@ def test_whatever_the_logits_are_experts_are_valid(logits: list[float], name: st
         ({"top_k": 3, "groups": 4, "top_groups": 1}, "too few experts"),
         ({"top_k": 1, "groups": 8, "top_groups": 1, "group_best": 2}, "for its score"),
         ({"top_k": 1, "correction": some(0, 9)}, "wrong length"),
+        ({"top_k": 1, "bias": some(0, 7)}, "wrong length"),
     ],
 )
 def test_a_router_that_cannot_be(spec: dict[str, Any], why: str) -> None:

@@ -107,7 +107,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.rotate(q, *turns)
         gpu.store_kv(cache, cache, k, k, numbers.long())
         gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long())
-        gpu.attention(q, cache, cache, torch.empty(4, 64, dtype=torch.int32), numbers, numbers, None, 0.1)
+        for sinks in (None, torch.empty(q.shape[1])):
+            gpu.attention(q, cache, cache, torch.empty(4, 64, dtype=torch.int32), numbers, numbers, None, 0.1, sinks)
     return list(made.values())
 
 

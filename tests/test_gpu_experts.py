@@ -44,7 +44,7 @@ def test_the_router_is_that_of_the_cpu(kernels: str, about: RouterConfig) -> Non
     correction = floats(3, N) if about.correction else None
     logits = 2 * floats(4, 40, N)
     experts, weights = routed(about, logits, correction)
-    settings: dict[str, Any] = asdict(about) | {"correction": correction}
+    settings: dict[str, Any] = asdict(about) | {"correction": correction, "bias": None}
     native = _native.RouterSpec(**settings)
     for row, own, by in zip(logits, experts, weights, strict=True):
         expected, exact = _native.route(native, row)
@@ -74,8 +74,12 @@ def some_experts(kind: str, d: int, size: int, gated: bool, activation: str) -> 
     ]
 
 
+def some_biases(tensors: list[RawTensor]) -> list[Float32]:
+    return [3 * floats(at, *tensor.shape[:2]) for at, tensor in enumerate(tensors)]
+
+
 def exact_sum(
-    about: ExpertsConfig, tensors: list[RawTensor], x: Float32, experts: np.ndarray, weights: Float32
+    about: ExpertsConfig, tensors: list[RawTensor], x: Float32, experts: np.ndarray, weights: Float32, biases: Any
 ) -> tuple[np.ndarray, float]:
     """float64 [T, d_model] of the experts that are not negative, and a bound of a float32 sum's error."""
     values = [tensor.float32().astype(np.float64) for tensor in tensors]
@@ -85,10 +89,12 @@ def exact_sum(
             if expert < 0:
                 continue
             *gate, up, down = (one[expert] for one in values)
-            first, second = torch.from_numpy((gate or [up])[0] @ row), torch.from_numpy(up @ row)
-            h = gpu.activate(about.activation, first, second if gate else None, about.threshold).numpy() * weight
-            out[i] += down @ h
-            most = max(most, float((np.abs(down) @ np.abs(h)).max()))
+            *of_gate, of_up, of_down = (np.float64(0) if bias is None else bias[expert] for bias in biases)
+            second = torch.from_numpy(up @ row + of_up)
+            first = torch.from_numpy(gate[0] @ row + of_gate[0]) if gate else second
+            h = gpu.activate(about.activation, first, second if gate else None, about.threshold).numpy()
+            out[i] += weight * (down @ h + of_down)
+            most = max(most, float((np.abs(down) @ np.abs(weight * h)).max()))
     return out, most
 
 
@@ -97,7 +103,7 @@ def exact_sum(
     ("kind", "gated", "activation"),
     [
         ("F32", True, "silu"), ("F16", True, "drelu"), ("BF16", False, "relu2"), ("Q8_0", True, "fatrelu"),
-        ("Q4_0", True, "silu"), ("Q4_0", False, "gelu_tanh"),
+        ("Q4_0", True, "silu"), ("Q4_0", False, "gelu_tanh"), ("Q8_0", True, "swiglu_oai"), ("F32", False, "relu"),
     ],
 )  # fmt: skip
 def test_the_sum_of_the_experts_that_are_here(
@@ -118,10 +124,11 @@ def test_the_sum_of_the_experts_that_are_here(
     d, size = 64, 96
     about, tensors = some_experts(kind, d, size, gated, activation)
     index = np.array([0, 3, 4, 8, 11], np.int32)
-    experts = gpu_experts.resident(tensors, index, about, DEVICE)
-    assert experts.slots == 5 and experts.nbytes == 5 * gpu_experts.slot_bytes(
-        [(one.type, one.shape[1], one.shape[2]) for one in tensors]
-    )
+    biases = some_biases(tensors) if activation in ("swiglu_oai", "relu") else [None] * len(tensors)
+    experts = gpu_experts.resident(tensors, index, about, DEVICE, biases)
+    each = gpu_experts.slot_bytes([(one.type, one.shape[1], one.shape[2]) for one in tensors])
+    assert experts.slots == 5
+    assert experts.nbytes == 5 * (each + sum(bias[0].nbytes for bias in biases if bias is not None))
     x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
     selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1)
     places = np.full(N, -1, np.int32)
@@ -129,9 +136,9 @@ def test_the_sum_of_the_experts_that_are_here(
     slots = places[selected]
     assert (slots < 0).any() and (slots >= 0).any()
     found = gpu_experts.expert_sum(experts, on_device(x), on_device(slots), on_device(weights)).cpu().numpy()
-    exact, most = exact_sum(about, tensors, x, np.where(slots < 0, -1, selected), weights)
+    exact, most = exact_sum(about, tensors, x, np.where(slots < 0, -1, selected), weights, biases)
     assert np.abs(found - exact).max() <= 40 * (d + size) * EPS * most
-    other, _ = exact_sum(about, tensors, x, selected, weights)
+    other, _ = exact_sum(about, tensors, x, selected, weights, biases)
     assert np.abs(other - exact).max() > 0.01 * most, "an expert that is not here would be noticed"
     again = gpu_experts.expert_sum(experts, on_device(x), on_device(slots), on_device(weights)).cpu().numpy()
     np.testing.assert_array_equal(found, again)

@@ -299,14 +299,14 @@ class Sequence:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window", "many", "split"),
+    ("sizes", "window", "many", "split", "sinks"),
     [
-        ((2, 2, 8), None, 2, False),
-        ((2, 2, 8), 5, 31, False),
-        ((6, 2, 24), None, 31, False),
-        ((6, 2, 24), 40, 2, True),
-        ((6, 2, 24), 5, 2, True),
-        ((2, 2, 8), None, 31, True),
+        ((2, 2, 8), None, 2, False, False),
+        ((2, 2, 8), 5, 31, False, True),
+        ((6, 2, 24), None, 31, False, False),
+        ((6, 2, 24), 40, 2, True, True),
+        ((6, 2, 24), 5, 2, True, False),
+        ((2, 2, 8), None, 31, True, True),
     ],
 )
 def test_attention(
@@ -314,6 +314,7 @@ def test_attention(
     window: int | None,
     many: int,
     split: bool,
+    sinks: bool,
     request: pytest.FixtureRequest,
     kernels: str,
 ) -> None:
@@ -323,6 +324,7 @@ def test_attention(
     several = [Sequence([5, 2, 7], [70]), Sequence([1], [0, 1, 2]), Sequence([3, 6], [*range(31, 31 + many)])]
     heads, kv_heads, dim = sizes
     q = floats(10, 4 + many, heads, dim)
+    beside = floats(14, heads) if sinks else None
     for kv_type in ("f32", "f16", "q8_0"):
         caches = [reference.kv_rounded(floats(seed, 8, gpu.PAGE, kv_heads, dim), kv_type) for seed in (11, 12)]
         table, rows, positions = np.full((3, 3), -1, np.int32), [], []
@@ -333,7 +335,7 @@ def test_attention(
             rows += [i] * n
             positions += one.positions
             mine = (q[at : at + n], *caches, np.array(one.pages), np.array(one.positions, np.int32))
-            want.append(reference.attention(*mine, window=window or 0))
+            want.append(reference.attention(*mine, window=window or 0, sinks=beside))
             # A score's error is that of a sum of dim products; weights change by as much, relatively, and the rest
             # rounds once for every position.
             eps = 2**-10 if many > 8 and kv_type != "f32" else EPS  # prompts meet an F16 cache in F16
@@ -348,7 +350,15 @@ def test_attention(
         step = on_device(np.array([*rows, 0], np.int32)), on_device(np.array([*positions, -1], np.int32))
         for part in parts:  # a page of nobody
             (part.data if part.scales is None else part.scales)[0] = torch.nan
-        got = gpu.attention(extra, *parts, on_device(table), *step, window, 1 / np.sqrt(dim))
+        got = gpu.attention(
+            extra,
+            *parts,
+            on_device(table),
+            *step,
+            window,
+            1 / np.sqrt(dim),
+            None if beside is None else on_device(beside),
+        )
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))
         assert (got[-1] == 0).all()
 

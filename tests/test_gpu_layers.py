@@ -207,9 +207,11 @@ def stand_in_recorder(made: list[int]) -> Recorder:
 
 
 def static_attention(
-    q: Any, cache_k: Any, cache_v: Any, table: Any, rows: Any, positions: Any, window: int | None, scale: float
-) -> Any:
+    q: Any, cache_k: Any, cache_v: Any, table: Any, rows: Any, positions: Any, window: int | None, scale: float,
+    sinks: Any,
+) -> Any:  # fmt: skip
     """`gpu.attention` that launches the same for all data, as Triton's does."""
+    assert sinks is None
     heads, kv_heads, dim = q.shape[1], cache_k.data.shape[2], q.shape[2]
     pages = table.clamp(min=0).long()[rows.long()]
     keys, values = (cache.values(pages).flatten(1, 2) for cache in (cache_k, cache_v))

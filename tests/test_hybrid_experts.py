@@ -31,7 +31,7 @@ from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 
-NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe")
+NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
 TOTAL = families.TOKENS
 
 
@@ -58,7 +58,9 @@ def split(
         yield executor, parts.ffns
 
 
-@pytest.mark.parametrize(("name", "layout"), [*((name, "folder") for name in NAMES), ("qwen2-moe", "gguf")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [*((name, "folder") for name in NAMES), ("qwen2-moe", "gguf"), ("gpt-oss", "gguf")]
+)
 def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), layout, tmp_path)
     tokens = truth.texts[0]
@@ -88,7 +90,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(layers: int, tmp_path:
 
 
 @pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
-@pytest.mark.parametrize("name", ["mixtral", "glm4-moe"])
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe"])
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), "folder", tmp_path)
     gpu.force_triton(True)

@@ -39,6 +39,8 @@ def small(config: ModelConfig) -> ModelConfig:
             attention = replace(own.attention, rope=rope, q_latents=q_latents, scale=scale, **sizes)  # type: ignore[arg-type]
         else:
             assert isinstance(own.attention, AttentionConfig)
+            if rope is not None:
+                rope = replace(rope, dim=4 * rope.dim * 32 // own.attention.head_dim)
             attention = replace(own.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
         if isinstance(own.ffn, ExpertsConfig):
             router = replace(own.ffn.router, top_k=min(8, own.ffn.router.top_k), groups=1, top_groups=1, group_best=1)

@@ -4,8 +4,9 @@
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other.
---layers cuts the model, so that it fits small machines. Embedding and head are Q8_0, norms and routers F32. A file
-that exists is kept; for other types give the Q8_0 file to llama-quantize. Needs the `bench` extra (gguf).
+--layers cuts the model, so that it fits small machines. Embedding and head are Q8_0, norms and routers F32; with mxfp4
+all but the experts is Q8_0, as in published files. A file that exists is kept; for other types give the Q8_0 file to
+llama-quantize. Needs the `bench` extra (gguf).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import gguf
 import numpy as np
 
 from benchmarks.models.speed_models import write_tokenizer
-from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
+from powerinfer.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.placement.shapes import SHAPES
 
 SEED = 20241216
-TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4")}
 PIECE = 1 << 24  # weights made at a time
 
 
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     "glm-4.5-air": "glm4moe",
     "qwen3-next-80b-a3b": "qwen3next",
     "qwen3.6-35b-a3b": "qwen35moe",
+    "gpt-oss-20b": "gpt-oss",
 }
 ARCHITECTURES |= dict.fromkeys(("deepseek-v2-lite", "deepseek-v3", "kimi-k2"), "deepseek2")
 CONTEXT = 4096
@@ -52,7 +54,7 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
         name = NAMES(canonical)
-        if config.architecture == "glm4moe" or config.states:
+        if config.architecture in ("glm4moe", "gpt-oss") or config.states:
             name = name.replace("ffn_norm", "post_attention_norm")
         if config.architecture == "qwen3next":
             name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
@@ -63,8 +65,10 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def kind_of(name: str, dims: Shape, kind: str) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
-    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight")):
+    if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight", ".bias")):
         return "F32"
+    if kind == "mxfp4" and "_exps" not in name:
+        return "Q8_0"
     return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
 
 
@@ -142,6 +146,11 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_expert_weights_scale(router.scale)
         writer.add_expert_group_count(router.groups)
         writer.add_expert_group_used_count(router.top_groups)
+    if isinstance(attention, AttentionConfig) and attention.sinks:
+        writer.add_sliding_window(max(layer.attention.window or 0 for layer in config.layers))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(attention.rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(attention.rope.original_context_length)
     for delta in list(config.states.values())[:1]:
         writer.add_expert_shared_feed_forward_length(experts.shared_size)
         writer.add_ssm_conv_kernel(delta.taps)

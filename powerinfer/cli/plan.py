@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
     model_flag(parser)
     parser.add_argument("--shape", metavar="NAME|FILE", help="plan for a described model: opt-175b, ...")
-    types = ("f16", "bf16", "q8_0", "q4_0")
+    types = ("f16", "bf16", "q8_0", "q4_0", "mxfp4")
     parser.add_argument("--dtype", choices=types, default="f16", help="type of a shape's weights (default f16)")
     parser.add_argument(
         "--hot-share",

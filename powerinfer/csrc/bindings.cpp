@@ -45,7 +45,8 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
                                        "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
+const char* const ACTIVATIONS[PI_N_ACTS + 1] = {"silu",  "relu",      "relu2",     "fatrelu",
+                                                "drelu", "gelu_tanh", "swiglu_oai"};  // the last is of experts alone
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 int index_of(const char* const* names, int n, const std::string& name, const char* what) {
@@ -70,6 +71,14 @@ void check_stored(int type, int64_t rows, int64_t k, int64_t bytes) {
 Norm norm_of(const Norm* norm) { return norm ? *norm : Norm(); }
 
 Vector vector_of(const std::optional<Floats>& a) { return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector(); }
+
+// Its rows, padded to whole panels.
+std::vector<Vector> vectors_of(const std::optional<Floats2>& a) {
+  std::vector<Vector> rows;
+  for (size_t i = 0; a && i < a->shape(0); i++)
+    rows.push_back(padded(Vector(a->data() + i * a->shape(1), a->data() + (i + 1) * a->shape(1))));
+  return rows;
+}
 
 std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name,
                                     int64_t rows, int64_t k, Bytes data, std::optional<Ints> map) {
@@ -209,6 +218,7 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
                                       const std::optional<std::string>& gate_type, const std::string& up_type,
                                       const std::string& down_type, int64_t pitch, int64_t gate_at, int64_t up_at,
                                       int64_t down_at, const NeuronSpec& spec, std::optional<Ints> counts) {
+  require(spec.activation.kind < PI_N_ACTS, "only experts have that activation");
   auto b = std::make_shared<Bundles>();
   const int64_t groups = counts ? (int64_t)counts->shape(0) : (int64_t)data.shape(0);
   int64_t group_bytes = (int64_t)data.shape(1);
@@ -522,7 +532,7 @@ void bind_neuron_spec(nb::module_& m) {
           "__init__",
           [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
              std::optional<Floats> up_bias) {
-            new (spec) NeuronSpec{{index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation"), threshold},
+            new (spec) NeuronSpec{{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold},
                                   vector_of(gate_bias),
                                   vector_of(up_bias)};
           },
@@ -728,14 +738,16 @@ void bind_experts(nb::module_& m) {
       .def(
           "__init__",
           [](RouterSpec* spec, int64_t top_k, const std::string& scoring, bool normalise, float scale,
-             std::optional<Floats> correction, int64_t groups, int64_t top_groups, int64_t group_best) {
+             std::optional<Floats> correction, int64_t groups, int64_t top_groups, int64_t group_best,
+             std::optional<Floats> bias) {
             require(scoring == "softmax" || scoring == "sigmoid", "a router's scoring is softmax or sigmoid");
-            new (spec) RouterSpec{top_k,  scoring == "sigmoid", normalise, scale, vector_of(correction),
-                                  groups, top_groups,           group_best};
+            new (spec)
+                RouterSpec{top_k,  scoring == "sigmoid", normalise, scale, vector_of(correction), vector_of(bias),
+                           groups, top_groups,           group_best};
           },
           "top_k"_a, "scoring"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "correction"_a = nb::none(),
-          "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
-          "correction: added to scores for the selection alone. Experts are selected in the\n"
+          "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1, "bias"_a = nb::none(),
+          "correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the\n"
           "top_groups best of `groups`; a group's score is the sum of its group_best best experts'.");
   m.def(
       "route",
@@ -752,13 +764,22 @@ void bind_experts(nb::module_& m) {
       .def(
           "__init__",
           [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
-             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down) {
-            require(spec.gate_bias.empty() && spec.up_bias.empty(), "experts have no biases");
-            new (all)
-                ExpertMatrices{experts, neurons, spec.activation, std::move(gate), std::move(up), std::move(down)};
+             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+             std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias) {
+            require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
+            new (all) ExpertMatrices{experts,
+                                     neurons,
+                                     spec.activation,
+                                     std::move(gate),
+                                     std::move(up),
+                                     std::move(down),
+                                     vectors_of(gate_bias),
+                                     vectors_of(up_bias),
+                                     vectors_of(down_bias)};
           },
-          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a,
-          "neurons: of each; rows of each are padded to LANES. spec: without biases.");
+          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(),
+          "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
+          "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows].");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("record", &Experts::record, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Start or stop keeping what steps select.")
@@ -857,7 +878,13 @@ void bind_operators(nb::class_<Program>& program) {
           "q, cache = rope(norm(x) . q, k, v).\n\n"
           "q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,\n"
           "-1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.")
-      .def("attention", &Program::attention, "layer"_a, "window"_a, "attended = softmax(q k) v; window 0: none.")
+      .def(
+          "attention",
+          [](Program& p, int layer, int window, std::optional<Floats> sinks) {
+            p.attention(layer, window, vector_of(sinks));
+          },
+          "layer"_a, "window"_a, "sinks"_a = nb::none(),
+          "attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value.")
       .def(
           "delta_net",
           [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,

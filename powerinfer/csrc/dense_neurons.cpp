@@ -14,6 +14,7 @@ bool same(const Vector& padded, const Vector& bias) {
 DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
                            std::shared_ptr<Matrix> down)
     : spec_(std::move(spec)), gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)) {
+  check(spec_.activation.kind < PI_N_ACTS, "only experts have that activation");
   check(!gate_ || (gate_->rows == up_->rows && gate_->k == up_->k), "gate or up has another width than the other");
   check(down_->rows == up_->k && down_->k == up_->rows, "down has another width than d_model, or than up has neurons");
   check(gate_ || spec_.gate_bias.empty(), "a bias of gate without a gate");

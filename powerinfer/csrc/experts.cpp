@@ -81,9 +81,11 @@ void check_router(const RouterSpec& router, int64_t n) {
         "the best groups have too few experts");
   check(router.group_best > 0 && router.group_best <= each, "a group has too few experts for its score");
   check_bias(router.correction, n, "the router's scores");
+  check_bias(router.bias, n, "the router");
 }
 
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights) {
+  for (size_t i = 0; i < spec.bias.size(); i++) logits[i] += spec.bias[i];
   if (spec.sigmoid) std::transform(logits, logits + experts, logits, sigmoid);
   else softmax(logits, experts);
   std::copy(logits, logits + experts, scratch);
@@ -148,6 +150,9 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
       up_(cut(*all.up, n_, neurons_)),
       down_(cut(*all.down, n_, d_model_)),
+      gate_bias_(std::move(all.gate_bias)),
+      up_bias_(std::move(all.up_bias)),
+      down_bias_(std::move(all.down_bias)),
       workspace_(std::move(workspace)) {}
 
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
@@ -160,6 +165,14 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   for (const auto& gate : {all.gate, all.up})
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
+  const auto check_biases = [&](const std::vector<Vector>& biases, int64_t rows, const char* of) {
+    check(biases.empty() || (int64_t)biases.size() == n, "there are not as many biases as experts");
+    for (const Vector& bias : biases) check_bias(bias, pi_round_up(rows, PI_LANES), of);
+  };
+  check(all.gate || all.gate_bias.empty(), "experts without gates have a bias of gate");
+  check_biases(all.gate_bias, all.neurons, "an expert's gate");
+  check_biases(all.up_bias, all.neurons, "an expert's up");
+  check_biases(all.down_bias, d, "an expert's down");
   workspace->reserve(1, all.neurons);
   const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
   if (had.experts < n || had.top_k < top_k || had.neurons < all.neurons)
@@ -366,6 +379,12 @@ void Experts::each_share(const Thread& t, const ExpertRows& rows, int64_t panels
   }
 }
 
+namespace {
+
+const Vector& bias_of(const std::vector<Vector>& biases, size_t e) { return biases.empty() ? NONE : biases[e]; }
+
+}  // namespace
+
 // h of all rows: this thread's share, times the weights of the rows, in the form that down takes.
 void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const {
   Workspace& w = *t.program->workspace;
@@ -379,8 +398,8 @@ void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bo
     const int64_t lanes = (p1 - p0) * PI_LANES, columns = std::min(neurons_ - c0, lanes);
     const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
     float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
-    if (!gate_.empty()) w.linear(t.id, gate_[e], {}, &x, h, rows.ldh, n, false, p0, p1);
-    w.linear(t.id, up_[e], {}, &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
+    if (!gate_.empty()) w.linear(t.id, gate_[e], bias_of(gate_bias_, e), &x, h, rows.ldh, n, false, p0, p1);
+    w.linear(t.id, up_[e], bias_of(up_bias_, e), &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
     for (int64_t i = 0; i < n; i++) {
       float* row = h + i * rows.ldh + c0;
       activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
@@ -398,10 +417,15 @@ void Experts::add_down(Thread& t, const ExpertRows& rows) const {
   hidden.f = rows.floats(rows.gate);
   hidden.ldf = rows.ldh;
   each_share(t, rows, down_[0].panels, 1, [&](size_t e, int64_t p0, int64_t p1) {
-    const int64_t begin = rows.begin[e];
+    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin;
     const PiActs h = pi_acts_from(&hidden, begin, 0);
-    t.program->workspace->linear(t.id, down_[e], {}, &h, rows.floats(rows.out) + begin * rows.ldy, rows.ldy,
-                                 rows.begin[e + 1] - begin, false, p0, p1);
+    float* out = rows.floats(rows.out) + begin * rows.ldy;
+    t.program->workspace->linear(t.id, down_[e], {}, &h, out, rows.ldy, n, false, p0, p1);
+    const float* bias = down_bias_.empty() ? nullptr : down_bias_[e].data();  // times the row's weight, as h is
+    for (int64_t i = 0; bias && i < n; i++, out += rows.ldy) {
+      const float weight = rows.weight_of[(size_t)(begin + i)];
+      for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) out[c] += weight * bias[c];
+    }
   });
 }
 

@@ -10,6 +10,7 @@ struct RouterSpec {
   bool normalise = false;  // the weights of a token's experts add up to `scale`
   float scale = 1;         // of the weights
   Vector correction;       // added to scores for the selection alone
+  Vector bias;             // of the logits
   // Experts are selected in the `top_groups` best of `groups` equal groups; a group's score is the sum of its
   // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
   int64_t groups = 1, top_groups = 1, group_best = 1;
@@ -27,6 +28,7 @@ struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
   Activation activation;
   std::shared_ptr<Matrix> gate, up, down;
+  std::vector<Vector> gate_bias, up_bias, down_bias;  // of each expert, padded to whole panels; or none at all
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
@@ -97,6 +99,7 @@ class Experts : public Op {
   const int64_t n_, neurons_, d_model_;
   const Activation activation_;
   std::vector<Matrix> gate_, up_, down_;  // of each expert; no gates: empty
+  const std::vector<Vector> gate_bias_, up_bias_, down_bias_;
   const std::shared_ptr<Workspace> workspace_;
   bool records_ = false;
   Selected recorded_;

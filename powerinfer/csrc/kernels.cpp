@@ -600,6 +600,17 @@ void layer_norm(const float* x, const float* w, const float* b, int64_t n, float
 // x / (1 + exp(-y))
 PI_INLINE f32x16 sigmoid_of(f32x16 y, f32x16 x) { return f_div(x, f_add(f_set(1.0f), f_exp(f_sub(f_zero(), y)))); }
 
+constexpr float SWIGLU_LIMIT = 7.0f;
+
+// The factor of act(gate).
+template <int act>
+PI_INLINE f32x16 second(f32x16 u, f32x16 threshold) {
+  if constexpr (act == PI_DRELU) return f_above(u, threshold);
+  if constexpr (act == PI_SWIGLU_OAI)
+    return f_add(f_max(f_set(-SWIGLU_LIMIT), f_min(f_set(SWIGLU_LIMIT), u)), f_set(1.0f));
+  return u;
+}
+
 template <int act>
 PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
   if constexpr (act == PI_SILU) return sigmoid_of(x, x);
@@ -608,6 +619,10 @@ PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
                 PI_GELU_TANH) {  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
     const f32x16 by = f_fma(f_mul(x, x), f_set(0.07135481627f), f_set(1.59576912161f));
     return sigmoid_of(f_mul(x, by), x);
+  }
+  if constexpr (act == PI_SWIGLU_OAI) {
+    const f32x16 g = f_min(f_set(SWIGLU_LIMIT), x);  // in this order NaN stays
+    return sigmoid_of(f_mul(g, f_set(1.702f)), g);
   }
   const f32x16 kept = f_above(x, threshold);
   return act == PI_RELU2 ? f_mul(kept, kept) : kept;
@@ -618,10 +633,7 @@ void activate_as(float threshold, float* gate, const float* up, int64_t n) {
   const f32x16 t = f_set(act == PI_FATRELU ? threshold : 0.0f);
   for (int64_t i = 0; i < n; i += 16) {
     f32x16 a = activated<act>(f_load(gate + i), t);
-    if (up) {
-      const f32x16 u = f_load(up + i);
-      a = f_mul(a, act == PI_DRELU ? f_above(u, t) : u);
-    }
+    if (up) a = f_mul(a, second<act>(f_load(up + i), t));
     f_store(gate + i, a);
   }
 }
@@ -634,6 +646,7 @@ void activate(int act, float threshold, float* gate, const float* up, int64_t n)
     case PI_FATRELU: return activate_as<PI_FATRELU>(threshold, gate, up, n);
     case PI_DRELU: return activate_as<PI_DRELU>(threshold, gate, up, n);
     case PI_GELU_TANH: return activate_as<PI_GELU_TANH>(threshold, gate, up, n);
+    case PI_SWIGLU_OAI: return activate_as<PI_SWIGLU_OAI>(threshold, gate, up, n);
     case PI_SIGMOID: return activate_as<PI_SIGMOID>(threshold, gate, up, n);
   }
 }
@@ -925,8 +938,8 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     q[r] = rows[r].q;
     if (rows[r].first / PI_PAGE < page) page = rows[r].first / PI_PAGE;
     if (rows[r].last > last) last = rows[r].last;
-    largest[r] = -1e30f;
-    total[r] = 0.0f;
+    largest[r] = a->sinks ? a->sinks[g * a->group + (r0 + r) % a->group] : -1e30f;
+    total[r] = a->sinks ? 1.0f : 0.0f;  // e^(sink - largest)
   }
   for (int64_t i = 0; i < (int64_t)R * wide; i += 16) f_store(acc + i, f_zero());
   for (; page <= last / PI_PAGE; page++) {

@@ -178,7 +178,8 @@ class AttentionIn : public Op {
 
 class Attention : public Op {
  public:
-  Attention(int64_t heads, const Cache::Layer& kv, int window) : heads_(heads), kv_(kv), window_(window) {}
+  Attention(int64_t heads, const Cache::Layer& kv, int window, Vector sinks)
+      : heads_(heads), kv_(kv), window_(window), sinks_(std::move(sinks)) {}
   const char* name() const override { return "attention"; }
   void run(Thread& t, const Step& step) override {
     const Here here(t);
@@ -224,6 +225,7 @@ class Attention : public Op {
     a.head_pad = (int)kv_.head_pad;
     a.group = (int)(heads_ / kv_.kv_heads);
     a.window = window_;
+    a.sinks = sinks_.empty() ? nullptr : sinks_.data();
     const auto& kernels = kv_.latents ? here.kernels->latent_attention : here.kernels->attention;
     kernels[p.cache->type](&a, g, r0, r1, here.t.attention.data());
   }
@@ -231,6 +233,7 @@ class Attention : public Op {
   const int64_t heads_;
   const Cache::Layer& kv_;
   const int window_;
+  const Vector sinks_;
 };
 
 // attended *= sigmoid(w . norm(x)); each thread its columns.
@@ -301,10 +304,12 @@ void Program::attention_input(AttentionInput in) {
   add(std::make_shared<AttentionIn>(std::move(in), heads, own));
 }
 
-void Program::attention(int layer, int window) {
+void Program::attention(int layer, int window, Vector sinks) {
   check_layer(layer);
   check(window >= 0, "a negative window");
-  add(std::make_shared<Attention>(sizes.heads[(size_t)layer], cache->layers[(size_t)layer], window));
+  const int64_t heads = sizes.heads[(size_t)layer];
+  check(sinks.empty() || (int64_t)sinks.size() == heads, "there are not as many sinks as heads");
+  add(std::make_shared<Attention>(heads, cache->layers[(size_t)layer], window, std::move(sinks)));
 }
 
 void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {

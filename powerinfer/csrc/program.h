@@ -122,8 +122,9 @@ class Program {
   // whose FFN reads what its attention reads.
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
-  void attention(int layer, int window);    // attended = softmax(q k) v
-  void delta_net(DeltaNetSpec spec);        // attended = Gated DeltaNet of norm(x), see delta_net.h
+  // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
+  void attention(int layer, int window, Vector sinks = {});
+  void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   // The same around `attention` of a layer with latents.

@@ -46,9 +46,19 @@ enum PiType {
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
-// on up; GELU_TANH is GELU in its approximation by tanh.
-// SIGMOID is that of gates, and none of an FFN.
-enum PiAct { PI_SILU, PI_RELU, PI_RELU2, PI_FATRELU, PI_DRELU, PI_GELU_TANH, PI_N_ACTS, PI_SIGMOID = PI_N_ACTS };
+// on up; GELU_TANH is GELU in its approximation by tanh. Experts may also have SWIGLU_OAI, gpt-oss's: with both clamped
+// at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
+enum PiAct {
+  PI_SILU,
+  PI_RELU,
+  PI_RELU2,
+  PI_FATRELU,
+  PI_DRELU,
+  PI_GELU_TANH,
+  PI_N_ACTS,
+  PI_SWIGLU_OAI = PI_N_ACTS,
+  PI_SIGMOID
+};
 
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
 
@@ -160,6 +170,7 @@ struct PiAttention {
   const int32_t* pages;  // the sequence's page table
   int64_t q_stride, out_stride, page_bytes, head_bytes, position;  // position of token 0
   int head_dim, head_pad, group, window;                           // head_dim: of a value; window 0: none
+  const float* sinks = nullptr;  // of each head, a score in its softmax that belongs to no value; null: none
 };
 
 // ---- Single neurons ----------------------------------------------------------------------------------------------

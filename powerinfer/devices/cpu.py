@@ -95,11 +95,13 @@ class ExpertSum:
         about: ExpertsConfig,
         matrices: Sequence[_native.Matrix],
         n: int,
+        biases: Sequence[Float32 | None],
     ) -> None:
-        """matrices: of n experts, in the order of the layer's `matrices`."""
+        """matrices: of n experts, in the order of the layer's `matrices`; biases: of these, float32 [n, out]."""
         *gate, up, down = matrices
         spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down)
+        own = _biases(about, biases)
+        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down, **own)
         self.nbytes = sum(one.nbytes for one in matrices)
         self._pool = pool
         self._program = program
@@ -262,10 +264,12 @@ class CpuExecutor:
         biases: Sequence[Float32 | None] = (None, None, None),
         q_norm: Float32 | None = None,
         k_norm: Float32 | None = None,
+        sinks: Float32 | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
-        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width".
+        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
+        [heads], scores in the softmax that belong to no value.
         """
         about = self.config.layers[layer].attention
         assert isinstance(about, AttentionConfig)
@@ -274,7 +278,7 @@ class CpuExecutor:
         own = layer - self.first_layer
         rope = -1 if about.rope is None else self._ropes[about.rope]
         self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, about.scale)
-        self._program.attention(own, about.window or 0)
+        self._program.attention(own, about.window or 0, sinks)
 
     def gate_attended(self, layer: int, norm: _native.Norm | None, matrix: _native.Matrix) -> None:
         """attended *= sigmoid(matrix . norm(x))."""
@@ -392,37 +396,42 @@ class CpuExecutor:
         *,
         correction: Float32 | None = None,
         shared_weight: Float32 | None = None,
+        router_bias: Float32 | None = None,
+        biases: Sequence[Float32 | None] = (),
         out_norm: _native.Norm | None = None,
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
         router: [experts, d_model]; experts: the matrices of all experts, [experts, out, in], in the order of the
-        layer's `matrices`; shared: those of the shared expert. shared_weight: float32 [d_model].
+        layer's `matrices`; shared: those of the shared expert. shared_weight: float32 [d_model]; router_bias: float32
+        [experts]; biases: of the matrices, float32 [experts, out], or none at all.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
         *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
         spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down)
+        own = _biases(about, biases)
+        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down, **own)
         of_shared = None
         if shared:
             *gate, up, down = shared
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
         self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
-            _router(about.router, correction),
+            _router(about.router, correction, router_bias),
             router,
             of_all,
             of_shared,
             shared_weight,
         )
 
-    def expert_sum(self, layer: int, experts: Iterable[RawTensor]) -> ExpertSum:
-        """Some experts of a layer, which the caller selects; no operator. experts: as of `experts`."""
+    def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
+        """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
         stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
-        return ExpertSum(self._pool, self._program, about, [matrix for _, matrix in stacks], stacks[0][0])
+        matrices = [matrix for _, matrix in stacks]
+        return ExpertSum(self._pool, self._program, about, matrices, stacks[0][0], biases)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -636,7 +645,11 @@ def choose_pages(
     return limit, "a quarter of the free memory" if limit > one else "one context"
 
 
-def _router(about: RouterConfig, correction: Float32 | None) -> _native.RouterSpec:
+def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Float32 | None]:
+    return {f"{part}_bias": bias for part, bias in zip(about.matrices, biases, strict=False)}
+
+
+def _router(about: RouterConfig, correction: Float32 | None, bias: Float32 | None) -> _native.RouterSpec:
     return _native.RouterSpec(
         about.top_k,
         about.scoring,
@@ -646,4 +659,5 @@ def _router(about: RouterConfig, correction: Float32 | None) -> _native.RouterSp
         about.groups,
         about.top_groups,
         about.group_best,
+        bias,
     )

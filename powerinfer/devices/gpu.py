@@ -143,10 +143,12 @@ class GpuLayers:
         biases: Sequence[Float32 | None] = (None, None, None),
         q_norm: Float32 | None = None,
         k_norm: Float32 | None = None,
+        sinks: Float32 | None = None,
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
-        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width".
+        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
+        [heads], scores in the softmax that belong to no value.
         """
         about = self._config.layers[layer].attention
         assert isinstance(about, AttentionConfig)
@@ -156,6 +158,7 @@ class GpuLayers:
         keys, values = self._cache[layer]
         rotation = None if about.rope is None else self._rotations[about.rope]
         scale = dim**-0.5 if about.scale is None else about.scale
+        own_sinks = self._some(sinks)
 
         def run(step: Step) -> None:
             tokens = len(step.x)
@@ -167,7 +170,7 @@ class GpuLayers:
             else:
                 gpu.rotate_and_store(q, k, v, step.positions, *rotation, keys, values, step.slots)
             step.attended = gpu.attention(
-                q, keys, values, step.page_table, step.rows, step.positions, about.window, scale
+                q, keys, values, step.page_table, step.rows, step.positions, about.window, scale, own_sinks
             ).view(tokens, heads * dim)
 
         self._add(layer, "attention", run)

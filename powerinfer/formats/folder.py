@@ -14,11 +14,12 @@ from powerinfer.config import ExpertsConfig, GatedAttentionConfig, LatentAttenti
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.folder_config import read_config
+from powerinfer.formats.gpt_oss_folder import take_experts
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
 from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes
-from powerinfer.formats.tensors import RawTensor, StoredTensor
+from powerinfer.formats.tensors import MadeTensor, RawTensor, StoredTensor
 
 _LLAMA = Names(
     outer={"embed": "model.embed_tokens", "head": "lm_head", "final_norm": "model.norm"},
@@ -136,6 +137,12 @@ _NAMES = {
     **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
+    "gpt_oss": replace(
+        _LLAMA,
+        inner=_LLAMA.inner
+        | {"router": "mlp.router", "sinks": "self_attn.sinks"}
+        | {f"experts_{part}": f"mlp.experts.{part}" for part in ("gate", "up", "down")},
+    ),
     "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
@@ -201,7 +208,10 @@ def open_folder(folder: Path) -> Source:
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
     if config.architecture == "opt" and not any(name.startswith("model.decoder.") for name in stored):
         stored = {f"model.{name}" if name.startswith("decoder.") else name: stored[name] for name in stored}
-    if any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
+    made: dict[str, MadeTensor] = {}
+    if config.architecture == "gpt_oss":
+        made = take_experts(config, stored, str(folder))
+    elif any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
         stored = dict(_of_experts(config, metadata, stored))
     notes: list[str] = []
     if config.architecture in _DELTA:
@@ -211,7 +221,7 @@ def open_folder(folder: Path) -> Source:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
-    tensors = collect(config, stored, names, str(folder), extra, _fused(config, names))
+    tensors = collect(config, stored, names, str(folder), extra, _fused(config, names), made)
     if config.architecture in _NORMS_LESS_ONE:
         _add_one_to_norms(tensors, files)
     for name in (f"layers.{layer}.delta_decay" for layer in config.states):

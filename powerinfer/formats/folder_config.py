@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
@@ -117,7 +118,7 @@ def _text_part(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _architecture(fields: Fields) -> str:
     """The family that `architectures` names (`model_type` when it is absent)."""
-    if fields.has("quantization_config"):
+    if fields.has("quantization_config") and not _is_mxfp4(fields):
         raise fields.bad("quantization_config", "is set: quantised Hugging Face folders are not supported, GGUF is")
     classes = fields.get("architectures", None)
     kind: Any = fields.get("model_type", None)
@@ -135,6 +136,12 @@ def _architecture(fields: Fields) -> str:
     if kind not in (None, family):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
     return family
+
+
+def _is_mxfp4(fields: Fields) -> bool:
+    """Whether it is gpt-oss with experts in MXFP4, the one kind of quantised folder that is read."""
+    how: Any = fields.get("quantization_config", None)
+    return fields.get("model_type", None) == "gpt_oss" and type(how) is dict and how.get("quant_method") == "mxfp4"
 
 
 def _replaced(code: Any, name: str | None) -> bool:
@@ -203,6 +210,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
         "intermediate_size": 10944, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "hidden_act": "silu", "num_local_experts": 128, "num_experts_per_tok": 4, "hidden_size": 2880,
+        "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_hidden_layers": 36, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
+        "attention_bias": True,
     },
     "qwen3_next": _DELTA | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
@@ -589,6 +602,24 @@ def _deepseek(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
     return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
 
 
+def _gpt_oss(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("hidden_act", "silu")
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0, 7)
+    heads = _heads(fields, config)
+    bias = fields.flag("attention_bias")
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        raise fields.bad("rope_parameters", "is missing")
+    rope = _rope(fields, config, heads, theta=150000.0)
+    attention = replace(heads, rope=rope, qkv_bias=bias, o_bias=bias, sinks=True)
+    n_experts = fields.integer("num_local_experts", 1, layout.MAX_EXPERTS)
+    router = RouterConfig(fields.integer("num_experts_per_tok", 1, n_experts), bias=True)
+    experts = ExpertsConfig(n_experts, _ffn_size(fields), router, "swiglu_oai", bias=True)
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
+    windows = [window if kind == _LOCAL else None for kind in _layer_types(fields, n_layers, 2)]
+    return replace(config, layers=tuple(LayerConfig(replace(attention, window=one), experts) for one in windows))
+
+
 def _latent_rope(fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
     """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
@@ -643,6 +674,7 @@ _READERS = {
     "qwen3_moe": _qwen_moe,
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _qwen_delta),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
@@ -826,9 +858,9 @@ def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | N
     if scaling == "llama3":
         own = {"factor": number("factor")} | {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     elif scaling == "yarn":
-        rope.only("truncate", True)
         rope.flag("finetuned", False)
         own = {"factor": number("factor"), "attention_factor": number("attention_factor", None)}
+        own |= {"truncate": rope.flag("truncate", True)}
         own |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
     else:
         own = {"factor": number("factor", context / first), "attention_factor": number("attention_factor", None)}

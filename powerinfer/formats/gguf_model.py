@@ -44,8 +44,9 @@ class _Family:
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
-    local_theta: base of the frequencies of the layers with a window, None: as the others, always without scaling where
-    full_every is set. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
+    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices in
+    one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
@@ -63,6 +64,7 @@ class _Family:
     partial: bool = False
     full_every: int = 0
     local_theta: float | None = None
+    one_rope: bool = False
     scaled: bool = False
     scales: bool = False
     fused: tuple[Fused, ...] = ()
@@ -74,6 +76,8 @@ class _Family:
     @property
     def activations(self) -> tuple[str, ...]:
         """Those that a file may name."""
+        if self.activation == "swiglu_oai":
+            return (self.activation,)
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 
@@ -98,6 +102,7 @@ ARCHITECTURES = {
     "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # also Kimi K2, GLM-4.7-Flash
     "granite": _Family("silu", interleaved=True, scales=True),
     "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
+    "gpt-oss": _Family("swiglu_oai", full_every=2, one_rope=True, experts=_NORMALISED),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
     "opt": _Family("relu", gated=False, norm="layer"),
@@ -123,6 +128,7 @@ NAMES = Names(
         "o": "attn_output",
         "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm",
+        "sinks": "attn_sinks",
         **{name: f"attn_{name}" for name in ("q_a", "q_a_norm", "q_b", "kv_a_norm", "k_b", "v_b")},
         "kv_a": "attn_kv_a_mqa",
         "gate": "ffn_gate",
@@ -187,7 +193,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     for one in fused(file, config):
         own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b"}
         inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
-    if config.architecture == "glm4moe" or ARCHITECTURES[config.architecture].delta:
+    if config.architecture in ("glm4moe", "gpt-oss") or ARCHITECTURES[config.architecture].delta:
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -310,7 +316,7 @@ def _layers(
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
     local = rope
-    if rope is not None and family.full_every:
+    if rope is not None and family.full_every and not family.one_rope:
         theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
         local = RopeConfig(theta, rope.dim, rope.interleaved)
     shared: dict[str, Any] = {
@@ -318,6 +324,7 @@ def _layers(
         "o_bias": "blk.0.attn_output.bias" in names,
         "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
         "scale": _scale(fields, family, architecture, heads),
+        "sinks": architecture == "gpt-oss",
     }
     plain = [
         replace(own, rope=rope if window is None else local, window=window, **shared)
@@ -462,11 +469,13 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
             normalise=fields.flag("expert_weights_norm", router.normalise),
             scale=fields.number("expert_weights_scale", 0, layout.MAX_SCALE, 1.0) or 1.0,
             correction=correction,
+            bias=any(name.endswith(".ffn_gate_inp.bias") for name in file.tensors),
             groups=groups,
             top_groups=fields.integer("expert_group_used_count", 1, groups, groups),
             group_best=2 if groups > 1 and scoring == "sigmoid" else 1,
         ),
         activation,
+        bias=any(name.endswith(".ffn_down_exps.bias") for name in file.tensors),
         shared_size=shared_size,
         shared_weight=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in file.tensors),
     )

@@ -26,12 +26,17 @@ read, for their sums."""
 def matrix_names(config: ModelConfig) -> Iterator[str]:
     """Canonical names of the matrices: those of the layers, and around them what is a tensor of its own."""
     for layer in range(config.n_layers):
-        parts = (name for name, shape in _parts(config, layer) if len(shape) > 1 and name != "delta_conv")
-        yield from (f"layers.{layer}.{name}" for name in parts)
+        yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if is_matrix(name, shape))
     if config.embed_dim:
         yield from ("project_in", "project_out")
     if not config.tied_embeddings:
         yield "head"
+
+
+def is_matrix(name: str, shape: Shape) -> bool:
+    """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have
+    the taps of a convolution."""
+    return len(shape) > 1 and not name.endswith(("_bias", "delta_conv"))
 
 
 def is_router(name: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
+from powerinfer.formats import iq_blocks
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -231,6 +232,7 @@ _READERS: dict[str, Callable[[Bytes], Float32]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
+    **iq_blocks.READERS,
 }
 
 _CHUNK = 1 << 17  # elements processed at once: the temporaries stay in the L2 cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,13 @@ def collect(
     where: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Sequence[Fused] = (),
+    made: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
     stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has a matrix with `_rows`
-    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]).
+    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]). made: tensors
+    by canonical name that are not stored as they are, in their right shapes.
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
@@ -115,6 +117,9 @@ def collect(
     rest = set(stored)
     known = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
     for canonical, shape in known.items():
+        if made is not None and canonical in made:
+            found[canonical] = made[canonical]
+            continue
         name = names(canonical)
         if "{}" in name:
             every = {name.format(expert): shape[1:] for expert in range(shape[0])}

@@ -98,7 +98,36 @@ class StackedTensor:
             yield from part.samples()
 
 
-StoredTensor = RawTensor | StackedTensor
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that a file has in another order, as a checkpoint asks for it: made of `sources` by each `gathered`.
+
+    make: their data, uint8 1-D each, to that of the tensor.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    sources: tuple[RawTensor, ...]
+    make: Callable[..., Bytes]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * block_type(self.type).row_bytes(self.shape[-1])
+
+    def gathered(self) -> RawTensor:
+        """Made anew, a copy."""
+        return RawTensor(self.type, self.shape, self.make(*(one.gathered().data for one in self.sources)))
+
+    def samples(self) -> Iterator[bytes]:
+        for source in self.sources:
+            yield from source.samples()
+
+
+StoredTensor = RawTensor | StackedTensor | MadeTensor
 
 
 def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:

@@ -84,6 +84,8 @@ class HybridExperts:
             self._place(cpu, tensors, hot)
         # Views of the model's file: no memory of their own.
         self._tensors = tensors if all(map(in_file, tensors)) else None
+        if movable and self.about.bias:
+            raise RequestError("--adjust does not swap experts that have biases: leave it out")
         if movable and self._tensors is None:
             raise RequestError("--adjust needs experts as a GGUF file has them, neither a folder nor --quantize")
         self.stage = stage if stage is not None and self._tensors is not None else None
@@ -98,8 +100,9 @@ class HybridExperts:
         def vector(values: NDArray[np.float32] | None) -> Tensor | None:
             return None if values is None else torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self._router = gpu.upload(weights.router, device)
+        self._router, self._router_bias = gpu.upload(weights.router, device), vector(weights.router_bias)
         self._correction, self._shared_weight = vector(weights.correction), vector(weights.shared_weight)
+        self._biases = weights.biases
         self._shared: tuple[Matrices, Matrices] | None = None
         if weights.shared:
             *first, down = (StoredMatrix(tensor, None) for tensor in weights.shared)
@@ -113,10 +116,13 @@ class HybridExperts:
         n, device = self.about.n_experts, self._layers.device
         self.hot = np.sort(hot).astype(np.int32)
         self.cold = np.setdiff1d(np.arange(n, dtype=np.int32), self.hot)
-        self._gpu_part = gpu_experts.resident(tensors, self.hot, self.about, device) if len(self.hot) else None
+        self._gpu_part = None
+        if len(self.hot):
+            self._gpu_part = gpu_experts.resident(tensors, self.hot, self.about, device, self._biases)
         self._cpu_part: ExpertSum | None = None
         if len(self.cold):
-            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, self.cold) for tensor in tensors))
+            biases = [None if bias is None else bias[self.cold] for bias in self._biases]
+            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, self.cold) for tensor in tensors), biases)
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot = np.full(n, -1, np.int32)
         self._slot[self.hot] = np.arange(len(self.hot))
@@ -133,7 +139,8 @@ class HybridExperts:
         with failures, current(self._layers.device):
             for old, new in zip(leave, come, strict=True):
                 slot, place = int(self._slot[old]), int(self._cold_place[new])
-                gpu_experts.replace(self._gpu_part, slot, [_one(tensor, new) for tensor in self._tensors])
+                into = [_one(tensor, new) for tensor in self._tensors]
+                gpu_experts.replace(self._gpu_part, slot, into, int(new), self._biases)
                 self._cpu_part.replace(place, [_one(tensor, old) for tensor in self._tensors])
                 self._slot[old], self._slot[new] = -1, slot
                 self._cold_place[old], self._cold_place[new] = place, -1
@@ -158,7 +165,8 @@ class HybridExperts:
         shared = () if self._shared is None else self._shared
         parts = [self._router.nbytes, *(one.nbytes for one in shared)]
         parts.append(0 if self._gpu_part is None else self._gpu_part.nbytes)
-        return {"ffn": sum(parts) + tensor_bytes(self._correction, self._shared_weight, self._slots)}
+        vectors = self._router_bias, self._correction, self._shared_weight, self._slots
+        return {"ffn": sum(parts) + tensor_bytes(*vectors)}
 
     # ---------------------------------------------------------------- a step
 
@@ -185,7 +193,7 @@ class HybridExperts:
     def _select(self, step: Step) -> None:
         assert step.read is not None
         experts, weights = self._link.experts(len(step.x), self._top_k)
-        logits = gpu.linear(self._router, step.read)
+        logits = gpu.linear(self._router, step.read, self._router_bias)
         gpu_experts.route(logits, self.about.router, self._correction, experts, weights)
 
     def _streams(self, step: Step) -> bool:
@@ -264,7 +272,7 @@ class HybridExperts:
                 assert of_places is not None
                 slots = of_places.view(torch.int32)[experts.long()]
                 joined = [_joined(sent[at * len(own) : (at + 1) * len(own)]) for at in range(len(self._tensors))]
-                piece = gpu_experts.from_rows(self.about, self._tensors, joined, len(own))
+                piece = gpu_experts.from_rows(self.about, self._tensors, joined, own, self._biases)
                 step.add_part(gpu_experts.expert_sum(piece, step.read, slots, weights))
                 del piece  # the next one reuses its memory
 

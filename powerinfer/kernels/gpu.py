@@ -25,7 +25,7 @@ from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import FEW as FEW
-from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, Q8_STEP
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import Cached as Cached
@@ -308,6 +308,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
 
 def activate(activation: str, x: Tensor, up: Tensor | None = None, threshold: float = 0.0) -> Tensor:
     """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape."""
+    if activation == "swiglu_oai":
+        assert up is not None
+        gate = x.clamp(max=OAI_LIMIT)
+        return gate * (OAI_SCALE * gate).sigmoid() * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
     h = _activate(x, activation, threshold)
     if up is None:
         return h
@@ -412,15 +416,17 @@ def attention(
     positions: Tensor,
     window: int | None,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads, head_dim].
 
     q: float32 [T, heads, head_dim]; caches as in `store_kv`, with this step's keys and values in them; page_table:
     int32 [S, P]; rows: int32 [T], the row of page_table of a token; positions: int32 [T]. The token at position p sees
-    0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores.
+    0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores; sinks:
+    float32 [heads], a score more in the softmax of each head, which belongs to no value.
     """
     if _triton(q):
-        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale)
+        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale, sinks)
     import torch
 
     out = torch.zeros_like(q)
@@ -438,7 +444,11 @@ def attention(
         hidden = place > seen
         if window:
             hidden |= place <= seen - window
-        weights = scores.masked_fill_(hidden[:, None, None, :], -torch.inf).softmax(dim=-1)
+        scores.masked_fill_(hidden[:, None, None, :], -torch.inf)
+        if sinks is not None:
+            beside = sinks.view(kv_heads, -1).expand(len(tokens), -1, -1)
+            scores = torch.cat([scores, beside[..., None]], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :last]
         out[tokens] = torch.einsum("tghs,sgd->tghd", weights, held).flatten(1, 2)
     return out
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.config import ExpertsConfig, RouterConfig
+from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import NOT_A_NUMBER, Experts, Weight
@@ -19,29 +20,55 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def resident(tensors: Sequence[RawTensor], index: Indices, about: ExpertsConfig, device: Any) -> Experts:
+Biases = Sequence[Float32 | None]
+"""Of experts' matrices, float32 [experts, out], in the order of `ExpertsConfig.matrices`; None where there is none."""
+
+
+def resident(
+    tensors: Sequence[RawTensor], index: Indices, about: ExpertsConfig, device: Any, biases: Biases = ()
+) -> Experts:
     """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`; index: int32
     ascending, at least one, the expert of each slot. ModelError for values that the device's type cannot hold."""
-    *gate, up, down = (_slots(tensor, index, device) for tensor in tensors)
-    return Experts(len(index), about.size, gate[0] if gate else None, up, down, about.activation, about.threshold)
+    return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
 
 
-def replace(experts: Experts, slot: int, matrices: Sequence[RawTensor]) -> None:
-    """Put another expert in a slot. matrices: [out, in], in the order of `ExpertsConfig.matrices`."""
+def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Biases, index: Indices) -> Experts:
+    """biases: of all experts; index: those that are here."""
+    import torch
+
+    *gate, up, down = weights
+    own = {}
+    for part, bias in zip(about.matrices, biases, strict=False):
+        if bias is not None:
+            own[f"{part}_bias"] = torch.from_numpy(bias[index].astype(np.float32).reshape(-1)).to(up.data.device)
+    return Experts(n, about.size, gate[0] if gate else None, up, down, about.activation, about.threshold, **own)
+
+
+def replace(experts: Experts, slot: int, matrices: Sequence[RawTensor], expert: int = 0, biases: Biases = ()) -> None:
+    """Put another expert in a slot. matrices: [out, in], in the order of `ExpertsConfig.matrices`; biases: of all."""
+    import torch
+
+    gated = experts.gate is not None
     own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
     for weight, tensor in zip(own, matrices, strict=True):
         gpu.overwrite(weight, slot * tensor.shape[0], tensor)
+    held = [experts.gate_bias] * gated + [experts.up_bias, experts.down_bias]
+    for to, bias in zip(held, biases, strict=False):
+        if to is not None and bias is not None:
+            rows = bias.shape[1]
+            to[slot * rows : (slot + 1) * rows] = torch.from_numpy(bias[expert].astype(np.float32)).to(to.device)
 
 
-def from_rows(about: ExpertsConfig, tensors: Sequence[RawTensor], parts: Sequence[Tensor], n: int) -> Experts:
-    """n experts from their bytes on the device, as the file stores them, one behind the other. tensors: as of
-    `resident`, of a type of `GPU_TYPES`; parts: uint8, of each matrix."""
+def from_rows(
+    about: ExpertsConfig, tensors: Sequence[RawTensor], parts: Sequence[Tensor], index: Indices, biases: Biases = ()
+) -> Experts:
+    """Experts from their bytes on the device, as the file stores them, one behind the other. tensors, biases: of all,
+    as of `resident`, of a type of `GPU_TYPES`; parts: uint8, of each matrix; index: these experts."""
     weights = []
     for tensor, part in zip(tensors, parts, strict=True):
         _, rows, cols = tensor.shape
-        weights.append(gpu.stored(tensor.type, n * rows, cols, part))
-    *gate, up, down = weights
-    return Experts(n, about.size, gate[0] if gate else None, up, down, about.activation, about.threshold)
+        weights.append(gpu.stored(tensor.type, len(index) * rows, cols, part))
+    return _experts(about, len(index), weights, biases, index)
 
 
 def _slots(tensor: RawTensor, index: Indices, device: Any) -> Weight:
@@ -117,16 +144,18 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
 def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor) -> Tensor:
     """What one expert gives for float32 [T, d_model], times the tokens' weights."""
 
-    def product(weight: Weight, x: Tensor) -> Tensor:
-        rows = weight.rows // experts.slots
-        return x @ gpu.values(weight, slot * rows, (slot + 1) * rows).T
+    def product(weight: Weight, bias: Tensor | None, x: Tensor) -> Tensor:
+        rows = slice(slot * (weight.rows // experts.slots), (slot + 1) * (weight.rows // experts.slots))
+        out = x @ gpu.values(weight, rows.start, rows.stop).T
+        return out if bias is None else out + bias[rows]
 
-    up = product(experts.up, x)
+    up = product(experts.up, experts.up_bias, x)
     if experts.gate is None:
         h = gpu.activate(experts.activation, up, None, experts.threshold)
     else:
-        h = gpu.activate(experts.activation, product(experts.gate, x), up, experts.threshold)
-    return product(experts.down, h * weights[:, None])
+        gate = product(experts.gate, experts.gate_bias, x)
+        h = gpu.activate(experts.activation, gate, up, experts.threshold)
+    return weights[:, None] * product(experts.down, experts.down_bias, h)
 
 
 def shared_weight(x: Tensor, gate: Tensor) -> Tensor:

@@ -27,6 +27,9 @@ FLOAT16_MAX = 65504.0
 Q8_STEP = float(np.float32(1) / np.float32(127))
 """One step of a block of Q8_0, as a share of the largest of its 32 values."""
 
+OAI_LIMIT, OAI_SCALE = 7.0, 1.702
+"""swiglu_oai(g, u) = g * sigmoid(OAI_SCALE * g) * (u + 1), g at most OAI_LIMIT and u clamped to it on either side."""
+
 GELU_SCALE, GELU_CUBIC = float(np.sqrt(8 / np.pi)), 0.044715
 """gelu_tanh(x) = x * sigmoid(GELU_SCALE * (x + GELU_CUBIC * x ** 3))."""
 
@@ -114,7 +117,8 @@ NOT_A_NUMBER = -1e30
 class Experts:
     """Some experts of a layer on a device, in slots.
 
-    gate (None without one), up: [slots * size, d_model], an expert's rows together; down: [slots * d_model, size].
+    gate (None without one), up: [slots * size, d_model], an expert's rows together; down: [slots * d_model, size];
+    biases: of these, float32 [rows] of the weight, or none of them has one.
     """
 
     slots: int
@@ -124,11 +128,15 @@ class Experts:
     down: Weight
     activation: str
     threshold: float
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(weight.nbytes for weight in (self.gate, self.up, self.down) if weight is not None)
+        weights = sum(weight.nbytes for weight in (self.gate, self.up, self.down) if weight is not None)
+        return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias)
 
 
 def tensor_bytes(*tensors: Tensor | None) -> int:

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import NOT_A_NUMBER
-from powerinfer.kernels.triton_kernels import Tile, either, precision, row_dots
+from powerinfer.kernels.gpu_types import NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
+from powerinfer.kernels.triton_kernels import Tile, add_bias, either, precision, row_dots
 from powerinfer.kernels.triton_neurons import active
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ TOKENS = 1024  # at a time: the rows of all pairs take memory, and are indexed w
 COLUMNS = 256  # of d_model that a program adds up
 
 _LEAST = tl.constexpr(NOT_A_NUMBER)
+_LIMIT, _SCALE = tl.constexpr(OAI_LIMIT), tl.constexpr(OAI_SCALE)
 
 
 @triton.jit
@@ -108,10 +109,26 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
 
 
 @triton.jit
+def _activated(a, u, fatrelu, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """h of gate (unless GATED: any) and up."""
+    if ACTIVATION == "swiglu_oai":
+        a = tl.where(a > _LIMIT, _LIMIT, a)  # NaN stays
+        u = tl.where(u > _LIMIT, _LIMIT, tl.where(u < -_LIMIT, -_LIMIT, u))
+        h = a / (1 + tl.exp(-_SCALE * a)) * (u + 1)
+    elif GATED:
+        if ACTIVATION == "drelu":
+            u = tl.where(u <= 0, 0.0, u)
+        h = active(a, fatrelu, ACTIVATION) * u
+    else:
+        h = active(u, fatrelu, ACTIVATION)
+    return h
+
+
+@triton.jit
 def _hidden_kernel(
-    x, gate, gate_scales, up, up_scales, slots, weights, h, size, k, fatrelu,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, weights, h, size, k, fatrelu,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight."""
     j = tl.program_id(1)
@@ -121,19 +138,19 @@ def _hidden_kernel(
         live = neuron < size
         row = slot.to(tl.int64) * size + neuron
         u = row_dots(x, up, up_scales, row, live, 1, k, UP_TYPE, 0, R, C, "ieee")
+        u = add_bias(u, up_bias, row, live, BIAS, 0)
+        a = u
         if GATED:
-            a = active(row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee"), fatrelu, ACTIVATION)
-            if ACTIVATION == "drelu":
-                u = tl.where(u <= 0, 0.0, u)
-            a *= u
-        else:
-            a = active(u, fatrelu, ACTIVATION)
+            a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
+            a = add_bias(a, gate_bias, row, live, BIAS, 0)
+        a = _activated(a, u, fatrelu, ACTIVATION, GATED)
         tl.store(h + j * size + neuron, a * tl.load(weights + j), mask=live)
 
 
 @triton.jit
 def _down_kernel(
-    h, down, scales, slots, out, rows, size, top_k, TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    h, down, scales, bias, slots, weights, out, rows, size, top_k, TYPE: tl.constexpr, BIAS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """R elements of the sum over the token's experts."""
     element = tl.program_id(0) * R + tl.arange(0, R)
@@ -144,6 +161,8 @@ def _down_kernel(
         if slot >= 0:
             row = slot.to(tl.int64) * rows + element
             total += row_dots(h + j * size, down, scales, row, live, 1, size, TYPE, 0, R, C, "ieee")
+            if BIAS:
+                total += tl.load(weights + j) * tl.load(bias + row, mask=live, other=0)
     tl.store(out + element, total, mask=live)
 
 
@@ -152,17 +171,17 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
     first = experts.up if experts.gate is None else experts.gate
     h = torch.empty((top_k, experts.size), dtype=torch.float32, device=x.device)
     out = torch.empty((1, k), dtype=torch.float32, device=x.device)
-    tile = ONE[experts.up.type]
+    tile, bias = ONE[experts.up.type], experts.up_bias is not None
     _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
-        x.contiguous(), first.data, either(first.scales, first.data), experts.up.data,
-        either(experts.up.scales, experts.up.data), slots, weights, h, experts.size, k, experts.threshold,
-        GATED=experts.gate is not None, ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type,
-        R=tile.rows, C=tile.columns, num_warps=tile.warps,
+        x.contiguous(), first.data, either(first.scales, first.data), either(experts.gate_bias, h), experts.up.data,
+        either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots, weights, h, experts.size, k,
+        experts.threshold, GATED=experts.gate is not None, BIAS=bias, ACTIVATION=experts.activation, TYPE=first.type,
+        UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     down, tile = experts.down, ONE[experts.down.type]
     _down_kernel[(triton.cdiv(k, tile.rows),)](
-        h, down.data, either(down.scales, down.data), slots, out, k, experts.size, top_k, TYPE=down.type, R=tile.rows,
-        C=tile.columns, num_warps=tile.warps,
+        h, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, weights, out, k,
+        experts.size, top_k, TYPE=down.type, BIAS=bias, R=tile.rows, C=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return out
 
@@ -207,9 +226,9 @@ def _gather_kernel(x, token_of, out, d, C: tl.constexpr):
 
 @triton.jit
 def _grouped_hidden_kernel(
-    x, gate, gate_scales, up, up_scales, begin, weight_of, h, size, k, fatrelu,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, T: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, begin, weight_of, h, size, k, fatrelu,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of the expert in a slot for the slot's rows of x, times their weights."""
     slot = tl.program_id(1)
@@ -222,14 +241,12 @@ def _grouped_hidden_kernel(
         here = last - at
         own = x + at * k
         u = row_dots(own, up, up_scales, row, live, here, k, UP_TYPE, T, R, C, PRECISION)
+        u = add_bias(u, up_bias, row, live, BIAS, T)
+        a = u
         if GATED:
             a = row_dots(own, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
-            a = active(a, fatrelu, ACTIVATION)
-            if ACTIVATION == "drelu":
-                u = tl.where(u <= 0, 0.0, u)
-            a *= u
-        else:
-            a = active(u, fatrelu, ACTIVATION)
+            a = add_bias(a, gate_bias, row, live, BIAS, T)
+        a = _activated(a, u, fatrelu, ACTIVATION, GATED)
         a *= tl.load(weight_of + at + t, mask=t < here, other=0)[None, :]
         to = h + (at + t)[None, :] * size + neuron[:, None]
         tl.store(to, a, mask=live[:, None] & (t < here)[None, :])
@@ -237,8 +254,8 @@ def _grouped_hidden_kernel(
 
 @triton.jit
 def _grouped_down_kernel(
-    h, data, scales, begin, out, rows, k,
-    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    h, data, scales, bias, begin, weight_of, out, rows, k,
+    TYPE: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R elements of what the expert in a slot gives for the slot's rows of h."""
     slot = tl.program_id(1)
@@ -250,6 +267,9 @@ def _grouped_down_kernel(
     for at in range(tl.load(begin + slot), last, T):
         here = last - at
         y = row_dots(h + at * k, data, scales, row, live, here, k, TYPE, T, R, C, PRECISION)
+        if BIAS:
+            own = tl.load(weight_of + at + t, mask=t < here, other=0)
+            y += own[None, :] * tl.load(bias + row, mask=live, other=0)[:, None]
         to = out + (at + t)[None, :] * rows + element[:, None]
         tl.store(to, y, mask=live[:, None] & (t < here)[None, :])
 
@@ -290,18 +310,20 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     wide = triton.cdiv(d, COLUMNS)
     _gather_kernel[(pairs, wide)](x.contiguous(), token_of, gathered, d, C=COLUMNS, num_warps=4)
     columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts.slots))))
-    up, down, size, exact = experts.up, experts.down, experts.size, precision(x)
+    up, down, size, exact, bias = experts.up, experts.down, experts.size, precision(x), experts.up_bias is not None
     first = up if experts.gate is None else experts.gate
     h = torch.empty((pairs, size), dtype=torch.float32, device=device)
     tile = SEVERAL[up.type]
     _grouped_hidden_kernel[(triton.cdiv(size, tile.rows), experts.slots)](
-        gathered, first.data, either(first.scales, first.data), up.data, either(up.scales, up.data), begin, weight_of,
-        h, size, d, experts.threshold, GATED=experts.gate is not None, ACTIVATION=experts.activation, TYPE=first.type,
+        gathered, first.data, either(first.scales, first.data), either(experts.gate_bias, h), up.data,
+        either(up.scales, up.data), either(experts.up_bias, h), begin, weight_of, h, size, d, experts.threshold,
+        GATED=experts.gate is not None, BIAS=bias, ACTIVATION=experts.activation, TYPE=first.type,
         UP_TYPE=up.type, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
     )  # fmt: skip
     tile = SEVERAL[down.type]
     _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
-        h, down.data, either(down.scales, down.data), begin, rows, d, size, TYPE=down.type, T=columns, R=tile.rows,
+        h, down.data, either(down.scales, down.data), either(experts.down_bias, h), begin, weight_of, rows, d, size,
+        TYPE=down.type, BIAS=bias, T=columns, R=tile.rows,
         C=tile.columns, PRECISION=exact, num_warps=tile.warps,
     )  # fmt: skip
     _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, C=COLUMNS, num_warps=4)

@@ -468,9 +468,9 @@ def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.co
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, tokens, heads, kv_heads, dims,
-    pages, per, window, scale, q_token, q_head,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    pages, per, window, scale, q_token, q_head, sinks,
+    SINKS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
@@ -490,6 +490,10 @@ def _attention_kernel(
     acc = tl.zeros((M, BLOCK), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
+    if SINKS:  # noqa: SIM102 - known when it is compiled
+        if split == 0:  # as if a score had been seen already; its weight is 1
+            peak = tl.load(sinks + head, mask=live & (position >= 0), other=float("-inf"))
+            total = tl.where(live & (position >= 0), 1.0, 0.0)
     left = live & (position >= 0)
     while tl.max(left.to(tl.int32), 0) > 0:  # the sequences of the tile in turn
         one = tl.min(tl.where(left, row, 0x7FFFFFFF), 0)
@@ -545,7 +549,7 @@ def _join_kernel(parts, peaks, sums, out, dims, splits, PAD: tl.constexpr, BLOCK
 
 def attention(
     q: Tensor, cache_k: Cached, cache_v: Cached, page_table: Tensor, rows: Tensor, positions: Tensor,
-    window: int | None, scale: float,
+    window: int | None, scale: float, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gpu.attention`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
@@ -570,9 +574,9 @@ def attention(
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(cache_k, cache_v), page_table, rows, positions, parts, peaks, sums, tokens, heads, kv_heads, dims,
-        pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1),
-        GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1,
-        KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
+        pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1), q if sinks is None else sinks,
+        SINKS=sinks is not None, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block,
+        SPLIT=splits > 1, KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)

@@ -25,6 +25,7 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, n
         biases=[_reordered(vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
         q_norm=vector(checkpoint, name + "q_norm"),
         k_norm=vector(checkpoint, name + "k_norm"),
+        sinks=vector(checkpoint, name + "sinks"),
     )
 
 

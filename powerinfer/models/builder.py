@@ -28,6 +28,8 @@ class ExpertWeights(NamedTuple):
     shared: Sequence[RawTensor]
     correction: Vector
     shared_weight: Vector
+    router_bias: Vector
+    biases: Sequence[Vector]  # of the experts' matrices, [experts, out]
 
 
 class Builder(Protocol[Matrix, Norm]):
@@ -46,6 +48,7 @@ class Builder(Protocol[Matrix, Norm]):
         biases: Sequence[Vector] = ...,
         q_norm: Vector = None,
         k_norm: Vector = None,
+        sinks: Vector = None,
     ) -> None: ...
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(

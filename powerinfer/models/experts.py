@@ -33,6 +33,8 @@ def sum_experts(
         [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size],
         vector(checkpoint, f"{name}router_correction_bias"),
         vector(checkpoint, f"{name}shared_weight"),
+        vector(checkpoint, f"{name}router_bias"),
+        [vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
     )
     if own is not None:
         own(norm, weights, out_norm)
@@ -45,6 +47,8 @@ def sum_experts(
         [executor.matrix(tensor) for tensor in weights.shared],
         correction=weights.correction,
         shared_weight=weights.shared_weight,
+        router_bias=weights.router_bias,
+        biases=weights.biases,
         out_norm=out_norm,
     )
 

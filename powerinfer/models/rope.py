@@ -64,8 +64,10 @@ def _yarn(rope: RopeConfig, plain: NDArray[np.float32]) -> tuple[NDArray[np.floa
     def pair(turns: float) -> float:  # the pair with that number of turns over the original context
         return rope.dim * math.log(rope.original_context_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair(rope.beta_fast)), 0)
-    high = min(math.ceil(pair(rope.beta_slow)), rope.dim - 1)
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
     scaled = plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)
     factor = rope.attention_factor

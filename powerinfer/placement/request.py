@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LIMIT = 1 << 16
 """Requests, and tokens of a prompt at once."""
 
-_EVEN = Law(1.0, 0.8)
+EVEN = Law(1.0, 0.8)
 """Every neuron fires for every token."""
 
 
@@ -178,7 +178,7 @@ def model_subject(
             )
         text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
         assumed = (text,) if config.why_whole is None else ()
-        return Subject(model, assumed_profile(_EVEN, config.ffn_sizes), selector, assumed)
+        return Subject(model, assumed_profile(EVEN, config.ffn_sizes), selector, assumed)
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
@@ -190,7 +190,7 @@ def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -
     from powerinfer.formats.expert_files import open_expert_profile
     from powerinfer.formats.prepared import EXPERTS, PreparedFile
 
-    subject = Subject(model, assumed_profile(_EVEN, checkpoint.config.ffn_sizes), "all")
+    subject = Subject(model, assumed_profile(EVEN, checkpoint.config.ffn_sizes), "all")
     place = PreparedFile(EXPERTS, checkpoint, prepared)
     if place.exists():
         return replace(subject, frequencies=open_expert_profile(checkpoint, prepared).frequencies)

@@ -31,8 +31,8 @@ from powerinfer.config import (
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, bundle_layouts
-from powerinfer.formats.layout import check, shapes
+from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts
+from powerinfer.formats.layout import check, is_matrix, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
@@ -43,7 +43,7 @@ from powerinfer.placement.power_law import FAMILIES, Law
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
 
-DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "mxfp4": "MXFP4"}
 """Weight types of a model that is only described."""
 
 PREDICTOR_SHARE = 0.0709
@@ -304,9 +304,13 @@ def described_model(
     columns = {name: shape[-1] for name, shape in shapes(config)}
 
     def type_of(tensor: str) -> str:
-        return type_name if columns[tensor] % block_type(type_name).block == 0 else "F16"
+        if columns[tensor] % block_type(type_name).block:
+            return "F16"
+        return "Q8_0" if of_experts and ".experts_" not in tensor else type_name
 
+    of_experts = type_name == "MXFP4" and any(".experts_" in name for name in columns)  # alone, as in published files
     gate = type_name if config.d_model % block_type(type_name).block == 0 else "F16"
+    gate = gate if gate in ROW_TYPES else "Q8_0"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS
@@ -357,12 +361,12 @@ def _model(
         if isinstance(about, AttentionConfig):
             lanes = cpu.round_up(about.head_dim, cpu.LANES)
             padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
-        names = [name for name, shape in about.tensors(config.d_model) if len(shape) > 1]
+        names = [name for name, shape in about.tensors(config.d_model) if is_matrix(name, shape)]
         return tuple(matrix(f"layers.{layer}.{name}", padded.get(name)) for name in names)
 
     def ffn(layer: int, experts: bool | None = None) -> tuple[Matrix, ...]:
         """experts: only those of experts that a router selects, or only the others."""
-        every = [name for name, shape in config.layers[layer].ffn.tensors(config.d_model) if len(shape) > 1]
+        every = [name for name, shape in config.layers[layer].ffn.tensors(config.d_model) if is_matrix(name, shape)]
         return tuple(
             matrix(f"layers.{layer}.{name}") for name in every if experts in (None, name.startswith("experts_"))
         )
@@ -376,7 +380,7 @@ def _model(
         ffn=tuple(ffn(layer) for layer in range(config.n_layers)),
         experts=tuple(ffn(layer, True) for layer in range(config.n_layers)),
         beside=tuple(ffn(layer, False) for layer in range(config.n_layers)),
-        vectors=4 * sum(shape[0] for shape in known.values() if len(shape) == 1),
+        vectors=4 * sum(prod(shape) for name, shape in known.items() if not is_matrix(name, shape)),
         predictors=predictors,
         selected=selected,
         tables=sum(rows * block_type(type_name).row_bytes(cols) for (rows, cols), type_name in tables),
@@ -439,6 +443,15 @@ def _experts(
     first, size = dense
     kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
+
+
+def _gpt_oss(layers: int, n_experts: int) -> ModelConfig:
+    rope = RopeConfig(150000.0, 64, scaling="yarn", factor=32.0, original_context_length=4096, truncate=False)
+    about = AttentionConfig(64, 8, 64, rope, qkv_bias=True, o_bias=True, sinks=True)
+    experts = ExpertsConfig(n_experts, 2880, RouterConfig(4, bias=True), "swiglu_oai", bias=True)
+    windows = [None if layer % 2 else 128 for layer in range(layers)]
+    kinds = tuple(LayerConfig(replace(about, window=window), experts) for window in windows)
+    return ModelConfig("gpt_oss", 2880, 201088, 131072, 1e-5, kinds)
 
 
 def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> ModelConfig:
@@ -516,6 +529,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "gpt-oss-20b": ModelShape(_gpt_oss(24, 32), FAMILIES["swiglu"]),
+    "gpt-oss-120b": ModelShape(_gpt_oss(36, 128), FAMILIES["swiglu"]),
     "qwen3-next-80b-a3b": ModelShape(_delta("qwen3_next", 48, 512, 10, 151936), FAMILIES["swiglu"]),
     "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
     "deepseek-v2-lite": ModelShape(

@@ -1,0 +1,90 @@
+"""What plans make of published models of experts on cards of 8 to 24 GB: the table of docs/experts.md.
+
+    python -m benchmarks.placement.expert_cards [--check]
+
+Nothing is measured, and the same code gives the same table: speeds are those of described machines, the card's memory
+and the RAM are varied. Every expert is taken to be selected equally often, which no real model does; a profile puts
+more of what tokens select on the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.lib import results
+from benchmarks.lib.machine import ROOT
+from powerinfer.config import ExpertsConfig
+from powerinfer.errors import PowerInferError
+from powerinfer.hardware.description import Hardware, load
+from powerinfer.placement.plan import PlanRequest, make_plan
+from powerinfer.placement.power_law import assumed_profile
+from powerinfer.placement.request import EVEN
+from powerinfer.placement.shapes import SHAPES, described_model
+
+GIB = 1 << 30
+CARDS = ((8, 32, "pc-8gb"), (12, 32, "pc-16gb"), (16, 64, "pc-16gb"), (24, 64, "pc-high"), (24, 128, "pc-high"))
+"""GB of the card and of RAM, and the machine whose rates they have."""
+
+CONTEXT = 8192
+SYSTEM = 4
+"""GB of RAM that the system and other programs have."""
+
+
+def machine(card: int, ram: int, name: str) -> Hardware:
+    described = load(name)
+    assert described.gpu is not None
+    gpu = replace(described.gpu, memory_bytes=card * GIB)
+    return replace(described, gpu=gpu, cpu=replace(described.cpu, memory_bytes=ram * GIB, reserved_bytes=SYSTEM * GIB))
+
+
+def cell(name: str, hardware: Hardware) -> str:
+    """Tokens a second, and the share of the experts that is on the GPU; nothing where the model does not fit."""
+    shape = SHAPES[name]
+    model = described_model(shape.config, dtype_of(name), name, 0.0)
+    context = min(CONTEXT, shape.config.context_length)
+    try:
+        request = PlanRequest(
+            model, assumed_profile(EVEN, shape.config.ffn_sizes), hardware, context=context, selector="all"
+        )
+        plan = make_plan(request)
+    except PowerInferError:
+        return "-"
+    speed = results.number(1 / plan.choice.seconds)
+    if plan.claims.slots is None:
+        return f"{speed}, CPU"
+    return f"{speed}, {100 * sum(plan.claims.slots) / sum(model.n_experts):.0f} %"
+
+
+def dtype_of(name: str) -> str:
+    return "mxfp4" if name.startswith("gpt-oss") else "q4_0"
+
+
+def models() -> list[str]:
+    return [
+        name for name, shape in SHAPES.items() if any(isinstance(one.ffn, ExpertsConfig) for one in shape.config.layers)
+    ]
+
+
+def cards_table() -> str:
+    heads = [f"{card} GB, {ram} GB of RAM" for card, ram, _ in CARDS]
+    machines = [machine(*one) for one in CARDS]
+    body = []
+    for name in models():
+        model = described_model(SHAPES[name].config, dtype_of(name), name, 0.0)
+        size = sum(one.panels for layer in (*model.attention, *model.ffn) for one in layer) + model.tables
+        body.append([name, f"{size / 1e9:.0f} GB", *(cell(name, one) for one in machines)])
+    about = (
+        "`python -m benchmarks.placement.expert_cards`; predicted, not measured. Weights of 4 bits (Q4_0, gpt-oss "
+        f"MXFP4), {CONTEXT} tokens of context, every expert selected equally often. Tokens per second of one request, "
+        "and the share of the experts that is on the GPU; CPU: the GPU is not used. On a GPU MXFP4 takes 8 bits so far."
+    )
+    return about + "\n\n" + results.table(["model", "weights", *heads], body)
+
+
+def tables() -> dict[str, Any]:
+    return {"cards": cards_table()}
+
+
+if __name__ == "__main__":
+    results.write_tables(__doc__, {ROOT / "docs/experts.md": tables})

@@ -1,0 +1,106 @@
+"""The tensors of gpt-oss in Hugging Face folders, which have experts in an order of their own.
+
+Rows of gate and up take turns in one tensor. Experts in MXFP4 are two tensors, `*_blocks` and `*_scales`, whose bytes
+hold neighbouring elements; other experts are transposed, [in, out].
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from powerinfer.config import ExpertsConfig, ModelConfig, Shape
+from powerinfer.errors import ModelError
+from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.formats.tensors import FLOAT_TYPES, MadeTensor, RawTensor
+
+_BLOCK = 32  # elements of a block of MXFP4, in 16 bytes and a scale
+_TURNS = {"gate": (0, 2), "up": (1, 2), "down": (0, 1)}  # first row of a matrix in its tensor, and of how many
+
+
+def take_experts(config: ModelConfig, stored: dict[str, RawTensor], where: str) -> dict[str, MadeTensor]:
+    """The matrices of the experts by canonical name; what they are made of is no longer in `stored`.
+
+    Sinks and biases stay there, under names with `.weight` and `.bias`. ModelError for a shape or type that cannot be.
+    """
+    made: dict[str, MadeTensor] = {}
+    for layer, about in enumerate(config.layers):
+        assert isinstance(about.ffn, ExpertsConfig)
+        prefix = f"model.layers.{layer}."
+        sinks = stored.pop(f"{prefix}self_attn.sinks", None)
+        if sinks is not None:
+            stored[f"{prefix}self_attn.sinks.weight"] = sinks
+        for tensor, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            of_part = _Experts(stored, f"{prefix}mlp.experts.{tensor}", where)
+            for part in parts:
+                shapes = dict(about.ffn.tensors(config.d_model))
+                name = f"experts_{part}"
+                made[f"layers.{layer}.{name}"] = of_part.matrices(part, shapes[name])
+                stored[f"{prefix}mlp.experts.{part}.bias"] = of_part.bias(part, shapes[f"{name}_bias"])
+    return made
+
+
+class _Experts:
+    """One tensor of experts, or the two that take its place."""
+
+    def __init__(self, stored: dict[str, RawTensor], name: str, where: str) -> None:
+        def take(end: str) -> RawTensor:
+            tensor = stored.pop(name + end, None)
+            if tensor is None:
+                raise ModelError(f"{where}: tensor {name}{end} is missing")
+            return tensor
+
+        self._where = f"{where}: tensor {name}"
+        packed = f"{name}_blocks" in stored
+        self._sources: tuple[RawTensor, ...]
+        self._sources = (take("_blocks"), take("_scales")) if packed else (take(""),)
+        self._bias = take("_bias")
+        self._packed = packed
+
+    def _check(self, end: str, tensor: RawTensor, types: frozenset[str], shape: Shape) -> None:
+        if tensor.shape != shape:
+            raise ModelError(f"{self._where}{end} has shape {list(tensor.shape)}, not {list(shape)}")
+        if tensor.type not in types:
+            raise ModelError(f"{self._where}{end} has type {tensor.type}, not {' or '.join(sorted(types))}")
+
+    def matrices(self, part: str, shape: Shape) -> MadeTensor:
+        """[experts, out, in]."""
+        experts, rows, cols = shape
+        first, turns = _TURNS[part]
+        if self._packed:
+            per_row = cols // _BLOCK
+            self._check("_blocks", self._sources[0], frozenset(("U8",)), (experts, turns * rows, per_row, 16))
+            self._check("_scales", self._sources[1], frozenset(("U8",)), (experts, turns * rows, per_row))
+            return MadeTensor("MXFP4", shape, self._sources, partial(_blocks_of, experts, per_row, first, turns))
+        tensor = self._sources[0]
+        self._check("", tensor, FLOAT_TYPES, (experts, cols, turns * rows))
+        size = block_type(tensor.type).nbytes
+        return MadeTensor(tensor.type, shape, self._sources, partial(_turned, experts, cols, size, first, turns))
+
+    def bias(self, part: str, shape: Shape) -> RawTensor:
+        """[experts, out], a view."""
+        experts, rows = shape
+        first, turns = _TURNS[part]
+        self._check("_bias", self._bias, FLOAT_TYPES, (experts, turns * rows))
+        runs = self._bias.data.reshape(prod(shape), turns, -1)[:, first]
+        return RawTensor(self._bias.type, shape, runs)
+
+
+def _blocks_of(experts: int, per_row: int, first: int, turns: int, blocks: Bytes, scales: Bytes) -> Bytes:
+    """Every turns-th row as blocks of 17 bytes: the scale, then elements 0-15 in low and 16-31 in high halves."""
+    codes, exponents = blocks.reshape(experts, -1, per_row, 16), scales.reshape(experts, -1, per_row)
+    out = np.empty((experts, codes.shape[1] // turns, per_row, 17), np.uint8)
+    for to, pairs, exponent in zip(out, codes[:, first::turns], exponents[:, first::turns], strict=True):
+        low, high = pairs[..., :8], pairs[..., 8:]  # a byte holds elements 2 j, 2 j + 1
+        to[..., 0] = exponent
+        to[..., 1::2] = (low & 0x0F) | (high << 4)
+        to[..., 2::2] = (low >> 4) | (high & 0xF0)
+    return out.reshape(-1)
+
+
+def _turned(experts: int, cols: int, size: int, first: int, turns: int, data: Bytes) -> Bytes:
+    """Matrices [in, out] as [out, in], every turns-th row."""
+    matrices = data.view(f"<u{size}").reshape(experts, cols, -1)
+    return np.ascontiguousarray(matrices[:, :, first::turns].swapaxes(1, 2)).view(np.uint8).reshape(-1)
