@@ -1,6 +1,9 @@
 """Make a model of experts (MoE) with random weights, in the shape of one that people run.
 
     python -m benchmarks.models.expert_models OUT.gguf --shape qwen3-30b-a3b --layers 8 --type q4_0
+    python -m benchmarks.models.expert_models FOLDER --shape smallthinker-4b --layers 4
+
+An OUT that does not end in .gguf is a Hugging Face folder, in F16.
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other. With
@@ -26,6 +29,7 @@ from statistics import NormalDist
 import gguf
 import numpy as np
 
+from benchmarks.models import expert_folders
 from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import write_tokenizer
 from powerinfer.config import RECTIFIED, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
@@ -134,6 +138,13 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
     os.replace(beside, path)
 
 
+def write_folder(path: Path, config: ModelConfig, about: Weights) -> None:
+    """The same as a Hugging Face folder. config: with the family of folders as its architecture."""
+    rng, routing = np.random.default_rng(about.seed), about.routing(config)
+    made = {name: _values(rng, NAMES(name), shape, about, routing) for name, shape in shapes(config)}
+    expert_folders.write_folder(path, config, made)
+
+
 def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, routing: Routing) -> Iterator[np.ndarray]:
     """Rows of a tensor, float32, in pieces. Norms are all ones; products of a matrix are about as large as what it
     reads, and small where they add up."""
@@ -234,9 +245,14 @@ def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
 
 
+def in_folders(shape: str) -> bool:
+    """Whether a model of that shape can be written as a folder."""
+    return SHAPES[shape].config.architecture in expert_folders.CLASSES
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT.gguf")
+    parser.add_argument("out", type=Path, metavar="OUT", help="NAME.gguf, or a folder")
     parser.add_argument("--shape", choices=tuple(CONFIGS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, metavar="N", help="default: all")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
@@ -262,6 +278,9 @@ def main() -> None:
             parser.error(f"--active: the activation {config.layers[-1].ffn.activation} is never exactly zero")
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
+    family = SHAPES[arguments.shape].config.architecture
+    if arguments.out.suffix != ".gguf" and not in_folders(arguments.shape):
+        parser.error(f"no folders of {family} are written: name a .gguf file")
     about = Weights(arguments.type, arguments.head, arguments.active, skew=arguments.skew, locality=arguments.locality)
     try:
         about.routing(config)
@@ -271,7 +290,10 @@ def main() -> None:
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, config, about)
+    if arguments.out.suffix == ".gguf":
+        write(arguments.out, config, about)
+    else:
+        write_folder(arguments.out, replace(config, architecture=family), about)
 
 
 if __name__ == "__main__":
