@@ -66,7 +66,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
         for kind in gpu.GPU_TYPES:
             gpu.linear(weight(kind), x)
-            if kind[0] == "Q" and tokens == 1:
+            if kind[0] in "QM" and tokens == 1:
                 triton_kernels.values(weight(kind), 0, 8, None, None)
         triton_kernels.values(weight("Q4_0X32"), 0, 8, x.half(), torch.empty(8, dtype=torch.int32))
         for kind, down in (("F16", "F16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):

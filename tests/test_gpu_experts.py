@@ -103,7 +103,7 @@ def exact_sum(
     ("kind", "gated", "activation"),
     [
         ("F32", True, "silu"), ("F16", True, "drelu"), ("BF16", False, "relu2"), ("Q8_0", True, "fatrelu"),
-        ("Q4_0", True, "silu"), ("Q4_0", False, "gelu_tanh"), ("Q8_0", True, "swiglu_oai"), ("F32", False, "relu"),
+        ("Q4_0", True, "silu"), ("Q4_0", False, "gelu_tanh"), ("MXFP4", True, "swiglu_oai"), ("F32", False, "relu"),
     ],
 )  # fmt: skip
 def test_the_sum_of_the_experts_that_are_here(

@@ -136,7 +136,7 @@ def test_other_types_become_8_bits(type_name: str) -> None:
 
 def test_types_that_no_block_fits() -> None:
     assert gpu.gpu_type("F64", 20) == "F32"
-    assert gpu.gpu_type("MXFP4", 32) == "Q8_0"
+    assert gpu.gpu_type("IQ4_NL", 32) == "Q8_0"
     assert gpu.weight_bytes("F64", 2, 20) == 160
 
 
@@ -162,7 +162,7 @@ def test_a_read_only_mapping_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("tokens", [1, 3, 20, 33])
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
 def test_linear(type_name: str, tokens: int, kernels: str) -> None:
-    for rows, k in ((5, 32), (37, 96), (16, 544)) if type_name[0] == "Q" else ((1, 1), (37, 33), (7, 544)):
+    for rows, k in ((5, 32), (37, 96), (16, 544)) if type_name[0] in "QM" else ((1, 1), (37, 33), (7, 544)):
         stored = raw(type_name, rows, k)
         x, bias = floats(1, tokens, k), floats(2, rows)
         want, bound = product(stored.float32().astype(np.float64), x)
@@ -206,6 +206,16 @@ def test_many_tokens_are_multiplied_in_a_narrow_type(
     want, _, h, _ = expected(bundles, index, x)
     total, _ = run(all_of(bundles, index), x)
     assert_close(total, want, 8 * rounding * (np.abs(h).max() * np.abs(bundles.parts["down"]).sum(axis=0)))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_many_tokens_of_mxfp4(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there are no bundles."""
+    monkeypatch.setattr(gpu, "_NARROW", [DEVICE])
+    stored, x = raw("MXFP4", 21, 96), floats(3, 40, 96)
+    want, bound = product(stored.float32().astype(np.float64), x)
+    got = gpu.linear(gpu.upload(stored, DEVICE), on_device(x))
+    assert_close(got, want, bound * (1 + 2**-11 / (98 * EPS)))
 
 
 @pytest.mark.parametrize("width", [1, 33, 64, 200])

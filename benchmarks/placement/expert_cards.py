@@ -77,7 +77,7 @@ def cards_table() -> str:
     about = (
         "`python -m benchmarks.placement.expert_cards`; predicted, not measured. Weights of 4 bits (Q4_0, gpt-oss "
         f"MXFP4), {CONTEXT} tokens of context, every expert selected equally often. Tokens per second of one request, "
-        "and the share of the experts that is on the GPU; CPU: the GPU is not used. On a GPU MXFP4 takes 8 bits so far."
+        "and the share of the experts that is on the GPU; CPU: the GPU is not used."
     )
     return about + "\n\n" + results.table(["model", "weights", *heads], body)
 

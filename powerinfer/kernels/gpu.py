@@ -44,6 +44,8 @@ _LOADED = 1 << 24  # bytes of bundles uploaded at a time
 
 _SIGNS = np.uint8(0x88)  # converts two codes with an offset of 8 into two's complement, and back
 
+_E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+
 _NARROW = ["cuda"]  # devices that multiply many tokens in float16 or bfloat16
 
 _forced = [False]
@@ -124,6 +126,8 @@ def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
     if kind in FLOAT_TYPES:
         return Weight(kind, rows, k, raw.view(_dtypes()[kind]).view(rows, k))
     blocks = raw.view(rows, k // 32, block_type(kind).nbytes)
+    if kind == "MXFP4":
+        return Weight(kind, rows, k, blocks[..., 1:].contiguous().view(rows, k // 2), blocks[..., 0].contiguous())
     scales, codes = blocks[..., :2].contiguous().view(torch.float16).view(rows, -1), blocks[..., 2:]
     if kind == "Q8_0":
         return Weight(kind, rows, k, codes.contiguous().view(torch.int8).view(rows, k), scales)
@@ -187,7 +191,9 @@ def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
 
     if kind in FLOAT_TYPES:
         return Weight(kind, rows, k, new(k, _dtypes()[kind]))
-    scales = new(k // 32, torch.float16) if kind != "Q4_0X32" else None
+    scales = None
+    if kind != "Q4_0X32":
+        scales = new(k // 32, torch.uint8 if kind == "MXFP4" else torch.float16)
     return Weight(kind, rows, k, new(k, torch.int8) if kind == "Q8_0" else new(k // 2, torch.uint8), scales)
 
 
@@ -196,8 +202,9 @@ def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
     if kind in FLOAT_TYPES:
         return raw, None
     blocks = raw.reshape(len(raw), -1, block_type(kind).nbytes)
-    codes, scales = blocks[..., 2:].reshape(len(raw), -1), blocks[..., :2].reshape(len(raw), -1)
-    return (codes if kind == "Q8_0" else codes ^ _SIGNS), scales
+    scale = 1 if kind == "MXFP4" else 2
+    codes, scales = blocks[..., scale:].reshape(len(raw), -1), blocks[..., :scale].reshape(len(raw), -1)
+    return (codes ^ _SIGNS if kind == "Q4_0" else codes), scales
 
 
 def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
@@ -227,6 +234,13 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
     if weight.type in FLOAT_TYPES:
         return data.float()
     blocks = weight.k // 32
+    if weight.type == "MXFP4":
+        assert weight.scales is not None
+        pairs = data.view(-1, blocks, 16)
+        table = torch.tensor(_E2M1, device=data.device)
+        codes = table[torch.cat((pairs & 15, pairs >> 4), dim=-1).long()]
+        exponents = weight.scales[begin:end].int() - 127
+        return torch.ldexp(codes, exponents[..., None]).view(-1, weight.k)
     if weight.type != "Q8_0":
         pairs = data.view(-1, blocks, 16)
         data = torch.cat(((pairs << 4).view(torch.int8) >> 4, pairs.view(torch.int8) >> 4), dim=-1)

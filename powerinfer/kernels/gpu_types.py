@@ -19,7 +19,7 @@ PAGE = 32
 FEW = 32
 """Most tokens whose products read a weight once, as it is; for more of them matrices are dequantised first."""
 
-GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4")
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
 
 FLOAT16_MAX = 65504.0
@@ -41,6 +41,7 @@ class Weight:
     F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
     byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
     two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales are in `Neurons.shared`.
+    MXFP4: data as Q4_0, codes of E2M1, scales uint8 [rows, k / 32], exponents of E8M0.
     """
 
     type: str

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.gpu_types import NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
-from powerinfer.kernels.triton_kernels import Tile, add_bias, either, precision, row_dots
+from powerinfer.kernels.triton_kernels import ONE, SEVERAL, add_bias, either, precision, row_dots
 from powerinfer.kernels.triton_neurons import active
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from powerinfer.config import RouterConfig
     from powerinfer.kernels.gpu_types import Experts
 
-ONE = {kind: Tile(4, 1024, 4) for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0")}
-SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
 PAIRS = 64  # that a program orders
 COMPARED = 256  # pairs at a time that they are compared with
 MOST_COLUMNS = 64  # pairs of an expert in a tile

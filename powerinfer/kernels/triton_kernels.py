@@ -41,9 +41,10 @@ ONE = {
     "BF16": Tile(4, 1024, 4),
     "Q8_0": Tile(4, 1024, 4),
     "Q4_0": Tile(4, 1024, 4),
+    "MXFP4": Tile(4, 1024, 4),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
-SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), "Q4_0": Tile(64, 32, 4)}
+SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(("Q4_0", "MXFP4"), Tile(64, 32, 4))}
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
@@ -64,10 +65,35 @@ def nibbles(pairs):
 
 
 @triton.jit
+def _e2m1(codes):
+    """Sixteen times the values of MXFP4 codes, as float32."""
+    c = (codes & 7).to(tl.float32)
+    size = tl.where(c < 4, 8 * c, tl.where(c < 6, 16 * c - 32, 32 * c - 128))
+    return tl.where((codes & 8) != 0, -size, size)
+
+
+@triton.jit
+def pair_values(pairs, TYPE: tl.constexpr):
+    """The low and the high values in bytes of 4-bit codes, sixteen times as large, as float32."""
+    if TYPE == "MXFP4":
+        low, high = _e2m1(pairs), _e2m1(pairs >> 4)
+    else:
+        low, high = nibbles(pairs)
+    return low, high
+
+
+@triton.jit
+def scale_values(d, TYPE: tl.constexpr):
+    """Scales as float32; of MXFP4 powers of two, the least of which count as zero."""
+    return (d.to(tl.int32) << 23).to(tl.float32, bitcast=True) if TYPE == "MXFP4" else d.to(tl.float32)
+
+
+@triton.jit
 def _dots_4bit(
-    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`row_dots` of Q4_0: C bytes of a row at a time."""
+    """`row_dots` of Q4_0 and MXFP4: C bytes of a row at a time."""
     B: tl.constexpr = C // 16
     t = tl.arange(0, T if T else 1)
     acc = tl.zeros((R, T if T else B), tl.float32)
@@ -78,8 +104,8 @@ def _dots_4bit(
         here = live[:, None] & (b < blocks)[None, :]
         at = row[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
         pairs = tl.load(data + at, mask=here[:, :, None], other=0)
-        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32) * 0.0625
-        low, high = nibbles(pairs)
+        d = scale_values(tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0), TYPE) * 0.0625
+        low, high = pair_values(pairs, TYPE)
         if T:
             c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
             ok = (c < k)[:, None] & (t < tokens)[None, :]
@@ -147,8 +173,8 @@ def row_dots(
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN."""
-    if TYPE == "Q4_0":
-        acc = _dots_4bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
+    if TYPE == "Q4_0" or TYPE == "MXFP4":
+        acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
     elif TYPE == "Q8_0":
         acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
     else:
@@ -209,7 +235,7 @@ def _values_kernel(
     here = (b < blocks)[:, None]
     out += tl.program_id(0).to(tl.int64) * k
     if TYPE != "Q4_0X32":
-        d = tl.load(scales + row * blocks + b, mask=b < blocks, other=0).to(tl.float32)[:, None]
+        d = scale_values(tl.load(scales + row * blocks + b, mask=b < blocks, other=0), TYPE)[:, None]
     if TYPE == "Q8_0":
         c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
         tl.store(
@@ -219,7 +245,7 @@ def _values_kernel(
         j = tl.arange(0, 16)[None, :]
         c = b[:, None] * 32 + j
         pairs = tl.load(data + row * (blocks * 16) + b[:, None] * 16 + j, mask=here, other=0)
-        low, high = nibbles(pairs)
+        low, high = pair_values(pairs, TYPE)
         low *= 0.0625
         high *= 0.0625
         if TYPE == "Q4_0X32":
