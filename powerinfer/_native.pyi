@@ -342,8 +342,8 @@ class ExpertMatrices:
         bundled: NeuronSum | None = None,
     ) -> None:
         """
-        neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled: all
-        neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
+        neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled:
+        all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
         matrix.
         """
 

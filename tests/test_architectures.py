@@ -493,6 +493,7 @@ CASES = [
         ("folder",),
     ),
     Case("gpt-oss", "gpt_oss", {}, {"sliding_window": 21}, ("folder", "gguf"), {"attention.sliding_window": 20}),
+    Case("gpt-oss-limits", "gpt_oss", {}, {"swiglu_limit": 7.5}, ("folder",)),
     Case(
         "gpt-oss-yarn",
         "gpt_oss",
@@ -563,6 +564,8 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
                 parameter.copy_(noise - 3)  # so that what a state has learned stays for some tokens
             else:
                 parameter.copy_(0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise)
+            if case.kind == "gpt_oss" and name.endswith("gate_up_proj"):
+                parameter *= 6  # beyond the limits of its activation
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
